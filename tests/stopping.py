@@ -157,8 +157,8 @@ def injecting(folder: Path, **faults: dict[str, Any]) -> dict[str, str]:
     path = f"{builders.CODE}:{builders.CODE / 'tests/faults/inject'}"
     return {
         "PYTHONPATH": path,
-        "LOWMEM_FAULTS": json.dumps(faults),
-        "LOWMEM_FAULT_MARKS": str(folder / "marks"),
+        "PYTHON_FAULTS": json.dumps(faults),
+        "PYTHON_FAULT_MARKS": str(folder / "marks"),
     }
 
 

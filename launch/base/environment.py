@@ -1,32 +1,40 @@
-"""Variables of the user's environment that are passed to the training processes: those that are
-needed there, and no secrets."""
+"""Variables of the user's environment that are passed to child processes: those that are needed
+there, and no secrets."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
-from launch.base.text import SECRET_NAME
+from launch.base.secrets import SECRET_NAME, SECRET_VALUE
+from launch.base.variables import NAMES, OF_LIBRARIES, PREFIXES, WITHHELD
 
-# Full names, and beginnings of names. Variables of proxies are not among them, because ranks use no
-# network service and a proxy's address may contain a password. Variables of trackers are not
-# either: the only tracker is TensorBoard, which writes files.
-PASSED = re.compile(
-    r"(PATH|HOME|USER|LOGNAME|SHELL|HOSTNAME|PWD|TMPDIR|TEMP|TMP|LANG|LANGUAGE|TZ|TERM|COLUMNS|LINES|NO_COLOR"
-    r"|VIRTUAL_ENV|CC|CXX|CFLAGS|CXXFLAGS|CPATH|LIBRARY_PATH|MAX_JOBS|GLIBC_TUNABLES|XDG_CACHE_HOME|XDG_STATE_HOME|XDG_RUNTIME_DIR)\Z"
-    r"|(LC|PYTHON|LD|CONDA|LOWMEM|SLURM|PMI|PMIX|COV"
-    r"|CUDA|NVIDIA|CUDNN|CUBLAS|NCCL|NVTE|ROCR|ROCM|RCCL|HIP|HSA|AMD|GPU|MIOPEN|HCC|ROCBLAS|HIPBLAS|HIPBLASLT|TENSILE|GLOO|UCX|FI|IBV|MLX5"
-    r"|OMP|GOMP|KMP|MKL|OPENBLAS|NUMEXPR|MALLOC|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|BNB|BITSANDBYTES|DS|DEEPSPEED"
-    r"|HF|TRANSFORMERS|TOKENIZERS|ACCELERATE|FSDP)_"
-    r"|(PYTHON|TORCH)[A-Z]"
-)
+_WITHHELD = frozenset(" ".join(WITHHELD).split())
 
 
 def passed(environ: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, str]:
     """The variables that a child process gets. `more` (launch.pass_env) are further names that the
-    user wants to pass."""
+    user wants to pass.
+
+    Variables of proxies are not among them, because ranks use no network service and a proxy's
+    address may contain a password."""
     return {
         name: value
         for name, value in environ.items()
-        if name in more or (PASSED.match(name) and not SECRET_NAME.search(name))
+        if name in more or (_is_needed(name) and not SECRET_VALUE.search(value))
     }
+
+
+def _is_needed(name: str) -> bool:
+    return name in NAMES or (name.startswith(PREFIXES) and not SECRET_NAME.search(name))
+
+
+def unknown(environ: Mapping[str, str], more: Sequence[str] = ()) -> list[str]:
+    """Names of variables that begin like those of a library of the ranks, but that it is not known
+    to read, so that they are not passed."""
+    return sorted(
+        name
+        for name in environ
+        if name.startswith(OF_LIBRARIES)
+        and not SECRET_NAME.search(name)
+        and name not in {*NAMES, *_WITHHELD, *more}
+    )

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.errors import ConfigError
-from launch.base.text import holds_secret, nearest, shown
+from launch.base.secrets import holds_secret
+from launch.base.text import nearest, shown
 from launch.base.workspace import FILES
 from launch.commands import foreign_launcher
 from launch.plan.candidates import LaunchConstraints

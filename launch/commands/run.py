@@ -4,6 +4,7 @@ report."""
 from __future__ import annotations
 
 import os
+import re
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launch.base import compile_caches
-from launch.base.errors import DoesNotFit
+from launch.base import compile_caches, environment
+from launch.base.errors import ConfigError, DoesNotFit
 from launch.base.text import from_here, shown
 from launch.commands import ending, recipe_arguments, tune
 from launch.commands.attempts import Attempts, Start
@@ -22,6 +23,7 @@ from launch.plan import planner, resolve
 from launch.plan.planner import Choice
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
 from launch.recipe.guides import gpt2_variables
+from launch.recipe.strict_yaml import show
 from launch.render import write
 from launch.report import first_screen, text
 from launch.run_folder import disk_space, layout
@@ -117,7 +119,12 @@ def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str])
     `began`, or the end of Slurm's job."""
     ends = [] if time_limit_s is None else [began + time_limit_s]
     if slurm := environ.get("SLURM_JOB_END_TIME"):  # seconds since 1970
-        ends.append(time.monotonic() + float(slurm) - time.time())
+        if not re.fullmatch(r"\d{1,12}", slurm):
+            raise ConfigError(
+                f"SLURM_JOB_END_TIME: found {show(slurm)}, expected seconds since 1970, as Slurm"
+                " sets it; unset it, and give launch.time_limit_s"
+            )
+        ends.append(time.monotonic() + int(slurm) - time.time())
     return min(ends, default=None)
 
 
@@ -165,6 +172,11 @@ def _show_plan(
     if opened.complete:
         screen.say(f"chat with it: {ending.chat_command(recipe.output_dir)}")
         return
+    if names := environment.unknown(os.environ, recipe.launch.pass_env):
+        screen.say(
+            f"not passed to the ranks, no library is known to read it: {', '.join(names)};"
+            f" --launch.pass_env='[{', '.join([*recipe.launch.pass_env, *names])}]' passes it"
+        )
     for line in disk_space.check(opened.run, recipe, plan):
         screen.say(line)
 

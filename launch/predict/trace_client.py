@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from launch.base import environment
+from launch.base.errors import ResourceError
 from launch.base.processes import die_with_launcher
 from launch.base.workspace import CODE
 
@@ -60,8 +61,14 @@ class TracingChild:
         self._resources.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        cwd = self._resources.enter_context(tempfile.TemporaryDirectory(dir=self._folder))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            cwd = self._resources.enter_context(tempfile.TemporaryDirectory(dir=self._folder))
+        except OSError as error:
+            raise ResourceError(
+                f"{self._folder}: cannot keep traces there ({error.strerror}); make it writable, or"
+                " name another folder with LOWMEM_TRACES"
+            ) from error
         # SIM115: the stack closes the file with the child, not a `with` in this function
         self._stderr = self._resources.enter_context(Path(cwd, "stderr").open("w+b"))  # noqa: SIM115
         inherited = environment.passed(os.environ)

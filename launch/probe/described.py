@@ -31,6 +31,7 @@ REASONS = {
     "shm_gib": "shm_reason",
     "disk_free_gib": "disk_reason",
 }
+MAX_BYTES, MAX_DEPTH = 1 << 16, 20
 SHORT_KEYS = ("gpu", "ram_gib")  # of a file, beside the fields of Machine
 
 
@@ -43,13 +44,33 @@ def from_words(gpu: str, count: int, ram_gib: float) -> Machine:
 def from_file(path: Path) -> Machine:
     """The machine that a file describes: `gpu`, `gpus` (a number) and `ram_gib`, or the fields of
     Machine and Gpu, with sizes in GiB. Raises ConfigError."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: is no regular file; expected the YAML of a machine")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise ConfigError(
+                f"{path}: more than {MAX_BYTES:,} bytes; expected a machine's few keys"
+            )
+        text = raw.decode()
+        _check_depth(path, text)
+        values = yaml.safe_load(text)
     except OSError as error:
         raise ResourceError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     return _machine(str(path), values)
+
+
+def _check_depth(path: Path, text: str) -> None:
+    """Raises ConfigError for a nesting that a reader of values would not survive."""
+    depth = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{path}: nested too deeply; expected a machine's few keys")
 
 
 def _machine(where: str, values: object) -> Machine:

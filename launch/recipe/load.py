@@ -18,7 +18,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from launch.base.errors import ConfigError
-from launch.base.text import SECRET_NAME, holds_secret, nearest
+from launch.base.secrets import SECRET_NAME, holds_secret
+from launch.base.text import nearest
 from launch.base.workspace import FILES
 from launch.recipe import key_reference, strict_yaml, training_arguments
 from launch.recipe.strict_yaml import KeyPath, dotted, mend, plain, show, wrong
@@ -230,14 +231,24 @@ def _dropped(before: _Layer, after: _Layer, explanations: Mapping[str, str]) -> 
     ]
 
 
+def _is_public(section: str, key: str) -> bool:
+    """True for a key whose value an error may repeat: not for a secret's, nor for a key that does
+    not exist, which may be a secret's misspelt."""
+    if not key:
+        return section in SECTIONS or section in Recipe.model_fields
+    fields = SECTIONS[section].model_fields if section in SECTIONS else {}
+    is_extra = section == "training" and key in training_arguments.installed()
+    return key in fields or (is_extra and not SECRET_NAME.search(key))
+
+
 def _overrides(texts: Sequence[str]) -> _Layer:
     data: dict[str, Any] = {}
     where: dict[KeyPath, str] = {}
     for text in texts:
         name, equals, value = text.removeprefix("--").partition("=")
         section, dot, key = name.replace("-", "_").partition(".")
-        is_secret = SECRET_NAME.search(name) or holds_secret(value)
-        typed = getattr(text, "typed", "") or (f"--{name}=..." if is_secret else text)
+        is_shown = _is_public(section, key) and not holds_secret(value)
+        typed = getattr(text, "typed", "") or (text if is_shown else f"--{name}=...")
         place = show(typed)[1:-1]
         if not equals or not re.fullmatch(
             r"[a-z]\w*(\.[a-z]\w*)?", section + dot + key, re.ASCII | re.IGNORECASE

@@ -74,7 +74,7 @@ class LaunchSection(Section):
     host_reserve_gib: Annotated[float, affects("plan")] = Field(
         default=2.0,
         ge=0,
-        allow_inf_nan=False,
+        le=1e6,
         description="Host RAM that is left to other programs, in GiB.",
     )
     max_restarts: Annotated[int, affects("interruptions")] = Field(

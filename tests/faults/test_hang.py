@@ -156,7 +156,7 @@ def test_a_process_that_nothing_can_end_is_named_and_the_supervisor_ends(tmp_pat
     folder, freeze = frozen
     write = f"open({str(folder / 'file')!r}, 'w').write('x' * 9999)"
     fault = stopping.at_step(
-        "args[2].global_step if os.path.exists(os.environ['LOWMEM_FAULT_MARKS'] + '/go') else -1",
+        "args[2].global_step if os.path.exists(os.environ['PYTHON_FAULT_MARKS'] + '/go') else -1",
         write,
     )
     launch = {"hang_floor_s": 4, "max_restarts": 3}

@@ -1,7 +1,7 @@
-"""On the PYTHONPATH of a test: ranks do what LOWMEM_FAULTS says, and leave
-LOWMEM_FAULT_MARKS/<name> each time they do.
+"""On the PYTHONPATH of a test: ranks do what PYTHON_FAULTS says, and leave
+PYTHON_FAULT_MARKS/<name> each time they do.
 
-LOWMEM_FAULTS is JSON: {name: {"module", "attribute", "rank", "when", "times", "do"}}; `do` runs
+PYTHON_FAULTS is JSON: {name: {"module", "attribute", "rank", "when", "times", "do"}}; `do` runs
 before the function that the attribute names is called, with its arguments as `args`, where `when`
 is true. The product knows nothing of it.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FAULTS = json.loads(os.environ.get("LOWMEM_FAULTS", "{}"))
+FAULTS = json.loads(os.environ.get("PYTHON_FAULTS", "{}"))
 
 
 class AtImport(importlib.machinery.PathFinder):
@@ -48,7 +48,7 @@ def insert(module: ModuleType, fault: str, facts: dict[str, Any]) -> None:
     for part in owners:
         owner = getattr(owner, part)
     whole = getattr(owner, last)
-    marks = Path(os.environ["LOWMEM_FAULT_MARKS"])
+    marks = Path(os.environ["PYTHON_FAULT_MARKS"])
     calls = itertools.count()
 
     def faulty(*args: Any, **kwargs: Any) -> Any:

@@ -179,12 +179,12 @@ def test_a_variable_that_the_user_names_reaches_the_ranks(tmp_path):
     assert "MY_ODD_NAME" in text
     (tmp_path / "site").mkdir()
     (tmp_path / "site/sitecustomize.py").write_text(
-        "import os\nopen(os.environ['LOWMEM_TEST_SEEN'],"
+        "import os\nopen(os.environ['PYTHON_SEEN'],"
         " 'a').write(str(os.environ.get('MY_ODD_NAME')) + '\\n')\n"
     )
     seen = tmp_path / "seen"
     environment = builders.environment(
-        tmp_path / "workspace", MY_ODD_NAME="mine", LOWMEM_TEST_SEEN=str(seen)
+        tmp_path / "workspace", MY_ODD_NAME="mine", PYTHON_SEEN=str(seen)
     )
     environment["PYTHONPATH"] = f"{builders.CODE}{os.pathsep}{tmp_path / 'site'}"
     done = subprocess.run(

@@ -237,12 +237,12 @@ CLOCK = r"""
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
-/* Once the file LOWMEM_CLOCK exists, the wall clock is a day behind. */
+/* Once the file PYTHON_CLOCK exists, the wall clock is a day behind. */
 int clock_gettime(clockid_t id, struct timespec *now) {
     static int (*real)(clockid_t, struct timespec *);
     if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
     int code = real(id, now);
-    const char *file = getenv("LOWMEM_CLOCK");
+    const char *file = getenv("PYTHON_CLOCK");
     if (id == CLOCK_REALTIME && file && access(file, F_OK) == 0) now->tv_sec -= 86400;
     return code;
 }
@@ -258,7 +258,7 @@ def test_a_clock_that_goes_back_costs_no_checkpoint_and_is_no_hang(tmp_path, inj
     source, library, moved = tmp_path / "clock.c", tmp_path / "clock.so", tmp_path / "moved"
     source.write_text(CLOCK)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    extra = {"LD_PRELOAD": str(library), "LOWMEM_CLOCK": str(moved)}
+    extra = {"LD_PRELOAD": str(library), "PYTHON_CLOCK": str(moved)}
     with stopping.launched(tmp_path, extra=extra, launch={"hang_floor_s": 20}) as child:
         child.until("two checkpoints", lambda: len(child.committed()) >= 2)
         before = child.committed()[-1]

@@ -16,7 +16,7 @@ COMPILE = """
 import json, torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 torch.compile(lambda x: (x * 2 + torch.sin(x)).sum())(torch.ones(100))
-open(os.environ["LOWMEM_PROOF"], "w").write(json.dumps([cache_dir(), default_cache_dir()]))
+open(os.environ["PYTHON_PROOF"], "w").write(json.dumps([cache_dir(), default_cache_dir()]))
 """
 
 
@@ -31,9 +31,9 @@ def test_what_a_rank_compiles_and_looks_up_is_in_a_folder_of_this_user_alone(tmp
         "run",
         str(builders.recipe(tmp_path, training={"max_steps": 2, "save_steps": 100})),
         TMPDIR=str(temporary),
-        LOWMEM_PROOF=str(tmp_path / "proof"),
-        LOWMEM_FAULTS=json.dumps({"compile": fault}),
-        LOWMEM_FAULT_MARKS=str(marks),
+        PYTHON_PROOF=str(tmp_path / "proof"),
+        PYTHON_FAULTS=json.dumps({"compile": fault}),
+        PYTHON_FAULT_MARKS=str(marks),
         PYTHONPATH=os.pathsep.join(
             [str(builders.CODE), str(builders.CODE / "tests/faults/inject")]
         ),

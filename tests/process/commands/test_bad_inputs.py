@@ -88,6 +88,7 @@ def number_cases(workspace: Workspace) -> list[Case]:
         "save_strategy epoch": (["--training.save_strategy=epoch"], 2, "save_strategy"),
         "nan in numerics": (["--numerics.skip_spikes_above=nan"], 2, "skip_spikes_above"),
         "a spike of 1": (["--numerics.skip_spikes_above=1"], 2, "skip_spikes_above"),
+        "a reserve beyond all memory": (["--launch.host_reserve_gib=1e308"], 2, "host_reserve_gib"),
         "bad rows below 0": (["--data.max_bad_rows=-1"], 2, "max_bad_rows"),
         "an effective batch beyond all data": (
             ["--training.gradient_accumulation_steps=65537"],
@@ -456,12 +457,26 @@ def late_files(workspace: Workspace) -> dict[str, tuple[Path, str]]:
     return found
 
 
+def machine_cases(workspace: Workspace) -> list[Case]:
+    """Files of described machines."""
+    files = {
+        "nested too deeply": str(workspace.file("deep.yaml", b"[" * 2000)),
+        "no regular file": "/dev/zero",
+        "more than 65,536 bytes": str(workspace.file("long.yaml", b"[" * 100_000)),
+    }
+    return [
+        Case(f"machine: {said}", ["plan", str(workspace.recipe), "--machine", path], 2, said)
+        for said, path in files.items()
+    ]
+
+
 CORPORA: tuple[Callable[[Workspace], list[Case]], ...] = (
     yaml_cases,
     number_cases,
     path_cases,
     folder_cases,
     data_cases,
+    machine_cases,
 )
 
 
@@ -588,6 +603,20 @@ def test_a_real_process_answers_the_same(answers, workspace, name):
     ((case, found),) = [(case, found) for case, found in answers if case.name == name]
     done = builders.launch(workspace.root / "workspace", *case.argv)
     assert (done.returncode, done.stderr) == (found["code"], found["err"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code", "expected"),
+    [
+        ("SLURM_JOB_END_TIME", "abc", 2, "expected seconds since 1970"),
+        ("LOWMEM_TRACES", "/proc", 3, "/proc: cannot keep traces there"),
+    ],
+)
+def test_a_bad_variable_is_named_in_one_line(workspace, name, value, code, expected):
+    words = ("run", str(workspace.recipe), "--dry-run")
+    done = builders.launch(workspace.root / "workspace", *words, **{name: value})
+    assert (done.returncode, expected in done.stderr) == (code, True), done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_so_many_bad_rows_as_are_allowed_are_left_out_and_counted(workspace):

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.process
 
 CODE = Path(__file__).resolve().parents[3]
-NOTES_IMPORT = "import os; open(os.environ['LOWMEM_NOTES'], 'a').write('imported ')\n"
+NOTES_IMPORT = "import os; open(os.environ['PYTHON_NOTES'], 'a').write('imported ')\n"
 
 
 def asked(folder: Path) -> str:
@@ -23,7 +23,7 @@ def asked(folder: Path) -> str:
     variables = {
         **os.environ,
         "PYTHONPATH": f"{CODE}{os.pathsep}{folder}",
-        "LOWMEM_NOTES": str(folder / "notes"),
+        "PYTHON_NOTES": str(folder / "notes"),
     }
     done = subprocess.run(
         [sys.executable, "-P", "-c", child],

@@ -14,7 +14,35 @@ pytestmark = pytest.mark.unit
     [
         *("CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "PYTORCH_ALLOC_CONF", "HSA_OVERRIDE_GFX_VERSION"),
         *("ROCBLAS_TENSILE_LIBPATH", "HIPBLASLT_TENSILE_LIBPATH", "MIOPEN_FIND_MODE"),
+        *("HF_HOME", "HF_ENDPOINT", "TORCH_LOGS", "TORCH_COMPILE_CACHE_KEY_TAG", "TORCHDYNAMO_X"),
+        *("LOWMEM_ROOT", "PYTHONPATH", "SLURM_JOB_ID", "GLOO_SOCKET_IFNAME", "FI_PROVIDER"),
     ],
 )
-def test_variables_of_the_cards_libraries_reach_the_ranks(name):
+def test_variables_of_the_libraries_reach_the_ranks(name):
     assert environment.passed({name: "1", "HTTPS_PROXY": "http://me:secret@proxy"}) == {name: "1"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HF_TOKEN", "HF_AUTH", "HF_KEY", "HF_PAT", "HF_PASSPHRASE", "HF_APITOKEN", "CUDA_KEY"),
+        *("LOWMEM_SMTP_PASS", "LOWMEM_PASSWORD", "TORCH_ANYTHING", "TRANSFORMERS_MINE"),
+        *("SLURM_JWT", "NCCL_API_KEY", "OMP_SECRET", "PYTHON_CREDENTIALS", "FI_AUTH_KEY"),
+        *("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY"),
+    ],
+)
+def test_secrets_and_unknown_variables_reach_the_ranks_only_if_the_user_names_them(name):
+    assert environment.passed({name: "value"}) == {}
+    assert environment.passed({name: "value"}, [name]) == {name: "value"}
+
+
+@pytest.mark.parametrize("value", ["https://me:hunter2@mirror.example", "Bearer 0123456789abcdef"])
+def test_a_known_variable_with_a_secret_in_its_value_stays_here(value):
+    assert environment.passed({"HF_ENDPOINT": value}) == {}
+    assert environment.passed({"HF_ENDPOINT": "https://mirror.example"})
+
+
+def test_names_that_are_not_passed_are_told_apart_from_secrets():
+    variables = dict.fromkeys(("TORCH_X", "HF_Y", "HF_TOKEN", "CUDA_KEY", "HF_HOME", "MY_VAR"), "1")
+    assert environment.unknown(variables) == ["HF_Y", "TORCH_X"]
+    assert environment.unknown(variables, ["HF_Y"]) == ["TORCH_X"]

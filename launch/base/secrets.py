@@ -1,0 +1,85 @@
+"""Names and values that are secrets: recognised, kept from child processes, replaced in texts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+from pathlib import Path
+
+# A word of a variable's or a key's name that says that its value is a secret, between the name's
+# ends, "_", "-" and "."
+SECRET_NAME = re.compile(
+    r"(?i)(^|[._-])((api|access|private|secret)?(token|key)|secrets?|pat|auth|authorization"
+    r"|pass(word|wd|phrase)?|jwt|cookie|credentials?|creds?)([._-]|\Z)"
+)
+
+# The form of values that are secrets wherever they stand, and the issuer's own description
+SECRET_VALUES = (
+    # huggingface.co/docs/hub/security-tokens
+    r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}",
+    # github.blog/2021-04-05-behind-githubs-new-authentication-token-formats
+    r"\bgh[pousr]_[A-Za-z0-9]{16,}",
+    # docs.github.com/en/authentication/keeping-your-account-and-data-secure
+    r"\bgithub_pat_\w{20,}",
+    # docs.gitlab.com/security/tokens: token prefixes
+    r"\bgl(?:pat|oas|dt|rt|ptt|soat|agent)-[\w.-]{16,}",
+    # github.blog/2021-09-23-announcing-npms-new-access-token-format
+    r"\bnpm_[A-Za-z0-9]{36}\b",
+    # docs.aws.amazon.com/IAM/latest/UserGuide/reference_identifiers.html
+    r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
+    # cloud.google.com/docs/authentication/api-keys: 39 characters
+    r"\bAIza[\w-]{35}",
+    # platform.openai.com/docs/api-reference/authentication
+    r"\bsk-[A-Za-z0-9_-]{20,}",
+    # replicate.com/docs/topics/security/api-tokens: 40 characters
+    r"\br8_[A-Za-z0-9]{37}\b",
+    # api.slack.com/authentication/token-types
+    r"\bxox[abeprs]-[A-Za-z0-9-]{10,}",
+    # RFC 7519, JSON Web Token
+    r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+",
+    # RFC 6750, section 2.1: Authorization request header
+    r"(?i:\bbearer) +[\w.~+/-]{16,}=*",
+    # RFC 7468, section 10 and 11: private keys; a cut-off one has no end
+    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z0-9 ]*PRIVATE KEY-----|[\s\S]*)",
+    # RFC 3986, section 3.2.1: user:password of an address; without a scheme, a password has more
+    # than letters, unlike what stands in front of a mail address
+    r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)",
+    r"(?<![\w/.:-])[\w.+-]+:(?=[^\s@]*[^\sA-Za-z@])[^\s/@:\"']{6,}(?=@[\w-]+(?:\.[\w-]+)+)",
+)
+SECRET_VALUE = re.compile("|".join(SECRET_VALUES))
+
+LEAST_SECRET = 8  # characters; a shorter value occurs in too many harmless words
+
+
+@functools.cache
+def _secrets() -> re.Pattern[str]:
+    """SECRET_VALUE, and the secrets of this process: values in its environment, and the token that
+    hf stores."""
+    values = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
+    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        values.add(
+            Path(os.environ.get("HF_TOKEN_PATH") or Path(home) / "token")
+            .read_text(encoding="utf-8")
+            .strip()
+        )
+    long = sorted((value for value in values if _is_long(value)), key=len, reverse=True)
+    return re.compile("|".join([*map(re.escape, long), SECRET_VALUE.pattern]))
+
+
+def _is_long(value: str) -> bool:
+    """False for values that occur in harmless texts: short ones, and paths, which name the place of
+    a secret."""
+    return len(value) >= LEAST_SECRET and not value.startswith("/")
+
+
+def holds_secret(text: str) -> bool:
+    """True if the text contains a secret of this process, or a value that looks like a secret."""
+    return _secrets().search(text) is not None
+
+
+def without_secrets(text: str) -> str:
+    """The text with [secret] in place of each secret."""
+    return _secrets().sub("[secret]", text)
