@@ -214,6 +214,7 @@ class AttemptRecord:
     pressure: str = ""
     # pids of ranks that the supervisor ended, since another had ended before them
     ended_ranks: tuple[int, ...] = ()
+    silent_ranks: tuple[tuple[int, int], ...] = ()  # (rank, pid) of ranks that wrote no error
     vram_reserved_bytes: int = 0  # of the fullest rank at the last logged step
     vram_total_bytes: int = 0  # 0: no GPU, or no step
     xids: tuple[Xid, ...] = ()  # of the ranks' cards during the attempt

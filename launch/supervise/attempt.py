@@ -95,9 +95,11 @@ def result_of(
     completed = bool(outcome and outcome.complete)
     # the ranks measure once more at their end, after the last measurement from outside
     host_peak_bytes = max(ended.host_peak_bytes, outcome.host_pss_bytes if outcome else 0)
+    beats, rank_errors = heartbeats.read_all(attempt), tuple(attempt.rank_errors())
+    with_error = {error.rank for error in rank_errors}
     record = AttemptRecord(
         returncode=ended.returncode,
-        rank_errors=tuple(attempt.rank_errors()),
+        rank_errors=rank_errors,
         log_tail=_tail(attempt.log_file),
         oom_kills=machine.oom_kills() - beginning.oom_kills,
         host_limit_bytes=host_limit_bytes,
@@ -108,10 +110,10 @@ def result_of(
         hang=ended.hang,
         pressure=ended.pressure,
         ended_ranks=tuple(ended.ended_ranks),
+        silent_ranks=tuple((beat.rank, beat.pid) for beat in beats if beat.rank not in with_error),
         xids=beginning.xids.read() if beginning.xids else (),
         **last_vram(attempt.events_file),
     )
-    beats = heartbeats.read_all(attempt)
     failure = None if ended.is_refuted else failures.classify(record)
     if failure is not None:
         failure = replace(

@@ -16,6 +16,18 @@ AGAIN = "run the same line again"
 EXCEPTION = r"^(\[(rank|default)?\d+\]:\s*)?([A-Za-z_]\w*\.)*"
 
 
+# A text that a message quotes, on one line; an apostrophe within a word opens none, and what a C++
+# program prints of its own exception ('with description "..."') is no quotation
+QUOTED = re.compile(r"""(?<![\w)\]])(?<!description )(['"])(?:(?!\1)[^\\\n]|\\.)+\1(?!\w)""")
+# Exceptions on a value, whose messages repeat it: a row's text is none of the machine's words
+OF_A_VALUE = re.compile(
+    rf"{EXCEPTION}((Value|Key|Type|Lookup|Index|Attribute|Unicode\w*|JSONDecode|Template"
+    r"|Undefined|Validation)Error|Arrow(Invalid|TypeError|KeyError)): "
+)
+# kinds that such an exception may name; a rank that wrote its error would have named them itself
+OWN_KINDS = ("data", "configuration", "library")
+
+
 @dataclass(frozen=True)
 class Pattern:
     """Lines that name a cause, wherever a rank or a library wrote them.
@@ -31,10 +43,22 @@ class Pattern:
     role: Literal["root", "consequence"] = "root"
 
     def find(self, text: str) -> str | None:
-        """The first line of the text in which one of the pattern's lines ends."""
-        searches = (re.search(line, text, re.MULTILINE) for line in self.lines)
-        matches = sorted(filter(None, searches), key=re.Match.end)
-        return full_line(matches[0]) if matches else None
+        """The first line of the text in which one of the pattern's lines ends, outside of quoted
+        values."""
+        first: re.Match[str] | None = None
+        for line in self.lines:
+            matches = re.finditer(line, text, re.MULTILINE)
+            match = next((match for match in matches if self._is_said(match)), None)
+            if match and (first is None or match.end() < first.end()):
+                first = match
+        return full_line(first) if first else None
+
+    def _is_said(self, match: re.Match[str]) -> bool:
+        line, begin = full_line(match), match.string.rfind("\n", 0, match.end()) + 1
+        start, end = match.start() - begin, match.end() - begin
+        if any(quote.start() < start and end < quote.end() for quote in QUOTED.finditer(line)):
+            return False
+        return self.kind in OWN_KINDS or not OF_A_VALUE.match(line)
 
 
 def full_line(match: re.Match[str]) -> str:
@@ -178,6 +202,8 @@ PATTERNS = (
         SMALLER,
         (
             r"(CUDA|HIP) out of memory\. Tried",
+            # torch 2.14, at a limit of the allocator
+            r"(CUDA|HIP) out of memory\. Allocation was preemptively rejected",
             r"(CUDA|HIP)( driver)? error: out of memory",
             r"hipErrorOutOfMemory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
             r"(CUBLAS|HIPBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
@@ -257,6 +283,32 @@ PATTERNS = (
         ),
     ),
     Pattern(
+        "disk",
+        10,
+        "a file or folder may not be opened by this user",
+        "the proof names it: give it to the user of the run (`chown`, `chmod u+rwX`), or name"
+        " another output_dir or model.path",
+        (rf"{EXCEPTION}PermissionError: \[Errno 13\]",),
+    ),
+    Pattern(
+        "disk",
+        10,
+        "a network file system or a mount was lost under the run",
+        f"mount it again (`mount`, `umount -l` first), then {AGAIN}",
+        (
+            r"Stale (NFS )?file handle",
+            rf"{EXCEPTION}OSError: \[Errno 107\] Transport endpoint is not connected",
+        ),
+    ),
+    Pattern(
+        "data",
+        4,
+        "a file of weights is cut short or damaged",
+        "compare it with its source (`sha256sum`) and fetch it again; model.path and the proof say"
+        " which it is",
+        (rf"{EXCEPTION}SafetensorError: Error while deserializing",),
+    ),
+    Pattern(
         "port",
         11,
         "another process holds the port at which the ranks meet",
@@ -265,6 +317,14 @@ PATTERNS = (
             r"EADDRINUSE",
             r"Address already in use",
         ),
+    ),
+    Pattern(
+        "join",
+        11,
+        "the name of a machine has no address",
+        "see launch.main_process_ip, /etc/hosts and the name server (`getent hosts NAME`); an"
+        " address in numbers needs neither",
+        (rf"{EXCEPTION}gaierror: \[Errno -\d+\]",),
     ),
     Pattern(
         "join",

@@ -11,7 +11,13 @@ from typing import Literal
 from launch.base import errors
 from launch.schema.machine import GIB
 from launch.schema.result import AttemptRecord, Failure, RankError, Xid
-from launch.supervise.failure_patterns import HARDWARE_XIDS, PATTERNS, SMALLER, full_line
+from launch.supervise.failure_patterns import (
+    HARDWARE_XIDS,
+    OWN_KINDS,
+    PATTERNS,
+    SMALLER,
+    full_line,
+)
 
 PROOF_CHARS = 400  # the HSA runtime says at the end of its line how much GPU memory was free
 
@@ -21,6 +27,9 @@ PROOF_CHARS = 400  # the HSA runtime says at the end of its line how much GPU me
 REPORTED_KILL = re.compile(
     r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*-9 \(pid: (\d+)\)", re.MULTILINE
 )
+# ranks that torchrun reports as failed, and processes that it ends itself
+REPORTED = re.compile(r"^\s*rank\s*:\s*(\d+) ", re.MULTILINE)
+CLOSED = re.compile(r"Sending process (\d+) closing signal")
 KILLED_FIRST = re.compile(r"exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>")
 CRASHED = re.compile(
     r"exitcode\s*:\s*-(?!(?:9|15|2|1|10)\b)(\d+)|died with <Signals\.(?!SIGKILL|SIGTERM)\w+: (\d+)>"
@@ -35,6 +44,11 @@ SIGNALS = {
     "SIGABRT": "native code called abort(); its last message is in the log",
     "SIGFPE": "native code divided by zero",
 }
+# signals of a limit: kind, exit code, what was exceeded, what raises it
+LIMITS = {
+    "SIGXFSZ": ("disk", 10, "a file grew past the limit of sizes", "ulimit -f"),
+    "SIGXCPU": ("limit", 3, "a process used up its limit of CPU time", "ulimit -t"),
+}
 SIGNAL_FIX = (
     "see the stacks in the attempt's log.txt; `pip install --force-reinstall -r requirements.txt`"
     " mends mixed builds; if it comes back anywhere else each time, test the machine's memory"
@@ -45,8 +59,6 @@ WARNING = re.compile(
     r" |^\s*(warn|logger|raise|#)"
 )
 STEP = re.compile(r"  step \d+/\d+  epoch ")
-# kinds of exceptions: a rank that wrote its error would have named them itself
-OWN_KINDS = ("data", "configuration", "library")
 # kinds that a card's failure leaves behind
 OF_A_CARD = ("hang", "crash", "unknown", "signal", "nccl", "collective_timeout", "driver")
 STOPPED = "Stopped"  # errors.Stopped, as ranks write it
@@ -192,6 +204,15 @@ def _from_texts(record: AttemptRecord, rank_errors: Sequence[RankError]) -> Fail
     if ended := _exit_code(record):
         return ended
     lost = _named(texts[:1] or [log], "consequence", bool(rank_errors))
+    if lost is not None and crash is None and (silent := _silent(record)):
+        return Failure(
+            "crash",
+            1,
+            f"{silent} ended without an error, and the other ranks lost it: its code, or a"
+            " library's, called exit",
+            lost.proof,
+            "see that rank's last lines in the attempt's log.txt",
+        )
     if lost is not None and (
         crash is None or lost.kind != "network" or "nccl" in lost.proof.lower()
     ):
@@ -206,6 +227,15 @@ def _from_texts(record: AttemptRecord, rank_errors: Sequence[RankError]) -> Fail
         f"rank {error.rank} error.json",
         "see the traceback in the attempt's ranks folder",
     )
+
+
+def _silent(record: AttemptRecord) -> str:
+    """The first rank that ended before the others and left no error, whose end torchrun neither
+    caused nor calls a failure; "" if there is none."""
+    ended = {int(pid) for pid in CLOSED.findall(record.log_tail)} | {*record.ended_ranks}
+    failed = {int(rank) for rank in REPORTED.findall(record.log_tail)}
+    ranks = (rank for rank, pid in record.silent_ranks if rank not in failed and pid not in ended)
+    return next((f"rank {rank}" for rank in ranks), "")
 
 
 def _error_text(error: RankError) -> str:
@@ -260,9 +290,21 @@ def _signal(record: AttemptRecord) -> Failure | None:
     match = CRASHED.search(record.log_tail)
     if match is None:
         return None
-    name = signal.Signals(int(match[1] or match[2])).name
+    name, proof = _signal_name(int(match[1] or match[2])), _proof(full_line(match))
+    if name in LIMITS:
+        kind, code, exceeded, command = LIMITS[name]
+        fix = f"raise the limit (`{command} unlimited` before the same line); `{command}` shows it"
+        return Failure(kind, code, f"a rank was ended by {name}: {exceeded}", proof, fix)
     cause = f"a rank was ended by {name}: {SIGNALS.get(name, 'a signal that the run does not use')}"
-    return Failure("signal", 1, cause, _proof(full_line(match)), SIGNAL_FIX)
+    return Failure("signal", 1, cause, proof, SIGNAL_FIX)
+
+
+def _signal_name(number: int) -> str:
+    """The name of a signal; of a real-time signal its distance from the first one."""
+    if number not in signal.valid_signals():
+        return f"signal {number}"
+    beyond = number - signal.SIGRTMIN
+    return f"SIGRTMIN+{beyond}" if beyond > 0 else signal.Signals(number).name
 
 
 def _exit_code(record: AttemptRecord) -> Failure | None:

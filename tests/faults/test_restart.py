@@ -48,6 +48,16 @@ def test_kill_minus_nine_of_a_rank_restarts_and_the_end_is_that_of_an_uninterrup
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
+def test_a_rank_that_exits_without_an_error_is_named(tmp_path):
+    fault = stopping.at_step("7", "os._exit(0)", rank=1)
+    launch = {"max_restarts": 0}
+    with stopping.launched(tmp_path, faults={"exit": fault}, launch=launch) as child:
+        assert child.wait() == 1, child.said()
+        assert stopping.fired(tmp_path, "exit") == 1
+        assert "rank 1 ended without an error, and the other ranks lost it" in child.said()
+        assert child.left() == []
+
+
 @pytest.mark.shows(
     "F5", "kill -9 of accelerate, whose one rank saves and ends; it was alive before"
 )

@@ -188,6 +188,52 @@ def test_a_signal_is_explained_and_beats_what_the_other_ranks_lost():
         assert "SIGSEGV: native code touched memory that is not its own" in failure.cause
 
 
+QUOTING = [
+    "ValueError: row 17: found 'CUDA out of memory. Tried to allocate 2 GiB', expected a number",
+    "ValueError: row 17 has no target: CUDA out of memory. Tried to allocate 2 GiB",
+    'RuntimeError: template failed on "Address already in use"',
+    "KeyError: 'No space left on device'",
+    "jinja2.exceptions.UndefinedError: 'Connection refused' is undefined",
+    "pyarrow.lib.ArrowInvalid: Failed to parse string: 'Disk quota exceeded' as int64",
+]
+
+
+@pytest.mark.parametrize("line", QUOTING)
+def test_a_text_that_an_error_quotes_decides_no_verdict(line):
+    trace = f"Traceback (most recent call last):\n  File x\n{line}\n"
+    kind, _, message = line.partition(": ")
+    word = RankError(0, kind.rpartition(".")[2], message, 1.0, traceback=trace)
+    assert verdict(evidence(trace, rank_errors=(word,))).kind == "crash"
+    assert verdict(evidence(f"[rank0]: {line}\n")).kind == "unknown"
+    _, oom = read(LOGS / "device_oom" / "torch-cuda.txt")
+    assert verdict(evidence(f"{trace}{oom}")).kind == "device_oom"
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(40, "SIGRTMIN+6"), (34, "SIGRTMIN"), (4096, "signal 4096")]
+)
+def test_a_signal_without_a_name_of_its_own_is_a_verdict_too(number, name):
+    _, log = read(LOGS / "signal" / "torchrun-sigfpe.txt")
+    log = log.replace("exitcode  : -8", f"exitcode  : -{number}")
+    failure = verdict(evidence(log.replace("exitcode: -8", f"exitcode: -{number}")))
+    assert failure.kind == "signal"
+    assert name in failure.cause
+
+
+def test_a_rank_that_left_without_an_error_is_named_but_none_that_was_ended():
+    _, log = read(LOGS / "network" / "gloo-reset.txt")
+    lost = replace(BOOM, type="RuntimeError", message="Connection reset by peer")
+    failure = verdict(evidence(log, rank_errors=(lost,), silent_ranks=((1, 4711),)))
+    assert failure.kind == "crash"
+    assert "rank 1 ended without an error" in failure.cause
+    closed = f"{log}W1121 api.py:1028] Sending process 4711 closing signal SIGTERM\n"
+    for ended in (
+        evidence(closed, rank_errors=(lost,), silent_ranks=((1, 4711),)),
+        evidence(log, rank_errors=(lost,), silent_ranks=((1, 4711),), ended_ranks=(4711,)),
+    ):
+        assert verdict(ended).kind == "network"
+
+
 def test_the_last_whole_line_of_the_events_gives_the_gpu_memory(tmp_path):
     events = tmp_path / "events.jsonl"
     assert attempt.last_vram(events) == {}
