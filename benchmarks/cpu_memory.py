@@ -99,6 +99,7 @@ class Case:
     batch: int = 4
     training: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
     lora: Mapping[str, Any] | None = None
     quantization: Mapping[str, Any] | None = None
     mode: str = "cpu"
@@ -214,8 +215,9 @@ def write_data(folder: Path, case: Case) -> Path:
         return found
 
     steps = 24 if case.ragged else 4
+    held_out = 24 if case.data else 3  # packed, they fill a batch too
     write_parquet(folder / "train.parquet", rows(steps * case.effective_batch_size))
-    write_parquet(folder / "valid.parquet", rows(3 * case.batch * case.ranks))
+    write_parquet(folder / "valid.parquet", rows(held_out * case.batch * case.ranks))
     child = [sys.executable, "-m", "benchmarks.random_model", json.dumps(case.config), str(folder)]
     subprocess.run(child, check=True, cwd=recording.CODE, stderr=subprocess.DEVNULL)
     recipe = {
@@ -227,6 +229,7 @@ def write_data(folder: Path, case: Case) -> Path:
             "train_file": str(folder / "train.parquet"),
             "validation_file": str(folder / "valid.parquet"),
             "max_length": case.length,
+            **case.data,
         },
         "training": {
             "per_device_train_batch_size": case.batch,

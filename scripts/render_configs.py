@@ -14,6 +14,7 @@ sys.path.insert(0, str(CODE))
 
 from launch.plan import context as plan_context  # noqa: E402
 from launch.plan import planner  # noqa: E402
+from launch.plan.candidates import LaunchConstraints  # noqa: E402
 from launch.predict import model_config  # noqa: E402
 from launch.probe import described  # noqa: E402
 from launch.recipe import load  # noqa: E402
@@ -36,7 +37,9 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
     recipe, changes = load.load("sft_fast", overrides, bool(machine.gpus))
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CODE / ".cache")
     context = plan_context.build(recipe, machine, config, parameters, family, DATA)
-    return machine, recipe, planner.choose(replace(context, changes=changes)).plan
+    # the torch of requirements.txt has it
+    constraints = LaunchConstraints(no_varlen_attn=None)
+    return machine, recipe, planner.choose(replace(context, changes=changes), constraints).plan
 
 
 def files(mode: Mode) -> dict[str, str]:

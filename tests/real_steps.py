@@ -15,7 +15,7 @@ from training.data.batches import Collator, Row, SampleOrder
 from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
-from training.model import build
+from training.model import build, varlen_attention
 
 
 class Loader(list[dict[str, Any]]):
@@ -43,6 +43,7 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
         made = build.from_shape(
             recipe.model, plan.shape, recipe.quantized(strategy.mixed_precision)
         )
+        varlen_attention.register(strategy.attn_implementation)
         made.config._attn_implementation = strategy.attn_implementation
         network = build.prepare_to_train(made, recipe.model, recipe.lora, plan.lora_targets)
     found = Repeated(
@@ -80,7 +81,7 @@ def batch(recipe: Recipe, plan: Plan, length: int, padded: bool) -> dict[str, An
         made["decoder_input_ids"] = made["input_ids"].clone()
     else:
         made["labels"][:, 0] = IGNORED
-    return _flattened(made) if plan.strategy.attn_implementation == "flash_attention_2" else made
+    return _flattened(made) if plan.strategy.flattens else made
 
 
 def _flattened(made: dict[str, torch.Tensor]) -> dict[str, Any]:

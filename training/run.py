@@ -250,7 +250,7 @@ def build_parts(
             network.config.decoder_start_token_id if network.config.is_encoder_decoder else None,
             multiple=MULTIPLE[plan.strategy.device],
             is_packed=recipe.data.packing,
-            flattens=plan.strategy.attn_implementation == "flash_attention_2",
+            flattens=plan.strategy.flattens,
         ),
         train_dataset=rows,
         eval_dataset=dataset.held_out(tokens),

@@ -46,6 +46,7 @@ class LaunchConstraints:
     no_compiler: str | None = None  # why torch.compile cannot work here
     # why that package cannot be used; "": the machine's packages are not known
     no_flash_attn: str | None = ""
+    no_varlen_attn: str | None = ""  # why torch's cannot be used; "": its version is not known
     no_liger: str | None = None
     # why transformers can neither checkpoint every n-th layer here nor offload what it keeps
     no_every_n_layers: str | None = None
@@ -119,7 +120,12 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             num_output_chunks=training.num_output_chunks or 1,
             torch_compile=training.compiles and constraints.no_compiler is None,
             attn_implementation=kernels.attention(
-                recipe, config, gpus, precision, constraints.no_flash_attn
+                recipe,
+                config,
+                gpus,
+                precision,
+                constraints.no_flash_attn,
+                constraints.no_varlen_attn,
             ),
             tf32=kernels.tf32(recipe, gpus),
             use_liger_kernel=kernels.liger(

@@ -41,15 +41,16 @@ def switches(
     """The switches that decide which kernels run."""
     gpus = context.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
     obstacles = (
-        *(constraints.no_flash_attn, constraints.no_compiler),
-        constraints.no_every_n_layers,
+        *(constraints.no_flash_attn, constraints.no_varlen_attn),
+        *(constraints.no_compiler, constraints.no_every_n_layers),
     )
     config = context.model.config
     of_kernels = kernels.switches(context.recipe, config, candidate, gpus, *obstacles)
-    if not (gpus and context.allocator_settings):
+    settings = context.allocator_settings(candidate)
+    if not settings:
         return tuple(of_kernels)
     why = "rows differ in length; another PYTORCH_ALLOC_CONF is taken instead"
-    return (*of_kernels, Switch("allocator", context.allocator_settings, why))
+    return (*of_kernels, Switch("allocator", settings, why))
 
 
 def changes(

@@ -2,7 +2,8 @@
 line on each. Pure.
 
 A kernel that the recipe names and that cannot work is refused. A kernel that the recipe leaves open
-is used only if it computes the same function: the package flash_attn. TF32 rounds float32 products
+is used only if it computes the same function: the package flash_attn, then PyTorch's varlen_attn.
+TF32 rounds float32 products
 to 10 bits of mantissa, so it is on only if the recipe asks for it: TrainingArguments would turn it
 on beside torch.compile, and containers do by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
 
@@ -20,7 +21,7 @@ from launch.schema.plan import Strategy, Switch
 from launch.schema.recipe import Recipe
 from launch.schema.training_section import LIGER_LOSSES, Precision
 
-FLASH = "flash_attention_2"
+FLASH, VARLEN = "flash_attention_2", "varlen_attn"
 # _supports_flash_attn in transformers
 FLASH_FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 # model types without sdpa, after transformers 5.23
@@ -36,6 +37,13 @@ EAGER_FAMILIES = frozenset(
     )
 )
 FLASH_WIDEST = 256  # numbers of a head: flash_attn's README
+VARLEN_MULTIPLE = 8  # of numbers of a head: mha_varlen_fwd in flash_attn/flash_api.cpp
+# numbers of a head whose backward needs more shared memory than cards of these capabilities have:
+# check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in sdp_utils.cpp
+WIDE_HEADS = range(193, 225)
+LITTLE_SHARED_MEMORY = ("8.6", "8.7", "8.8", "8.9", "12.")
+# the key of a config, and what transformers takes where it is missing
+ATTENTION_DROPOUT = {"gpt2": ("attn_pdrop", 0.1)}
 WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForce RTX 30
 # of MODEL_TYPE_TO_APPLY_LIGER_FN in liger_kernel 0.8
 LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -63,29 +71,35 @@ def attention(
     gpus: Sequence[Gpu],
     precision: Precision,
     no_package: str | None,
+    no_torch: str | None = "",
 ) -> AttnImplementation:
-    """The implementation that the recipe names, or flash_attn's if it can run, or PyTorch's.
+    """The implementation that the recipe names, or the first that can run: flash_attn's, PyTorch's
+    varlen_attn, sdpa.
 
-    `gpus`: none on a CPU. `no_package`: the reason why flash_attn cannot be used; "": the packages
-    of the machine are not known. Raises ConfigError and ResourceError for a named implementation
-    that cannot run."""
+    `gpus`: none on a CPU. `no_package`, `no_torch`: the reason why flash_attn and torch's
+    varlen_attn cannot be used; "": the packages of the machine are not known. Raises ConfigError
+    and ResourceError for a named implementation that cannot run."""
     asked, model_type = recipe.model.attn_implementation, config["model_type"]
     if asked == "sdpa" and model_type in EAGER_FAMILIES:
         raise ConfigError(
             f"model.attn_implementation: sdpa, but transformers has no sdpa for {model_type}; leave"
             " it out, or write eager"
         )
-    if asked not in (None, FLASH):
+    if asked not in (None, FLASH, VARLEN):
         return asked
-    reason = no_flash(recipe, config, gpus, precision, no_package)
-    if asked == FLASH and reason:
-        kind = ConfigError if reason != no_package else ResourceError
+    obstacles = {
+        FLASH: no_flash(recipe, config, gpus, precision, no_package),
+        VARLEN: no_varlen(recipe, config, gpus, precision, no_torch),
+    }
+    if asked and (reason := obstacles[asked]):
+        kind = ConfigError if reason not in (no_package, no_torch) else ResourceError
         raise kind(
-            f"model.attn_implementation: {FLASH}, but {reason}; leave it out: what can run is"
+            f"model.attn_implementation: {asked}, but {reason}; leave it out: what can run is"
             " chosen then"
         )
-    if asked == FLASH or reason is None:
-        return FLASH
+    for name in (asked,) if asked else (FLASH, VARLEN):
+        if obstacles[name] is None:
+            return name
     return "eager" if model_type in EAGER_FAMILIES else "sdpa"
 
 
@@ -97,34 +111,77 @@ def no_flash(
     no_package: str | None,
 ) -> str | None:
     """The reason why attention is not flash_attn's; None if it is, or would be."""
-    model_type, width = config["model_type"], _head_width(config)
     is_asked = recipe.model.attn_implementation == FLASH
-    lacking = _lacking(gpus, "flash_attn")
+    reason = _no_kernels("flash_attn", recipe, config, gpus, precision, is_asked)
+    if reason is None and not is_asked and no_package == "":
+        return "whether flash_attn is installed there is not known"
+    return reason or no_package or None
+
+
+def no_varlen(
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    gpus: Sequence[Gpu],
+    precision: Precision,
+    no_torch: str | None,
+) -> str | None:
+    """The reason why attention cannot be torch's varlen_attn; None if it can.
+
+    Source: torch/nn/attention/varlen.py and flash_attn/flash_api.cpp of PyTorch 2.13."""
+    is_asked = recipe.model.attn_implementation == VARLEN
+    if reason := _no_kernels(VARLEN, recipe, config, gpus, precision, is_asked):
+        return reason
+    width = _head_width(config)
+    key, default = ATTENTION_DROPOUT.get(config["model_type"], ("attention_dropout", 0.0))
+    dropout = config.get(key, default)
+    small = next((gpu for gpu in gpus if gpu.architecture.startswith(LITTLE_SHARED_MEMORY)), None)
     obstacles = (
-        (not gpus, "flash_attn has kernels for GPUs only"),
-        (model_type not in FLASH_FAMILIES, f"transformers has no flash_attn for {model_type}"),
-        (lacking, f"flash_attn has no kernels for {lacking}"),
+        (dropout, f"{VARLEN} has no dropout, and the model's {key} is {dropout}"),
+        (
+            width % VARLEN_MULTIPLE,
+            f"{VARLEN} takes heads of a multiple of {VARLEN_MULTIPLE}, these have {width}",
+        ),
+        (
+            small and width in WIDE_HEADS,
+            f"{VARLEN} has no backward for heads of {width} on {small and small.name}",
+        ),
+        (not is_asked and no_torch == "", f"whether torch has {VARLEN} there is not known"),
+    )
+    return next((reason for is_met, reason in obstacles if is_met), no_torch or None)
+
+
+def _no_kernels(
+    name: Literal["flash_attn", "varlen_attn"],
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    gpus: Sequence[Gpu],
+    precision: Precision,
+    is_asked: bool,
+) -> str | None:
+    """The reason why flash kernels cannot run, those of the package or those of PyTorch."""
+    model_type, width = config["model_type"], _head_width(config)
+    lacking = _lacking(gpus, name)
+    obstacles = (
+        (not gpus, f"{name} has kernels for GPUs only"),
+        (model_type not in FLASH_FAMILIES, f"transformers has no {name} for {model_type}"),
+        (lacking, f"{name} has no kernels for {lacking}"),
         (
             precision == "no" and recipe.model.dtype == "float32",
-            "flash_attn computes in 16 bits only (training.bf16)",
+            f"{name} computes in 16 bits only (training.bf16)",
         ),
         (
             width > FLASH_WIDEST,
-            f"flash_attn takes heads of at most {FLASH_WIDEST}, these have {width}",
+            f"{name} takes heads of at most {FLASH_WIDEST}, these have {width}",
         ),
         (
             not is_asked and recipe.training.compiles,
             "torch.compile would compile anew for each length of flattened rows",
         ),
-        (
-            not is_asked and no_package == "",
-            "whether flash_attn is installed there is not known",
-        ),
     )
-    return next((reason for is_met, reason in obstacles if is_met), no_package or None)
+    return next((reason for is_met, reason in obstacles if is_met), None)
 
 
-def _lacking(gpus: Sequence[Gpu], feature: Literal["flash_attn", "tf32"]) -> str:
+def _lacking(gpus: Sequence[Gpu], feature: Literal["flash_attn", "varlen_attn", "tf32"]) -> str:
     """Name the first card whose architecture lacks a feature; "" if there is none."""
     lacking = (gpu for gpu in gpus if not getattr(architectures.of(gpu), feature))
     return next((f"{gpu.name} ({gpu.architecture})" for gpu in lacking), "")
@@ -184,6 +241,7 @@ def switches(
     chosen: Strategy,
     gpus: Sequence[Gpu],
     no_flash_attn: str | None,
+    no_varlen_attn: str | None,
     no_compiler: str | None,
     no_every_n_layers: str | None,
 ) -> Iterator[Switch]:
@@ -198,7 +256,7 @@ def switches(
     yield Switch(
         "attention",
         chosen.attn_implementation,
-        _why_attention(recipe, config, chosen, gpus, no_flash_attn),
+        _why_attention(recipe, config, chosen, gpus, no_flash_attn, no_varlen_attn),
     )
     if gpus:
         why = "asked for; memory and seconds are predicted without its kernels, the loss stays ours"
@@ -290,16 +348,22 @@ def _why_attention(
     chosen: Strategy,
     gpus: Sequence[Gpu],
     no_package: str | None,
+    no_torch: str | None,
 ) -> str:
-    if chosen.attn_implementation == FLASH:
-        source = "asked for" if recipe.model.attn_implementation else "flash_attn is there"
+    facts = recipe, config, gpus, chosen.mixed_precision
+    without_flash = no_flash(*facts, no_package)
+    if chosen.flattens:
+        source = "flash_attn is there"
+        if recipe.model.attn_implementation:
+            source = "asked for"
+        elif chosen.attn_implementation == VARLEN:
+            source = f"PyTorch's own flash kernels ({without_flash})"
         return f"{source}; rows follow one another: no mask, no padding between them"
     if chosen.attn_implementation == "eager":
         why = "asked for" if recipe.model.attn_implementation else "transformers has no sdpa for it"
         return f"{why}; a layer holds its scores, batch x heads x length^2"
     if recipe.model.attn_implementation:
         return "asked for"
-    return (
-        "PyTorch's own kernels;"
-        f" {no_flash(recipe, config, gpus, chosen.mixed_precision, no_package)}"
-    )
+    why = f"PyTorch's own kernels; {without_flash}"
+    is_of_package = no_flash(*facts, None) is None
+    return f"{why}; {no_varlen(*facts, no_torch)}" if is_of_package else why

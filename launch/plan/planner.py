@@ -202,7 +202,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         padding=context.padding(candidate),
         base_fingerprint=context.base_fingerprint,
         allocator_fraction=_allocator_fraction(recipe.launch),
-        allocator_settings=context.allocator_settings if candidate.device == "cuda" else "",
+        allocator_settings=context.allocator_settings(candidate),
     )
 
 

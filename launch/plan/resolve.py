@@ -140,6 +140,8 @@ def read(
         rows = columns.row_count(recipe.data.paths[0], file_facts)
         if rows is not None and data_format.kind == "oasst":  # a thread of several rows is trained
             rows = sum(sources.count_rows(recipe.data, data_format, file_facts)[0])
+    # a described machine is planned for the torch that is installed here
+    constraints = replace(constraints, no_varlen_attn=packages.no_varlen_attn())
     if described is None:
         packages.refuse_missing(recipe)
         constraints = _with_packages(recipe, constraints, workspace, has_gpu)

@@ -96,12 +96,13 @@ class PlanContext:
     # the fastest strategy in real trials of a recipe on this machine
     recall: Callable[[ModelSize, Recipe], Strategy | None] = lambda model, recipe: None
 
-    @property
-    def allocator_settings(self) -> str:
-        """Settings that a plan adds to the allocator's. Rows of many lengths leave segments that no
-        later step fits into, unless segments grow."""
-        ragged = self.is_ragged and not self.recipe.data.packing
-        return EXPANDABLE if self.may_expand and ragged else ""
+    def allocator_settings(self, candidate: Strategy) -> str:
+        """Settings that a plan adds to the allocator's. Micro-batches of many lengths leave
+        segments that no later step fits into, unless segments grow. Packed rows are padded to one
+        length, unless they are flattened."""
+        ragged = self.is_ragged and (candidate.flattens or not self.recipe.data.packing)
+        is_added = self.may_expand and ragged and candidate.device == "cuda"
+        return EXPANDABLE if is_added else ""
 
     def question(self, candidate: Strategy) -> Question:
         multiple = MULTIPLE[candidate.device]
@@ -126,8 +127,9 @@ class PlanContext:
         )
 
     def _documents(self, candidate: Strategy, length: int) -> int:
-        """Documents of a row that flash_attn gets, up to the next power of two."""
-        if candidate.attn_implementation != "flash_attention_2":
+        """Documents of a row that attention gets one by one, up to the next power of two; 0 if it
+        gets whole rows."""
+        if not candidate.flattens:
             return 0
         if not self.recipe.data.packing:
             return 1
@@ -375,7 +377,9 @@ def _with_peak(
         available_bytes = budget_bytes(context, candidate) - outside
         assert memory.peak is not None
         paged = memory.peak.parts.get(PAGED, 0)
-        expands = context.allocator.expandable_segments or bool(context.allocator_settings)
+        expands = context.allocator.expandable_segments or bool(
+            context.allocator_settings(candidate)
+        )
         config = replace(context.allocator, expandable_segments=expands)
         replays = memory_phases.replays(parts, config, available_bytes - paged)
         until_step = replays[: [phase for phase, _ in parts].index("step") + 1]

@@ -48,7 +48,7 @@ class Question:
     is_padded: bool = True  # some row of a batch is shorter, so that masks are needed
     architecture: str = ""  # of the GPU whose kernels run; "" on a CPU
     fused_attention: bool = True  # of that GPU
-    documents: int = 0  # of a row, for flash_attn; 0: another attention
+    documents: int = 0  # of a row, if rows are flattened for attention; else 0
 
     @property
     def is_single(self) -> bool:

@@ -9,7 +9,8 @@ Fused attention: PyTorch's sdp_utils.cpp asks AOTriton whether it has kernels fo
 whether it calls them experimental; the answers are in AOTriton's v3src/util.cc, here those of
 0.12b, which torch 2.13 builds with (pytorch/pytorch pull 184288). The package flash_attn: its
 README (Ampere and newer; MI200, MI300 and MI350 by composable kernels; its Triton kernels for
-other cards need a setting of the user, and are left out here).
+other cards need a setting of the user, and are left out here). varlen_attn: PyTorch's flash kernels
+check for Ampere or newer; AMD's are not tried.
 """
 
 from __future__ import annotations
@@ -36,12 +37,23 @@ class Architecture:
     # math: the scores of a layer, batch x heads x length^2, are stored in memory
     attention: Attention
     flash_attn: bool = False  # the package of that name has kernels for it
+    varlen_attn: bool = False  # PyTorch's flash kernels for rows of many lengths run on it
 
 
 # Newest first. The first row whose compute capability is not above the card's applies.
 NVIDIA: tuple[tuple[tuple[int, int], Architecture], ...] = (
     # Ampere
-    ((8, 0), Architecture(bf16=True, fp16=True, tf32=True, attention="fused", flash_attn=True)),
+    (
+        (8, 0),
+        Architecture(
+            bf16=True,
+            fp16=True,
+            tf32=True,
+            attention="fused",
+            flash_attn=True,
+            varlen_attn=True,
+        ),
+    ),
     ((7, 0), Architecture(bf16=False, fp16=True, tf32=False, attention="fused")),  # Volta, Turing
     # Pascal: fp16 at 1/64 on 6.1
     ((0, 0), Architecture(bf16=False, fp16=False, tf32=False, attention="fused")),

@@ -19,6 +19,7 @@ from launch.schema.recipe import Recipe
 # CVE-2026-4372, -1839)
 OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
 WITH_EVERY_N_LAYERS = (5, 23)  # of transformers
+WITH_VARLEN_ATTN = (2, 12)  # of torch: before, no grouped heads, and in 2.10 no scale or window
 
 
 def refuse_old() -> None:
@@ -71,6 +72,15 @@ def no_every_n_layers() -> str | None:
         return None
     expected = ".".join(map(str, WITH_EVERY_N_LAYERS))
     return f"transformers {installed} checkpoints all layers or none; {expected} can choose"
+
+
+def no_varlen_attn() -> str | None:
+    """The reason why torch's varlen_attn cannot compute attention here; None if it can."""
+    installed = version("torch")
+    if not installed or numbers(installed)[:2] >= WITH_VARLEN_ATTN:
+        return None
+    expected = ".".join(map(str, WITH_VARLEN_ATTN))
+    return f"torch {installed} has no varlen_attn with grouped heads; {expected} has it"
 
 
 def refuse_missing(recipe: Recipe) -> None:

@@ -20,7 +20,7 @@ from launch.schema.section import AFFECTS_STEP, Section, as_tuple
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-AttnImplementation = Literal["sdpa", "eager", "flash_attention_2"]
+AttnImplementation = Literal["sdpa", "eager", "flash_attention_2", "varlen_attn"]
 
 
 def _not_blank(token: str) -> str:
@@ -64,8 +64,8 @@ class ModelSection(Section):
         AttnImplementation | None, affects("memory", "step_time", "planned")
     ] = Field(
         default=None,
-        description="Attention kernels; eager keeps every score (length x length per head). "
-        "null: planned.",
+        description="Attention kernels; eager keeps every score (length x length per head),"
+        " varlen_attn is PyTorch's own for rows without padding. null: planned.",
     )
 
     @model_validator(mode="after")

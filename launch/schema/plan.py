@@ -110,6 +110,12 @@ class Strategy:
     activation_offloading: bool = False  # what it keeps is in pinned host memory
 
     @property
+    def flattens(self) -> bool:
+        """True if the rows of a micro-batch follow one another in a single row: the kernels of
+        attention get the documents' starts, and need no mask."""
+        return self.attn_implementation in ("flash_attention_2", "varlen_attn")
+
+    @property
     def checkpointed_share(self) -> float:
         """Of the layers, those whose activations are computed again."""
         return 1 / self.every_n_layers if self.activation_checkpointing else 0.0

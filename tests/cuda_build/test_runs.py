@@ -20,6 +20,13 @@ from tests.fake_cuda.machine import Card
 STEPS = 12  # of builders.recipe: 45 rows, 8 a step, 2 epochs
 
 
+LOADED = """
+import sys
+from transformers import AutoModelForCausalLM
+print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).config._attn_implementation)
+"""
+
+
 def recipe(place: Workplace, shape: str = "llama-tiny", **sections: Any) -> str:
     sections.setdefault("training", {})["bf16"] = True
     return str(builders.recipe(place.folder, shape, **sections))
@@ -34,7 +41,7 @@ def records(place: Workplace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("shape", ["llama-tiny", "t5-tiny"])
 def test_a_run_on_one_card_ends_with_a_model_and_the_predicted_memory(one_card: Workplace, shape):
-    done = one_card.launch("run", recipe(one_card, shape))
+    done = one_card.launch("run", recipe(one_card, shape), "--model.attn_implementation=sdpa")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (one_card.folder / "model/model.safetensors").exists()
     plan, (outcome,) = records(one_card)
@@ -43,6 +50,24 @@ def test_a_run_on_one_card_ends_with_a_model_and_the_predicted_memory(one_card: 
     for measured, tolerance in (("allocated", 0.01), ("reserved", 0.1)):
         planned = plan["estimate"][f"step_{measured}_bytes"]
         assert outcome[f"vram_{measured}_bytes"] == pytest.approx(planned, rel=tolerance)
+
+
+def test_varlen_attn_stops_goes_on_and_exports_a_model_for_sdpa(one_card: Workplace):
+    words = (recipe(one_card, **LONG), "--training.max_steps=100")
+    with started(one_card, *words) as process:
+        after_step(one_card, 5)
+        process.send_signal(signal.SIGTERM)
+        text, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, text
+    done = one_card.launch("run", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "continuing" in done.stdout
+    plan, (_, outcome) = records(one_card)
+    assert plan["strategy"]["attn_implementation"] == "varlen_attn"
+    # micro-batches of the longest rows alone are predicted
+    assert outcome["vram_allocated_bytes"] < 1.01 * plan["estimate"]["step_allocated_bytes"]
+    loaded = one_card.python("-c", LOADED, str(one_card.folder / "model"))
+    assert loaded.stdout.split() == ["sdpa"], loaded.stderr
 
 
 def test_rows_of_many_lengths_reserve_what_is_planned(one_card: Workplace):

@@ -29,7 +29,7 @@ from launch.schema.plan import ModelSize
 from training.compat import deepspeed_private, transformers_private
 from training.compat.transformers_private import Network
 from training.data.chat.loss_spans import ConversationRenderer
-from training.model import four_bit
+from training.model import four_bit, varlen_attention
 
 
 def build(
@@ -47,6 +47,7 @@ def build(
 
     A folder to be quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time."""
     torch.manual_seed(seed)
+    varlen_attention.register(attention)
     model: Network
     if section.path is None:
         model = from_shape(section, model_size, quantization, attention)
@@ -87,6 +88,7 @@ def without_weights(
     attention: AttnImplementation = "sdpa",
 ) -> Network:
     """The same model on the meta device: its parameters have a shape and a type, but no values."""
+    varlen_attention.register(attention)
     with torch.device("meta"):
         # flash_attn need not be here; not each type has sdpa
         built = "eager" if attention == "eager" else "sdpa"

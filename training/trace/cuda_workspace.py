@@ -113,6 +113,27 @@ def _flash_backward(
     return [_copied(grad), rows * 4, rows * _up(width, 32 if width <= 128 else 64) * 4, grouped]
 
 
+def _varlen_backward(
+    target: Target,
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    starts: torch.Tensor,
+    *rest: Any,
+    **_: Any,
+) -> list[int]:
+    """mha_varlen_bwd in flash_attn/flash_api.cpp: as _flash_backward, of a row of documents with
+    128 rows between them."""
+    tokens, heads, width = query.shape
+    rows = heads * (tokens + 128 * (len(starts) - 1) * target.documents)
+    grouped = 2 * tokens * heads * width * query.element_size() if key.shape[1] != heads else 0
+    copied = 0 if grad.is_contiguous() else _bytes(grad)
+    return [copied, rows * 4, rows * _up(width, 32 if width <= 128 else 64) * 4, grouped]
+
+
 def _cudnn_backward(
     target: Target,
     grad: torch.Tensor,
@@ -238,6 +259,7 @@ def _foreach_norm(
 
 INSIDE: dict[str, Callable[..., list[int]]] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "torch_attn::_varlen_attn_backward": _varlen_backward,
     "aten::_scaled_dot_product_cudnn_attention_backward": _cudnn_backward,
     "aten::_scaled_dot_product_efficient_attention": _efficient_forward,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,

@@ -361,7 +361,7 @@ class Recorder(TorchDispatchMode):
         if not outputs or (alias is not None and not alias.is_write):
             return  # a view moves nothing
         work.kernels += 1
-        is_attention = "scaled_dot_product" in schema.name
+        is_attention = "scaled_dot_product" in schema.name or "_varlen_attn" in schema.name
         formula = flop_registry.get(torch_private.packet(func))
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=out)

@@ -310,7 +310,7 @@ def _tracer(
     tracer.remove_callback(PrinterCallback)
     steady.tracer = tracer
     source, target = lengths
-    tracer.flattens = strategy.attn_implementation == "flash_attention_2"
+    tracer.flattens = strategy.flattens
     # a size that grows with the batch is recognised if each row has as many positions of each chunk
     if tracer.flattens:
         source = target = -(-source // strategy.num_output_chunks) * strategy.num_output_chunks

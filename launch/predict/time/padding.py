@@ -67,7 +67,7 @@ def of(
     if data.packing:
         most = _padded(counts["longest_input"], multiple)
         order, share = "packed", 1 - counts["tokens"] / (counts["rows"] * most)
-    if strategy.attn_implementation == "flash_attention_2":  # rows follow one another in a batch
+    if strategy.flattens:  # rows follow one another in a batch
         tokens = strategy.per_device_train_batch_size * counts["tokens"] / counts["rows"]
         share = grouped_share = in_quarters = 1 - tokens / (tokens + (multiple - 1) / 2)
         token_share = share
@@ -95,7 +95,7 @@ def mean_split(
     """The mean split of a step of rows."""
     lengths = counts["lengths"]
     # without padding
-    if strategy.attn_implementation == "flash_attention_2" and not data.batch_by_tokens:
+    if strategy.flattens and not data.batch_by_tokens:
         share = sum(map(sum, lengths)) / len(lengths) / sum(max_lengths)
         return StepSplit(
             strategy.per_device_train_batch_size * share, strategy.gradient_accumulation_steps

@@ -30,16 +30,25 @@ DATA = DataFormat(
 
 
 def chosen(
-    folder: Path, free_gib: float, no_every_n_layers: str | None = None, **training: Any
+    folder: Path,
+    free_gib: float,
+    no_every_n_layers: str | None = None,
+    attention: str | None = "sdpa",
+    data: dict[str, Any] | None = None,
+    **training: Any,
 ) -> Choice:
     """The plan of a card with so much free memory, at a fixed micro-batch."""
     recipe = Recipe.model_validate(
         {
             "name": "levers",
             "task": "sft",
-            "model": {"shape": "qwen2-0.5b", "dtype": "bfloat16"},
+            "model": {
+                "shape": "qwen2-0.5b",
+                "dtype": "bfloat16",
+                "attn_implementation": attention,
+            },
             "lora": {"r": 8},
-            "data": {"train_file": "/data/train.parquet", "max_length": LENGTH},
+            "data": {"train_file": "/data/train.parquet", "max_length": LENGTH, **(data or {})},
             "training": {
                 "bf16": True,
                 "num_output_chunks": 8,
@@ -58,7 +67,8 @@ def chosen(
     context = plan_context.build(recipe, replace(card, gpus=gpus), config, parameters, family, DATA)
     with closing(Traces(recipe, context.model, context.lora_targets, folder / "traces")) as traces:
         return planner.choose(
-            replace(context, traces=traces), LaunchConstraints(no_every_n_layers=no_every_n_layers)
+            replace(context, traces=traces),
+            LaunchConstraints(no_every_n_layers=no_every_n_layers, no_varlen_attn=None),
         )
 
 
@@ -102,6 +112,28 @@ def test_activations_are_kept_on_the_host_where_nothing_else_fits(tmp_path):
     assert values["training.activation_checkpointing_kwargs"] == '{"offload": true}'
     with pytest.raises(DoesNotFit):
         chosen(tmp_path, free_gib, **parts, activation_checkpointing_kwargs={"offload": False})
+
+
+def test_packed_rows_fit_without_the_mask_of_sdpa(tmp_path):
+    """A mask has a byte for each pair of tokens, and 2 bytes where it is added to scores."""
+    length, rows = 8192, 2
+    parts: dict[str, Any] = {
+        "data": {"packing": True, "max_length": length},
+        "per_device_train_batch_size": rows,
+        "num_output_chunks": 64,
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"offload": False},
+    }
+    with_mask = chosen(tmp_path, 19, **parts).plan
+    least, mask = with_mask.estimate.device_bytes, rows * length**2 * 2
+    free_gib = (least - mask // 2) / 0.95 / GIB
+    with pytest.raises(DoesNotFit):
+        chosen(tmp_path, free_gib, **parts)
+    without = chosen(tmp_path, free_gib, attention=None, **parts).plan
+    assert without.strategy.attn_implementation == "varlen_attn"
+    assert least - without.estimate.device_bytes > mask
+    (attention,) = (each for each in without.switches if each.name == "attention")
+    assert attention.why.endswith("no mask, no padding between them")
 
 
 def test_offloading_is_refused_on_a_cpu():

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 from launch.probe import packages
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
-from tests import flash_on_cpu, real_steps
+from tests import flash_on_cpu, real_steps, varlen_on_cpu
 from tests.builders import machine, plan, recipe_of
 from training.loop import arguments
 
@@ -181,34 +181,63 @@ def test_each_row_that_the_plan_prints_is_what_the_steps_do(plain, name):
     assert not any("prims" in call or "inductor" in call for call in found.calls)
 
 
+KERNELS = {
+    "flash_attention_2": (flash_on_cpu.there, {"no_flash_attn": None}),
+    "varlen_attn": (varlen_on_cpu.counted, {"no_varlen_attn": None}),
+}
+
+
 @pytest.mark.parametrize(
     ("packing", "training"),
     [(False, {"activation_checkpointing": True, "num_output_chunks": 4}), (True, {})],
 )
-def test_flash_attention_gets_each_document_alone_and_gives_the_losses_of_sdpa(packing, training):
-    """The package's kernel in plain PyTorch (flash_on_cpu.py); all that leads to it is what runs on
-    a card."""
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_flash_attention_gets_each_document_alone_and_gives_the_losses_of_sdpa(
+    packing, training, kernel
+):
+    """The kernels in plain PyTorch (flash_on_cpu.py, varlen_on_cpu.py); all that leads to them is
+    what runs on a card. There are products in 16 bits; losses of float32 are compared below."""
     recipe = asked(training={**training, "bf16": True}, data={"packing": packing})
     runs: dict[str, Seen] = {}
-    for package in ("gone", None):
-        on_card = plan(recipe, machine(1), no_flash_attn=package)
+    on_cpu, packages_there = KERNELS[kernel]
+    for constraints in ({"no_flash_attn": "gone"}, packages_there):
+        on_card = plan(recipe, machine(1), **constraints)
         (said,) = (one.runs for one in on_card.switches if one.name == "attention")
         here = replace(
             on_card, strategy=replace(on_card.strategy, device="cpu", mode="cpu", backend=None)
         )
-        with flash_on_cpu.there() as calls:
+        with on_cpu() as calls:
             runs[said] = stepped(recipe, here)
             times = (
                 LAYERS * MICRO_STEPS * STEPS * (2 if "activation_checkpointing" in training else 1)
             )
             of_each = [10] * 3 + [2] if packing else [LENGTH]
             first = of_each if packing else [LENGTH // 2]
-            assert calls == [first + of_each * (SAMPLES - 1)] * (
-                times if said == "flash_attention_2" else 0
-            )
-    flash, sdpa = runs["flash_attention_2"], runs["sdpa"]
+            assert calls == [first + of_each * (SAMPLES - 1)] * (times if said == kernel else 0)
+    flash, sdpa = runs[kernel], runs["sdpa"]
     assert flash.calls[ATTENTION] == 0 < sdpa.calls[ATTENTION]
     assert flash.loss == pytest.approx(sdpa.loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_varlen_attn_trains_to_the_weights_of_sdpa_in_float32(packing, lora):
+    """Two steps of two micro-steps each, from the same weights."""
+    recipe = asked(data={"packing": packing}, lora=lora)
+    chosen = plan(recipe)
+    trained = {}
+    for name in ("sdpa", "varlen_attn"):
+        here = replace(chosen, strategy=replace(chosen.strategy, attn_implementation=name))
+        trainer = real_steps.trainer(recipe, here, LENGTH, True, STEPS)
+        with varlen_on_cpu.counted() as calls:
+            loss = trainer.train().training_loss
+        assert len(calls) == (LAYERS * MICRO_STEPS * STEPS if name == "varlen_attn" else 0)
+        weights = {key: value.detach() for key, value in trainer.model.named_parameters()}
+        trained[name] = loss, weights
+    (loss, weights), (other_loss, other_weights) = trained.values()
+    assert other_loss == pytest.approx(loss, rel=1e-5)
+    for key, value in weights.items():
+        torch.testing.assert_close(other_weights[key], value, rtol=1e-4, atol=1e-5)
 
 
 # Where there is none the plan says so, and steps run as they are: tests/unit has that.

@@ -416,12 +416,10 @@ def test_flash_attention_is_traced_as_pytorchs_own_flash_kernel_without_masks(pa
     """The package's kernel keeps what PyTorch's keeps, of the same rows in one; each token has
     positions of its own."""
 
-    def step(package: str | None, documents: int, padded: bool) -> tuple[int, dict]:
+    def step(documents: int, padded: bool, **packages: str | None) -> tuple[int, dict]:
         training = {"bf16": True, "per_device_train_batch_size": 4}
-        recipe = builders.recipe_of(
-            training=training, data={"packing": packing and package is None}
-        )
-        chosen = builders.plan(recipe, machine(1), no_flash_attn=package)
+        recipe = builders.recipe_of(training=training, data={"packing": packing and documents > 0})
+        chosen = builders.plan(recipe, machine(1), **packages)
         log = trace_step.step(
             recipe, chosen, (128, 128), padded, target=Target("8.6", documents=documents)
         )
@@ -431,10 +429,14 @@ def test_flash_attention_is_traced_as_pytorchs_own_flash_kernel_without_masks(pa
         ]
         return max(sum(parts.values()) for parts in moments), peaks.work(log)
 
-    flash, flash_work = step(None, 4, True)
-    plain, plain_work = step("gone", 0, False)
+    flash, flash_work = step(4, True, no_flash_attn=None)
+    plain, plain_work = step(0, False)
     # cosine and sine of each token, else of one row's, in float32
     positions = (8 - 1) * 2 * 128 * 16 * 4
     assert flash - plain == pytest.approx(positions, abs=16 << 10)
     assert flash_work["attention_flops"] == plain_work["attention_flops"]
     assert flash_work["matmul_flops"] == plain_work["matmul_flops"]
+    # the state of a random generator that the operator keeps for each of the two layers
+    varlen, varlen_work = step(4, True, no_varlen_attn=None)
+    assert varlen == pytest.approx(flash, abs=1 << 10)
+    assert varlen_work["attention_flops"] == flash_work["attention_flops"]

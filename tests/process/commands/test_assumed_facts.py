@@ -87,9 +87,13 @@ def test_a_length_that_rows_cannot_have_is_refused_in_one_line(tmp_path, value, 
 @pytest.mark.parametrize(
     ("packages", "runs", "why"),
     [
-        ("", "sdpa", "whether flash_attn is installed there is not known"),
-        ("packages: []", "sdpa", "the package flash_attn is not installed there"),
-        ("packages: [liger_kernel]", "sdpa", "the package flash_attn is not installed there"),
+        ("", "varlen_attn", "whether flash_attn is installed there is not known"),
+        ("packages: []", "varlen_attn", "the package flash_attn is not installed there"),
+        (
+            "packages: [liger_kernel]",
+            "varlen_attn",
+            "the package flash_attn is not installed there",
+        ),
         ("packages: [flash_attn]", "flash_attention_2", "flash_attn is there"),
     ],
 )

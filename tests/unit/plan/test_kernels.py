@@ -107,6 +107,79 @@ def test_named_it_is_obeyed_on_a_described_machine_and_refused_where_it_cannot_r
         attention(None, THERE, **named)
 
 
+# ---- torch's varlen_attn
+
+TORCH = {**GONE, "no_varlen_attn": None}
+
+
+def test_pytorchs_flash_kernels_are_taken_where_flash_attn_is_not_installed():
+    runs, why = attention({}, TORCH)
+    assert (runs, why) == (
+        "varlen_attn",
+        "PyTorch's own flash kernels (the package flash_attn is not installed); rows follow one"
+        " another: no mask, no padding between them",
+    )
+    assert attention({}, {**TORCH, **THERE})[0] == "flash_attention_2"
+
+
+ADA = {"architecture": "8.9"}
+
+
+@pytest.mark.parametrize(
+    ("card", "given", "sections", "config", "words"),
+    [
+        ({}, GONE, {}, {}, "whether torch has varlen_attn there is not known"),
+        ({}, {**GONE, "no_varlen_attn": "torch 2.10.0 is old"}, {}, {}, "torch 2.10.0 is old"),
+        (None, TORCH, {}, {}, "has kernels for GPUs only"),
+        ({"architecture": "7.5"}, TORCH, {"training": {"fp16": True}}, {}, "no kernels for RTX"),
+        ({"vendor": "amd", "architecture": "gfx942"}, TORCH, {}, {}, "varlen_attn has no kernels"),
+        ({}, TORCH, {"training": {}}, {}, "computes in 16 bits only"),
+        ({}, TORCH, {}, {"model_type": "t5"}, "for t5"),
+        ({}, TORCH, {}, {"attention_dropout": 0.1}, "the model's attention_dropout is 0.1"),
+        ({}, TORCH, {}, {"model_type": "gpt2", "n_embd": 64}, "the model's attn_pdrop is 0.1"),
+        ({}, TORCH, {}, {"head_dim": 20}, "heads of a multiple of 8, these have 20"),
+        ({}, TORCH, {}, {"head_dim": 264}, "heads of at most 256, these have 264"),
+        (ADA, TORCH, {}, {"head_dim": 208}, "no backward for heads of 208 on RTX 3080"),
+        ({}, TORCH, {"training": {**HALF, "torch_compile": True}}, {}, "compile anew"),
+    ],
+)
+def test_where_varlen_attn_cannot_run_it_is_sdpa_and_named_it_is_refused(
+    card, given, sections, config, words
+):
+    cards = (gpu(**card),) if card is not None else ()
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        **config,
+    }
+    for name in (None, "varlen_attn"):
+        recipe = recipe_of(
+            **{"training": HALF, **sections},
+            model={"shape": "llama-tiny", "attn_implementation": name},
+        )
+        no_flash, no_torch = given["no_flash_attn"], given.get("no_varlen_attn", "")
+        facts = recipe, config, cards, "bf16" if recipe.training.bf16 else "no"
+        reason = kernels.no_varlen(*facts, no_torch)
+        if name is None:
+            assert kernels.attention(*facts, no_flash, no_torch) == "sdpa"
+            assert words in (reason or "")
+        elif reason is not None:
+            with pytest.raises((ConfigError, ResourceError), match=r"varlen_attn, but .*; leave"):
+                kernels.attention(*facts, no_flash, no_torch)
+        else:  # named, it is obeyed where the plan would leave it out
+            assert words in ("whether torch has varlen_attn there is not known", "compile anew")
+            assert kernels.attention(*facts, no_flash, no_torch) == "varlen_attn"
+
+
+def test_heads_that_a_smaller_card_cannot_train_are_trained_on_a_larger_one():
+    config = {"model_type": "llama", "head_dim": 208, "num_attention_heads": 2}
+    facts = recipe_of(training=HALF), config
+    for architecture, runs in (("8.0", "varlen_attn"), ("9.0", "varlen_attn"), ("12.0", "sdpa")):
+        card = (gpu(architecture=architecture),)
+        assert kernels.attention(*facts, card, "bf16", "gone", None) == runs
+
+
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_another_that_is_named_is_obeyed(name):
     runs, why = attention({}, model={"attn_implementation": name})
@@ -133,10 +206,14 @@ def test_rows_that_follow_one_another_are_hardly_padded():
     recipe = recipe_of(training=HALF)
     share = {
         attention: padding.of(counts, chosen.strategy, 8, recipe.data, (400, 400)).share
-        for attention, given in (("sdpa", GONE), ("flash_attention_2", THERE))
+        for attention, given in (
+            ("sdpa", GONE),
+            ("flash_attention_2", THERE),
+            ("varlen_attn", TORCH),
+        )
         if (chosen := plan(recipe, machine(1), **given)).strategy.attn_implementation == attention
     }
-    assert share["flash_attention_2"] < 0.01 < 0.4 < share["sdpa"]
+    assert share["varlen_attn"] == share["flash_attention_2"] < 0.01 < 0.4 < share["sdpa"]
 
 
 # ---- TF32

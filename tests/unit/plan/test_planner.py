@@ -276,17 +276,22 @@ def test_the_users_share_of_a_card_limits_the_budget_too(share, budget):
 
 
 @pytest.mark.parametrize(
-    ("facts", "packing", "settings"),
+    ("facts", "packing", "attention", "settings"),
     [
-        ({"may_expand": True}, False, EXPANDABLE),
-        ({"may_expand": True, "is_ragged": False}, False, ""),
-        ({"may_expand": True}, True, ""),
-        ({"may_expand": False}, False, ""),  # the user names settings, or the driver cannot
+        ({"may_expand": True}, False, "sdpa", EXPANDABLE),
+        ({"may_expand": True, "is_ragged": False}, False, "sdpa", ""),
+        ({"may_expand": True}, True, "sdpa", ""),  # padded to one length
+        ({"may_expand": True}, True, "varlen_attn", EXPANDABLE),
+        # the user names settings, or the driver cannot
+        ({"may_expand": False}, False, "sdpa", ""),
     ],
 )
-def test_segments_grow_where_rows_differ_in_length(facts, packing, settings):
+def test_segments_grow_where_rows_differ_in_length(facts, packing, attention, settings):
     recipe = recipe_of(
-        data={"packing": packing}, launch={"mode": "single_gpu"}, training={"bf16": True}
+        model={"shape": "llama-tiny", "attn_implementation": attention},
+        data={"packing": packing},
+        launch={"mode": "single_gpu"},
+        training={"bf16": True},
     )
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     context = plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT)

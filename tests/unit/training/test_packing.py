@@ -13,10 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from launch.base.errors import ConfigError
 from launch.data.conversation import Conversation
 from launch.data.rows import IGNORED
-from tests import builders, flash_on_cpu
+from tests import builders, flash_on_cpu, varlen_on_cpu
 from training.children import trial_rows
 from training.data import batches, encode, packing, tokenizer
 from training.data.packing import Packer
+from training.model import varlen_attention
 from training.model.chunked_loss import target_loss_sum
 
 pytestmark = pytest.mark.unit
@@ -110,7 +111,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2", "varlen_attn"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_loss_and_gradient_of_packed_documents_are_those_of_each_alone(family, attention):
     sizes = {
@@ -123,9 +124,10 @@ def test_logits_loss_and_gradient_of_packed_documents_are_those_of_each_alone(fa
     torch.manual_seed(1)
     config = AutoConfig.for_model(family, vocab_size=97, use_cache=False, embd_pdrop=0.0, **own)
     model = AutoModelForCausalLM.from_config(config)
+    varlen_attention.register(attention)
     model.config._attn_implementation = attention
-    flattens = attention == "flash_attention_2"
-    if flattens:  # of float32 it would make 16 bits
+    flattens = attention in ("flash_attention_2", "varlen_attn")
+    if attention == "flash_attention_2":  # of float32 it would make 16 bits
         model.double()
     random = np.random.default_rng(2)
     # the second sequence is one document, the third is padded
@@ -163,7 +165,8 @@ def test_logits_loss_and_gradient_of_packed_documents_are_those_of_each_alone(fa
             return list(logits[0, : sum(lengths)].split(lengths)), loss, gradient
         return [one[:length] for one, length in zip(logits, lengths, strict=True)], loss, gradient
 
-    with flash_on_cpu.there() as calls:
+    kernel = varlen_on_cpu.counted if attention == "varlen_attn" else flash_on_cpu.there
+    with kernel() as calls:
         packed_logits, packed_loss, packed_gradient = trained(together, True)
         # a layer each; 2 fill it up
         assert calls == [[9, 2, 13, 24, 5, 5, 5, 7, 2]] * (2 if flattens else 0)
