@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from launch.base import environment, processes
+from launch.base.interpreter import STOPS
 from launch.base.text import shown
 from launch.base.workspace import CODE
 from launch.data import token_hashes
@@ -64,8 +65,11 @@ def until_done(
         ended = _child(context, run, attempt, say, signals)
         if ended.returncode == 0:
             return
+        # a stop signal to the child alone is a stop too
+        of_child = -ended.returncode if -ended.returncode in STOPS else None
         result = supervise_attempt.result_of(
-            beginning, ended, run, attempt, signals.stop, context.machine.host_limit_bytes
+            *(beginning, ended, run, attempt, signals.stop or of_child),
+            context.machine.host_limit_bytes,
         )
         failure = result.failure
         assert failure is not None

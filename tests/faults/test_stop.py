@@ -3,6 +3,7 @@ nothing is left."""
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import builders, stopping
@@ -409,6 +411,17 @@ def test_a_stop_while_the_plan_after_a_shortage_is_made_ends_at_once(tmp_path, n
             tmp_path / "workspace", "run", str(tmp_path / "tiny.yaml"), "--dry-run"
         )
         assert "continuing tiny-" in again.stdout
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_stop_signal_to_the_tokenising_process_alone_is_a_stop(tmp_path, name):
+    with stopping.launched(tmp_path, count=100_000) as child:
+        child.until("tokenising", lambda: child.section() == "tokenise")
+        beat = child.run.attempts()[-1].heartbeat_file(0).read_text()
+        psutil.Process(json.loads(beat)["pid"]).send_signal(getattr(signal, name))
+        assert child.wait() == 75, child.said()
+        assert "error: stopped by" in child.said()
+        assert child.left() == []
 
 
 def test_a_stop_while_the_plan_after_tokenising_is_made_starts_no_rank(tmp_path):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.base import files, modules
 from launch.base import processes as base_processes
-from launch.base.errors import DataError, LaunchError
+from launch.base.errors import DataError, LaunchError, Stopped
 from launch.base.progress import RowProgress
 from launch.data import token_cache, token_hashes
 from launch.data.token_cache import TokenCache
@@ -257,6 +257,7 @@ def main() -> int:
         Control().listen()
         ensure(attempt.read_tokenising(), partial(print, flush=True), heartbeat.beat, processes)
     except Halted as halted:
+        attempt.leave_word(0, Stopped(str(halted), halted.word.exit_code))
         return halted.word.exit_code
     except LaunchError as error:
         attempt.leave_word(0, error)
