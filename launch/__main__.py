@@ -3,6 +3,7 @@ codes."""
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from launch.base import interpreter
@@ -21,6 +22,7 @@ from typing import NoReturn
 
 from launch.base import processes
 from launch.base.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError
+from launch.base.interpreter import STOPS
 from launch.base.text import nearest, shown
 from launch.base.workspace import CHECKOUT, CODE
 from launch.supervise import stop_signals
@@ -110,4 +112,7 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    # the interpreter takes handlers away before it ends; a signal then would replace the exit code
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*STOPS, signal.SIGUSR2})
+    sys.exit(exit_code)
