@@ -25,6 +25,7 @@ from launch.probe import packages
 from launch.recipe.guides import chatlm_flags
 from launch.recipe.guides.chatlm_flags import Request
 from launch.run_folder.layout import AttemptDir, RunDir
+from training.compat.python_private import remove_socket_folder, shorten_socket_folder
 from training.control.heartbeat import Heartbeat
 from training.control.stop_word import Control, Halted
 
@@ -37,6 +38,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
     `request` translates the flags of an entry point other than `train`."""
     rank = int(os.environ.get("RANK", "0"))
     settle_process()
+    shorten_socket_folder()
     control = Control()
     control.listen()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
@@ -119,6 +121,7 @@ def leave(code: int) -> None:
     for child in multiprocessing.active_children():  # data loaders' workers
         child.terminate()
         child.join(timeout=1)
+    remove_socket_folder()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:

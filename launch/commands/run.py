@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launch.base import compile_caches, environment
+from launch.base import compile_caches, environment, leftovers
 from launch.base.errors import ConfigError, DoesNotFit
 from launch.base.text import from_here, shown
 from launch.commands import ending, recipe_arguments, tune
@@ -56,6 +56,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         print(shown(f"{override.typed}: {override.removeprefix('--')}"))
     typed = recipe_arguments.read(arguments, others, variables)
     compile_caches.settle()
+    leftovers.sweep_socket_folders(Path(os.environ["TMPDIR"]))
     if typed.is_auto and not arguments.dry_run:
         tune.tune_recipe(typed, again=False)
     return run(typed, arguments.resume, arguments.dry_run, arguments.explain)
@@ -105,6 +106,7 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool) -> in
         if dry_run:
             return _finish_dry_run(start, choice, new_run(), resume)
         locks.enter_context(layout.run_lock(opened.run))
+        leftovers.sweep(opened.run.root)
         # the shortages of a run that this one takes over
         if start.oom_history.ran_out and not opened.run.evidence_file.exists():
             oom_record.write(opened.run, start.oom_history.ran_out)

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launch.base import environment
+from launch.base import environment, leftovers
 from launch.base.errors import ResourceError
 from launch.base.processes import die_with_launcher
 from launch.base.workspace import CODE
@@ -63,7 +63,9 @@ class TracingChild:
     def _start(self) -> subprocess.Popen[bytes]:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            cwd = self._resources.enter_context(tempfile.TemporaryDirectory(dir=self._folder))
+            leftovers.sweep(self._folder)
+            own = tempfile.TemporaryDirectory(dir=self._folder, prefix=f"tmp-{os.getpid()}-")
+            cwd = self._resources.enter_context(own)
         except OSError as error:
             raise ResourceError(
                 f"{self._folder}: cannot keep traces there ({error.strerror}); make it writable, or"

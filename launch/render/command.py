@@ -52,6 +52,7 @@ def command(
     if plan.rendezvous and plan.rendezvous.network_interface:
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         added |= dict.fromkeys(names, plan.rendezvous.network_interface)
+    launches_ranks = strategy.launch_mode.engine != "plain"
     return Command(
         argv=(
             sys.executable,
@@ -59,6 +60,8 @@ def command(
             *_launcher(plan),
             "--config_file",
             str(run.accelerate_file),
+            # else torchrun makes a folder among the temporary files, and leaves it there
+            *(["--log_dir", str(attempt.launcher_logs)] if launches_ranks else []),
             *(
                 ["--rdzv_conf", f"timeout={plan.rendezvous.join_timeout_s}"]
                 if plan.rendezvous

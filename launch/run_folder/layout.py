@@ -48,6 +48,7 @@ class AttemptDir:
         self.root = root
         self.plan_file = root / "plan.json"
         self.log_file = root / "log.txt"  # all that the launcher and the ranks print
+        self.launcher_logs = root / "torchelastic"  # a folder of torchrun's
         self.train_log = root / "train.log"  # rank 0's own lines
         self.machine_file = root / "machine.json"  # on which it was planned
         self.tokenising_file = root / "tokenising.json"  # a TokenCache: rows to be tokenised

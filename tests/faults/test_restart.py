@@ -48,14 +48,19 @@ def test_kill_minus_nine_of_a_rank_restarts_and_the_end_is_that_of_an_uninterrup
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
-def test_a_rank_that_exits_without_an_error_is_named(tmp_path):
+def test_a_rank_that_exits_without_an_error_is_named_and_no_temporary_file_is_left(tmp_path):
     fault = stopping.at_step("7", "os._exit(0)", rank=1)
-    launch = {"max_restarts": 0}
-    with stopping.launched(tmp_path, faults={"exit": fault}, launch=launch) as child:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    options = {"launch": {"max_restarts": 0}, "extra": {"TMPDIR": str(temporary)}}
+    training = {"dataloader_num_workers": 1}
+    with stopping.launched(tmp_path, faults={"exit": fault}, training=training, **options) as child:
         assert child.wait() == 1, child.said()
-        assert stopping.fired(tmp_path, "exit") == 1
+        assert stopping.fired(tmp_path, "exit") == 1, child.said()
         assert "rank 1 ended without an error, and the other ranks lost it" in child.said()
         assert child.left() == []
+        made = {path.name for path in temporary.glob("lowmem-*/*")}
+        assert made <= {"inductor", "triton", "extensions"}
 
 
 @pytest.mark.shows(

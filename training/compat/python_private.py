@@ -1,11 +1,15 @@
-"""The private name of Python's multiprocessing (3.11 to 3.14) that data workers replace."""
+"""Private names of Python's multiprocessing (3.11 to 3.14)."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import traceback
-from multiprocessing import queues
+from multiprocessing import process, queues
 from typing import Any
+
+LONGEST_SOCKET = 107  # bytes of a path, of unix(7): sun_path has one more, for its end
 
 
 def end_what_cannot_send(worker: int) -> None:
@@ -20,3 +24,20 @@ def end_what_cannot_send(worker: int) -> None:
         os._exit(1)
 
     queues.Queue._on_queue_feeder_error = staticmethod(ends)  # pyright: ignore
+
+
+def shorten_socket_folder() -> None:
+    """Put the sockets of this process's data workers below /tmp, where TMPDIR is too long for
+    one."""
+    socket = "/pymp-......../listener-........"
+    if len(os.fsencode(tempfile.gettempdir() + socket)) > LONGEST_SOCKET:
+        folder = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
+        process.current_process()._config["tempdir"] = folder  # pyright: ignore
+
+
+def remove_socket_folder() -> None:
+    """Remove the folder for sockets of this process's data workers, as its exit would do if it were
+    no os._exit()."""
+    folder = process.current_process()._config.get("tempdir")  # pyright: ignore
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)  # a worker that ends now removes its socket too

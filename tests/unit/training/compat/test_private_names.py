@@ -89,6 +89,8 @@ NAMES = [
     ),
     ("leave_out_compiled_all_reduce", "deepspeed.ops:__compatible_ops__", None),
     ("end_what_cannot_send", "multiprocessing.queues:Queue._on_queue_feeder_error", "e obj"),
+    ("shorten_socket_folder", "multiprocessing.process:_current_process._config", None),
+    ("remove_socket_folder", "multiprocessing.process:_current_process._config", None),
     ("largest", "torch:_foreach_norm", None),
     ("safe_softmax", "torch:_safe_softmax", None),
     ("default_store", "torch.distributed.distributed_c10d:_get_default_store", ""),

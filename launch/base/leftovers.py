@@ -1,0 +1,46 @@
+"""Files and folders that killed processes have left behind, removed at a later start."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+from launch.base import processes
+
+# the process that made it: of files.write_atomic(), of a tracing child's folder
+MADE_BY = re.compile(r"\.(\d+)\.tmp\Z|\Atmp-(\d+)-")
+UNTOUCHED_S = 60.0  # on a shared folder, a process of another machine may have made it
+# Folders for sockets of Python's multiprocessing, whose names say nothing of their processes
+SOCKET_FOLDERS, NO_SOCKET_S = "pymp-*", 3600.0
+UNIX_SOCKETS = Path("/proc/net/unix")
+
+
+def sweep(folder: Path) -> None:
+    """Remove what processes that are gone have left in a folder and in those below it."""
+    for path in list(folder.rglob("*")):
+        maker = MADE_BY.search(path.name)
+        if maker and not processes.is_alive(int(maker[1] or maker[2])):
+            _remove(path, UNTOUCHED_S)
+
+
+def sweep_socket_folders(folder: Path) -> None:
+    """Remove the folders for sockets in which no process has a socket."""
+    sockets = UNIX_SOCKETS.read_text(encoding="utf-8", errors="replace")
+    for path in folder.glob(SOCKET_FOLDERS):
+        if f"{path}/" not in sockets:
+            _remove(path, NO_SOCKET_S)
+
+
+def _remove(path: Path, untouched_s: float) -> None:
+    """Remove a file or a folder that was not changed for so long; another start may do so too."""
+    try:
+        if time.time() - path.lstat().st_mtime < untouched_s:
+            return
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        return
