@@ -40,6 +40,7 @@ TIME_LIMIT_S = 300
 FIGURES = ("allocated", "reserved")
 BEGIN = "<!-- table: written by make cuda-build-modes -->"
 END = "<!-- end of the table of the CUDA build -->"
+SDPA = {"attn_implementation": "sdpa"}  # every mode and model has it
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def recipe(folder: Path, case: Case) -> Path:
     content: dict[str, Any] = {
         "name": case.name,
         "task": "sft",
-        "model": {"shape": case.family},
+        "model": {"shape": case.family, **SDPA},
         "data": {"train_file": str(folder / "train.parquet"), "max_length": 64},
         "training": {
             "per_device_train_batch_size": 2,
@@ -88,7 +89,7 @@ def recipe(folder: Path, case: Case) -> Path:
     }
     if case.tuned != "full":
         pretrained = str(folder / "pretrained" / case.family)
-        content |= {"lora": {"r": 4}, "model": {"path": pretrained}}
+        content |= {"lora": {"r": 4}, "model": {"path": pretrained, **SDPA}}
         content["tokenizer"] = {"path": pretrained}
     if case.tuned == "qlora":
         content["quantization"] = {"load_in_4bit": True}

@@ -9,10 +9,10 @@ Comments, docstrings, layout and texts of errors are not in the hash.
 ENGINES decides what a mode starts, saves and reads back: the driver without a card, the engines,
 the private names of the libraries, and the files that Accelerate and DeepSpeed read. PREDICTION
 decides the predicted bytes: the traces, the states of a mode and of an optimizer, the replay of the
-allocator. Not in them: the loop, the checkpoints and the model, which the tests of CPUs and
-`make test-cuda-build` run too; host RAM, seconds, rows, supervision and reports, on which no figure
-depends; the choice of a plan, since the cases name mode and batch; versions of packages, which a
-result names itself.
+allocator. Not in them: private names of Python, which data workers need; the loop, the checkpoints
+and the model, which the tests of CPUs and `make test-cuda-build` run too; host RAM, seconds, rows,
+supervision and reports, on which no figure depends; the choice of a plan, since the cases name
+mode, batch and attention; versions of packages, which a result names itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+OF_STEPS = ("accelerate", "bitsandbytes", "deepspeed", "torch", "transformers")
 ENGINES = (
-    *("tests/fake_cuda", "training/engines", "training/compat"),
+    *("tests/fake_cuda", "training/engines"),
+    *(f"training/compat/{library}_private.py" for library in OF_STEPS),
     *("launch/schema/modes.py", "launch/render/accelerate.py", "launch/render/deepspeed.py"),
 )
 PREDICTION = (

@@ -65,11 +65,11 @@ def from_file(path: Path) -> Machine:
 
 def _check_depth(path: Path, text: str) -> None:
     """Raises ConfigError for a nesting that a reader of values would not survive."""
-    depth = 0
+    nesting = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
+        nesting += isinstance(event, yaml.CollectionStartEvent)
+        nesting -= isinstance(event, yaml.CollectionEndEvent)
+        if nesting > MAX_DEPTH:
             raise ConfigError(f"{path}: nested too deeply; expected a machine's few keys")
 
 

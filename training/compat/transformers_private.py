@@ -150,19 +150,6 @@ def set_attention(network: Network, name: str) -> None:
     network.config._attn_implementation = name
 
 
-@contextmanager
-def answering_with_masks(network: Network) -> Iterator[None]:
-    """Inside, a network whose attention takes no mask uses sdpa, which computes the same: prompts
-    of a batch are padded."""
-    name = attention(network)
-    if name == "varlen_attn":
-        set_attention(network, "sdpa")
-    try:
-        yield
-    finally:
-        set_attention(network, name)
-
-
 def layer_classes(network: Network) -> tuple[str, ...]:
     """The classes of modules that are sharded as a unit."""
     return tuple(getattr(network, "_no_split_modules", None) or ())

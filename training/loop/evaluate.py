@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from launch.base.errors import DataError
 from launch.data.conversation import Conversation, Sample, text_of
-from training.compat import transformers_private
 from training.compat.transformers_private import Network
 from training.data.chat.loss_spans import ConversationRenderer
 from training.data.encode import source_and_target
+from training.model import varlen_attention
 
 
 def questions(
@@ -95,7 +95,7 @@ def greedy_answers(
     was_training = model.training
     model.eval()
     device = device or next(model.parameters()).device
-    with torch.no_grad(), transformers_private.answering_with_masks(model):
+    with torch.no_grad(), varlen_attention.answering_with_masks(model):
         output = model.generate(
             input_ids=padded.to(device),
             attention_mask=mask.to(device),

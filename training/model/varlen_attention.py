@@ -5,10 +5,15 @@ transformers calls it by the name varlen_attn, as it calls its own implementatio
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
+
+from training.compat import transformers_private
+from training.compat.transformers_private import Network
 
 NAME = "varlen_attn"
 
@@ -19,6 +24,19 @@ def register(attention: str) -> None:
         from torch.nn.attention import varlen  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
         AttentionInterface.register(NAME, attend)
+
+
+@contextmanager
+def answering_with_masks(network: Network) -> Iterator[None]:
+    """Inside, a network with this attention uses sdpa, which computes the same: prompts of a batch
+    are padded."""
+    attention = transformers_private.attention(network)
+    if attention == NAME:
+        transformers_private.set_attention(network, "sdpa")
+    try:
+        yield
+    finally:
+        transformers_private.set_attention(network, attention)
 
 
 def attend(
