@@ -70,7 +70,10 @@ FIGURES = ("allocated", "reserved")
 # so that steps follow an evaluation and a save
 EVERY_TWO = ("--training.eval_steps=2", "--training.save_steps=2")
 EVERY_TWELVE = ("--training.eval_steps=12", "--training.save_steps=12")
-SHOWN = ("first_step", "step", "evaluation")
+SHOWN = ("load", "first_step", "step", "evaluation", "save")
+# a mode in whose load DeepSpeed resets the counter of peaks: what it has freed by then is not seen
+RESETS = "deepspeed_zero2_offload"
+PINNED = ["configuration", "predicted MiB", "measured", "difference, MiB"]
 
 
 def on_one_card(name: str, config: Mapping[str, Any], batch: int = 4, **fields: Any) -> Case:
@@ -309,16 +312,19 @@ def launched(folder: Path, case: Case, machine: Machine, *options: str) -> Path:
 
 
 def predicted_again(folder: Path, case: Case, row: dict[str, Any]) -> dict[str, Any] | None:
-    """A row with today's predictions beside what was measured; None if today's plan is another."""
+    """A row with today's predictions beside what was measured; None if today's plan is another, or
+    predicts a part that was not measured."""
     machine = Machine(folder / "cards", [A100] * case.ranks)
     plan = read(launched(folder, case, machine, "--dry-run") / "plan.json")
     strategies = TypeAdapter(list[Strategy]).validate_python([plan["strategy"], row["strategy"]])
-    if strategies[0] != strategies[1]:
+    planned = {phase for phase in SHOWN if plan["phases"][phase]}
+    if strategies[0] != strategies[1] or not planned <= row["phases"].keys():
         return None
     for phase, figures in row["phases"].items():
         for figure, sizes in figures.items():
             sizes[0] = plan["phases"][phase][f"{figure}_bytes"]
-    return row | {"strategy": plan["strategy"]} | sources.digests(RESULT)
+    pinned_bytes = {"predicted_pinned_bytes": plan["estimate"]["pinned_bytes"]}
+    return row | {"strategy": plan["strategy"]} | pinned_bytes | sources.digests(RESULT)
 
 
 def measured(folder: Path, case: Case) -> dict[str, Any]:
@@ -343,6 +349,7 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
             for process in machine.processes()
             if process.peak_pinned_bytes
         ],
+        "predicted_pinned_bytes": plan["estimate"]["pinned_bytes"],
     }
 
 
@@ -364,9 +371,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def has(row: Mapping[str, Any], phase: str) -> bool:
-    """True if a part of the run was measured. Of ragged rows only later steps count: what is
-    predicted is a step of the longest rows, and the first step and the evaluation may have none."""
-    return phase in row["phases"] and (phase == "step" or "ragged" not in row["case"])
+    """True if a part of the run was measured. Of ragged rows only the load and later steps count:
+    what is predicted is a step of the longest rows, and the first step and the evaluation may have
+    none."""
+    if phase == "load" and row["strategy"]["mode"] == RESETS:
+        return False
+    is_of_any_rows = phase in ("load", "step")
+    return phase in row["phases"] and (is_of_any_rows or "ragged" not in row["case"])
 
 
 def off(row: Mapping[str, Any], phase: str, figure: str) -> float:
@@ -418,7 +429,16 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
         + recording.table(head, [summary(rows, phase) for phase in SHOWN])
         + "\n"
         + recording.table(columns, lines)
+        + "\nPinned host memory of the rank that has most, as the driver was asked for it:\n\n"
+        + recording.table(PINNED, [pinned(row) for row in rows if "predicted_pinned_bytes" in row])
     )
+
+
+def pinned(row: Mapping[str, Any]) -> list[str]:
+    """A line of the table of pinned host memory."""
+    predicted, measured = row["predicted_pinned_bytes"], max(row["pinned_bytes"], default=0)
+    sizes = [f"{size / (1 << 20):.1f}" for size in (predicted, measured)]
+    return [row["case"], *sizes, f"{(predicted - measured) / (1 << 20):+.1f}"]
 
 
 def main() -> None:

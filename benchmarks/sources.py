@@ -39,7 +39,8 @@ PREDICTION = (
     *("launch/predict/optimizers.py", "launch/predict/parameters.py", "launch/predict/traces.py"),
     *("launch/predict/trained_parameters.py", "launch/predict/memory/allocator.py"),
     *("launch/predict/memory/allocator_config.py", "launch/predict/memory/phases.py"),
-    "launch/predict/memory/partial_sums.py",
+    *("launch/predict/memory/partial_sums.py", "launch/predict/memory/loading.py"),
+    "launch/predict/load_order.py",
 )
 SUFFIXES = (".py", ".c", ".h")
 MEASURED, PREDICTED = "sources", "prediction_sources"  # keys of a row

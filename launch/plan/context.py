@@ -122,6 +122,7 @@ def with_rows(context: PlanContext) -> PlanContext:
         lengths=(longest_input, max(part["longest_target"] for part in parts)),
         is_ragged=any(part["shortest_input"] < longest_input for part in parts),
         counts=counts["train"],
+        held_out_rows=counts["validation"]["rows"] if "validation" in counts else None,
         cache_bytes=sum(file.stat().st_size for file in context.tokens.folder.glob("*.arrow")),
     )
 

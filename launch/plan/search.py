@@ -274,10 +274,14 @@ def _evaluated(context: PlanContext, candidate: Candidate) -> Candidate:
         return replace(candidate, per_device_eval_batch_size=count)
     budget = estimate.budget_bytes(context, candidate)
     is_asked = context.recipe.training.per_device_eval_batch_size is not None
-    peaks = trace.peaks(candidate.per_device_train_batch_size, count)
+
+    def evaluated(count: int) -> int:
+        return context.evaluated_samples(replace(candidate, per_device_eval_batch_size=count))
+
+    peaks = trace.peaks(candidate.per_device_train_batch_size, evaluated(count))
     trains = max(peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation")
     limit = budget if is_asked else min(trains, budget)
-    while count > 1 and trace.peaks(1, count)["evaluation"].allocated_bytes > limit:
+    while count > 1 and trace.peaks(1, evaluated(count))["evaluation"].allocated_bytes > limit:
         count = max(1, count // 2)
     return replace(candidate, per_device_eval_batch_size=count)
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from launch.base.text import size
 from launch.data.token_cache import TokenCache
+from launch.predict import load_order, sharding
 from launch.predict import parameters as predict_parameters
-from launch.predict import sharding
 from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import context as memory_context
@@ -35,7 +35,7 @@ from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import GIB, NOT_MEASURED, CardFigures, Link, Machine
 from launch.schema.model_sections import DTYPE_BYTES
-from launch.schema.phases import DeviceMemory, DevicePhases, MemoryPhases, Phase
+from launch.schema.phases import DeviceMemory, DevicePhases, MemoryPhases
 from launch.schema.plan import (
     MULTIPLE,
     PAGED,
@@ -90,6 +90,7 @@ class PlanContext:
     cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
     # of the tokenised training file, as tokenising wrote them
     counts: Mapping[str, Any] | None = None
+    held_out_rows: int | None = None  # None: not counted yet
     error_margin: Margin = NO_MARGIN  # by which past predictions were exceeded
     oom_history: OomHistory = NO_OOM_HISTORY  # and that of this very run
     assume_fits: bool = False  # budgets do not count, only what ran out
@@ -103,6 +104,13 @@ class PlanContext:
         ragged = self.is_ragged and (candidate.flattens or not self.recipe.data.packing)
         is_added = self.may_expand and ragged and candidate.device == "cuda"
         return EXPANDABLE if is_added else ""
+
+    def evaluated_samples(self, candidate: Strategy) -> int:
+        """Samples of the largest batch that a rank evaluates: there may be fewer held-out rows."""
+        count = candidate.per_device_eval_batch_size
+        if not self.held_out_rows:
+            return count
+        return min(count, -(-self.held_out_rows // candidate.num_processes))
 
     def question(self, candidate: Strategy) -> Question:
         multiple = MULTIPLE[candidate.device]
@@ -358,8 +366,15 @@ def _with_peak(
     )
     parts: memory_phases.Parts = []
     if exact:
-        passing = _passing_bytes(context, candidate, states)
-        parts = trace.run(*counts, passing, _flattened_bytes(context, candidate))
+        order = load_order.of(
+            context.recipe,
+            candidate,
+            context.parameters,
+            context.model.family,
+            states.weights_bytes,
+            budget_bytes(context, candidate),
+        )
+        parts = trace.run(*counts, order)
     memory, by_phase = _with_host(context, candidate, memory, trace, num_samples, parts)
     on_host = memory_phases.on_host(by_phase if exact else {})
     if candidate.device == "cpu":
@@ -386,8 +401,7 @@ def _with_peak(
         memory = _in_blocks(memory, replays, until_step, paged)
         reserved = max(replay.peak_reserved_bytes for replay in replays) + paged
         of_step = max(replay.peak_reserved_bytes for replay in until_step)
-        unknown: tuple[Phase, ...] = () if candidate.launch_mode.is_whole else ("load",)
-        on_device = memory_phases.on_device(parts, replays, outside + paged, unknown)
+        on_device = memory_phases.on_device(parts, replays, outside + paged)
     memory = replace(
         memory,
         fragmentation_bytes=max(reserved - memory.allocated_bytes, 0),
@@ -424,38 +438,6 @@ def _in_blocks(
     )
 
 
-def _passing_bytes(
-    context: PlanContext, candidate: Strategy, states: MemoryEstimate
-) -> tuple[int, ...]:
-    """Sizes that are on the device for a moment when the weights are loaded: two buckets in which
-    DDP sends them, or, of a folder whose weights are quantised on the card, the largest of them
-    before."""
-    if candidate.launch_mode.engine == "ddp":
-        sent = host_memory.BROADCAST_BYTES
-        return (sent, min(sent, states.weights_bytes - sent)) if states.weights_bytes > sent else ()
-    recipe = context.recipe
-    if recipe.quantization is None or recipe.model.path is None or candidate.device == "cpu":
-        return ()
-    largest = max(map(math.prod, context.parameters.values()))
-    return (largest * DTYPE_BYTES[recipe.model.dtype],)
-
-
-def _flattened_bytes(context: PlanContext, candidate: Strategy) -> tuple[int, ...]:
-    """Sizes of the weights that ZeRO-1 and 2 have on a card beside the flat tensor, into which they
-    copy them there if it fits. Source: deepspeed 0.19.8 stage_1_and_2.py, flatten_on_accelerator.
-
-    The weights below them stay free addresses, in which later steps find other room."""
-    mode, recipe = candidate.launch_mode, context.recipe
-    if mode.engine != "deepspeed" or mode.zero_stage == 3 or candidate.device == "cpu":
-        return ()
-    trained = trainable_shapes(
-        context.parameters, recipe.model.freeze, recipe.lora, context.model.family
-    )
-    element_bytes = 4 if candidate.mixed_precision == "no" else 2
-    sizes = tuple(math.prod(sides) * element_bytes for sides in trained.values())
-    return sizes if 2 * sum(sizes) < budget_bytes(context, candidate) else ()
-
-
 def _on_cpu(
     candidate: Strategy, parts: memory_phases.Parts, load: Mapping[str, int]
 ) -> DevicePhases:
@@ -467,7 +449,7 @@ def _on_cpu(
 
 def _eval_samples(context: PlanContext, candidate: Strategy) -> int | None:
     """Samples of an evaluation's batch; None where nothing is evaluated."""
-    return candidate.per_device_eval_batch_size if context.recipe.evaluates else None
+    return context.evaluated_samples(candidate) if context.recipe.evaluates else None
 
 
 def _with_host(
@@ -488,7 +470,7 @@ def _with_host(
     )
     # also where nothing is evaluated: what an engine holds beside the states is known from it
     evaluated = (
-        trace.peaks(num_samples, candidate.per_device_eval_batch_size).get("evaluation")
+        trace.peaks(num_samples, context.evaluated_samples(candidate)).get("evaluation")
         if trace
         else None
     )
@@ -530,11 +512,25 @@ def _with_host(
         ],
         holes_bytes=holes,
         first_holes_bytes=first_holes,
+        trained_elements=[
+            math.prod(sides)
+            for sides in trainable_shapes(
+                context.parameters,
+                context.recipe.model.freeze,
+                context.recipe.lora,
+                context.model.family,
+            ).values()
+        ],
         rows=context.rows,
         cache_bytes=context.cache_bytes,
     )
     predicted = host_memory.estimate(job, context.import_memory)
-    memory = replace(memory, host=predicted.by_cause, host_phase=predicted.phase)
+    memory = replace(
+        memory,
+        host=predicted.by_cause,
+        host_phase=predicted.phase,
+        pinned_bytes=host_memory.pinned_bytes(job),
+    )
     return memory, predicted.by_phase
 
 

@@ -105,7 +105,7 @@ def unquantizable(trainable: Shapes, family: ModelFamily) -> str | None:
         )
     for name in trainable:
         module, is_copy, _ = name.partition(COPY)
-        if is_copy and _has_4_bits(name.replace(COPY, "."), family):
+        if is_copy and has_4_bits(name.replace(COPY, "."), family):
             return (
                 f"lora.modules_to_save would train a copy of {module}, but its linear weights have"
                 " 4 bits, and no gradients; name norms, embeddings or the output head there, or"
@@ -114,7 +114,7 @@ def unquantizable(trainable: Shapes, family: ModelFamily) -> str | None:
     return None
 
 
-def _has_4_bits(name: str, family: ModelFamily) -> bool:
+def has_4_bits(name: str, family: ModelFamily) -> bool:
     """True if this parameter is of a layer that transformers would quantise."""
     return name.rpartition(".")[0].rpartition(".")[2] in (family.quantizable or ())
 
@@ -127,7 +127,7 @@ def _quantized_bytes(
     assert section.bnb_4bit_compute_dtype is not None
     total = 0
     for name, shape in tensor_shapes.items():
-        if not _has_4_bits(name, family):
+        if not has_4_bits(name, family):
             total += math.prod(shape) * element_bytes
         elif name.endswith(".weight"):
             total += _four_bit_bytes(math.prod(shape), section.bnb_4bit_use_double_quant)
@@ -221,7 +221,7 @@ def _element_bytes(
     if lora.autocast_adapter_dtype:
         return LORA_BYTES
     layer, is_adapter, _ = name.partition(".lora_")
-    if quantization is None or not is_adapter or not _has_4_bits(f"{layer}.weight", family):
+    if quantization is None or not is_adapter or not has_4_bits(f"{layer}.weight", family):
         return DTYPE_BYTES[dtype]
     assert quantization.bnb_4bit_compute_dtype is not None
     return DTYPE_BYTES[quantization.bnb_4bit_compute_dtype]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -20,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.workspace import CODE
+from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
+from launch.predict.memory.loading import Births, Load
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.time.timing import Affine, WorkCost
@@ -35,7 +36,9 @@ from launch.schema.recipe_keys import affecting
 # the columns, multiprocessors and threads of partial_sums_bytes.
 LoggedBlock = Sequence[Any]
 # until the run ends
-LASTING: tuple[Born, ...] = ("start", "engine", "state", "paged", "workspace")
+LOADED: tuple[Born, ...] = ("trained", "slice", "start")
+LASTING: tuple[Born, ...] = (*LOADED, "engine", "state", "paged", "workspace")
+EVALUATED: tuple[Born, ...] = ("evaluation", "kept")
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 
 
@@ -108,8 +111,7 @@ class Trace:
         self,
         num_samples: int,
         eval_samples: int | None,
-        passing: Sequence[int] = (),
-        flattened: Sequence[int] = (),
+        load: Load = loading.plain,
     ) -> list[tuple[Phase, list[Event]]]:
         """The events of a device's allocator by part: the load, the first step, the next step, an
         evaluation if there is one, a save, and the step after it. The cache is emptied before the
@@ -117,9 +119,8 @@ class Trace:
         states are not the allocator's.
 
         The optimizer makes its states in the update of the first step, between blocks of that step,
-        where they keep whole segments from being given back. `passing`: sizes that are there
-        together for a moment, when the weights are loaded. `flattened`: sizes of the weights that
-        an engine copies into a flat tensor, and then frees.
+        where they keep whole segments from being given back. What an engine has gathered for an
+        evaluation is there until a checkpoint is saved. `load`: the engine's own order of loading.
         """
         log = self._log()
         special = log.get("turns", {})
@@ -132,33 +133,21 @@ class Trace:
             _Turn(again if evaluated else log, 2 * stride, num_samples, eval_samples),
         ]
         steady, opening, last = turns
-        births: dict[Born, list[int]] = defaultdict(list)
-        for number in opening.step:
-            if number >= 0 and number in opening.lasting:
-                births[opening.blocks[number][2]].append(number)
-        passes = 3 * stride  # the number of the first block that passes
-        moment = [(passes + index, size_bytes) for index, size_bytes in enumerate(passing)]
-        copied = [(passes + len(moment) + n, size) for n, size in enumerate(flattened)]
-        load = [*copied, *(opening.born(number) for number in births["start"])]
-        load += [(number, FREED) for number, _ in copied]
-        load += [*moment, *((number, FREED) for number, _ in moment)]
-        load += [opening.born(number) for number in births["engine"]]
+        births = _births(opening, 3 * stride)
         evaluation = log["events"][_first_of_evaluation(log) :] if evaluated else []
         measured = [
             steady.born(number) if number >= 0 else steady.freed(~number) for number in evaluation
         ]
         ended_there = set(evaluation)
-        measured += [
-            steady.freed(number)
-            for number in evaluation
-            if number >= 0 and ~number not in ended_there
-        ]
+        lives_on = [number for number in evaluation if number >= 0 and ~number not in ended_there]
+        until_save = [number for number in lives_on if steady.blocks[number][2] == "kept"]
+        measured += [steady.freed(number) for number in lives_on if number not in until_save]
         return [
-            ("load", [*load, EMPTY_CACHE]),
-            ("first_step", opening.events(None, births["state"])),
+            ("load", [*load(births), EMPTY_CACHE]),
+            ("first_step", opening.events(None, opening.of("state"))),
             ("step", [*opening.ended(), *steady.events(opening), EMPTY_CACHE]),
             *([("evaluation", [*measured, EMPTY_CACHE])] if evaluation else []),
-            ("save", []),
+            ("save", [steady.freed(number) for number in until_save]),
             ("step", [*steady.ended(), *last.events(steady)]),
         ]
 
@@ -176,6 +165,7 @@ class _Turn:
         self.blocks: list[LoggedBlock] = log["blocks"]
         self.step: list[int] = log["events"][: _first_of_evaluation(log)]
         self._update: int = log["update"]
+        self.layers: list[list[int]] = log.get("layers", [])
         self._offset, self._counts = offset, (num_samples, eval_samples)
         self._streams = {int(number): stream for number, stream in log["streams"].items()}
         self.lasting = {number for number, block in enumerate(self.blocks) if block[2] in LASTING}
@@ -195,6 +185,14 @@ class _Turn:
             if (new := next(alike, None)) is not None:
                 self._successors[number] = new
                 self._remaining.remove(new)
+
+    def of(self, *born: Born) -> list[int]:
+        """The blocks that last and are allocated then, in their order."""
+        return [
+            number
+            for number in self.step
+            if number >= 0 and number in self.lasting and self.blocks[number][2] in born
+        ]
 
     def _id(self, number: int) -> int:
         turns_id = number if number in self.lasting else number + self._offset
@@ -232,13 +230,25 @@ class _Turn:
         return [self.freed(number) for number in self._remaining]
 
 
+def _births(turn: _Turn, first_free_id: int) -> Births:
+    """The blocks that a run loads, in their order."""
+    return Births(
+        loaded=[turn.born(number) for number in turn.of(*LOADED)],
+        engine=[turn.born(number) for number in turn.of("engine")],
+        trained={turn.born(number)[0] for number in turn.of("trained")},
+        slices={turn.born(number)[0] for number in turn.of("slice")},
+        layers=[{turn.born(number)[0] for number in layer} for layer in turn.layers],
+        first_free_id=first_free_id,
+    )
+
+
 def _first_of_evaluation(log: Mapping[str, Any]) -> int:
     """The index of the first event of the evaluation, or behind the last event."""
     blocks, events = log["blocks"], log["events"]
     births = (
         index
         for index, number in enumerate(events)
-        if number >= 0 and blocks[number][2] == "evaluation"
+        if number >= 0 and blocks[number][2] in EVALUATED
     )
     return next(births, len(events))
 
@@ -246,7 +256,7 @@ def _first_of_evaluation(log: Mapping[str, Any]) -> int:
 def _size(block: LoggedBlock, num_samples: int, eval_samples: int | None) -> int | None:
     """Bytes of a block; None: of an evaluation that does not happen."""
     fixed, sample, born, *of_sum = block
-    count = eval_samples if born == "evaluation" else num_samples
+    count = eval_samples if born in EVALUATED else num_samples
     if count is None:
         return None
     size = fixed + count * sample

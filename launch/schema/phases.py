@@ -35,10 +35,7 @@ class DevicePhases:
 
     load: Annotated[
         DeviceMemory | None,
-        Field(
-            description="building the model and moving it to the device; null for DeepSpeed and"
-            " FSDP2 on GPUs, whose copies while they divide the model are not predicted"
-        ),
+        Field(description="building the model, dividing it and moving it to the device"),
     ] = None
     first_step: Annotated[
         DeviceMemory | None,
@@ -54,7 +51,13 @@ class DevicePhases:
         DeviceMemory | None,
         Field(description="an evaluation; null if the recipe has no held-out rows"),
     ] = None
-    save: Annotated[DeviceMemory | None, Field(description="writing a checkpoint")] = None
+    save: Annotated[
+        DeviceMemory | None,
+        Field(
+            description="writing a checkpoint, behind an evaluation if there is one: what ZeRO-3"
+            " and FSDP2 have gathered for it is still there"
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

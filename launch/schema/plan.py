@@ -135,10 +135,22 @@ class Strategy:
         return LAUNCH_MODES[self.mode]
 
 
-# The time at which a block of a traced step is allocated: before the first step with the weights,
-# by the engine, or as an optimizer state; outside the device's allocator, as a paged state; at the
-# first matrix product; in the step; or in the evaluation after it.
-Born = Literal["start", "engine", "state", "paged", "workspace", "step", "evaluation"]
+# The time at which a block of a traced step is allocated: before the first step, as a trained
+# weight, as a rank's float32 slice of them, as another weight or buffer, by the engine, or as an
+# optimizer state; outside the device's allocator, as a paged state; at the first matrix product; in
+# the step; in the evaluation after it, or there until a checkpoint is saved.
+Born = Literal[
+    "trained",
+    "slice",
+    "start",
+    "engine",
+    "state",
+    "paged",
+    "workspace",
+    "step",
+    "evaluation",
+    "kept",
+]
 PAGED = "paged states"  # the kind of their blocks
 
 
@@ -173,6 +185,7 @@ class MemoryEstimate:
     # of the job on this machine, by cause; {}: not predicted
     host: Mapping[str, int] = field(default_factory=dict)
     host_phase: str = ""
+    pinned_bytes: int = 0  # of one rank: host memory that is page-locked, part of `host`
     # peaks of a training step, without an evaluation; 0: not predicted
     step_allocated_bytes: int = 0
     step_reserved_bytes: int = 0

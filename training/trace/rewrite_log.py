@@ -12,6 +12,9 @@ from training.trace.recorder import Block, Event, Layer, Log
 # ops of a weight that is trained, of another weight, and of a weight that a step does not use: the
 # original beside a copy of LoRA's modules_to_save
 TRAINED, FROZEN, UNUSED = "parameter", "frozen parameter", "unused parameter"
+# ops of ZeRO's blocks: the weights that are trained, this rank's float32 part of them, and stage
+# 3's gradients of that part
+FLAT, SLICE, GRADIENTS = "flat weights", "float32 slice", "gradient slices"
 SCALAR_BYTES = 8  # a step counter, a norm: no engine divides these among ranks
 
 

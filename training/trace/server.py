@@ -126,7 +126,8 @@ def _content(log: Any) -> dict[str, Any]:
     """Reduce a log to the parts that a replay needs."""
     from training.trace.recorder import UPDATE
 
-    blocks = [_size_of(block) for block in log.blocks]
+    ends = {event.block for event in log.events if not event.birth}
+    blocks = [_size_of(block, number in ends) for number, block in enumerate(log.blocks)]
     events = [event.block if event.birth else ~event.block for event in log.events]
     streams = {number: block.stream for number, block in enumerate(log.blocks) if block.stream}
     # where the first step makes the optimizer's states
@@ -134,27 +135,45 @@ def _content(log: Any) -> dict[str, Any]:
         index for index, event in enumerate(log.events) if log.blocks[event.block].op == UPDATE
     )
     update = next(updates, len(events))
-    return {"blocks": blocks, "events": events, "update": update, "streams": streams}
+    layers: dict[Any, list[int]] = {}  # the weights of each
+    for number, block in enumerate(log.blocks):
+        if block.kind == "weights" and block.layer is not None and block.born == "start:weights":
+            layers.setdefault(block.layer, []).append(number)
+    return {
+        "blocks": blocks,
+        "events": events,
+        "update": update,
+        "streams": streams,
+        "layers": [*layers.values()],
+    }
 
 
-def _size_of(block: Any) -> list[Any]:
+def _size_of(block: Any, ends: bool) -> list[Any]:
     """A row of launch.predict.traces.LoggedBlock."""
     if block.sum is None:
-        return [block.fixed_bytes, block.sample_bytes, _born(block)]
+        return [block.fixed_bytes, block.sample_bytes, _born(block, ends)]
     fixed_rows, sample_rows, *of_kernel = astuple(block.sum)
-    return [fixed_rows, sample_rows, _born(block), of_kernel]
+    return [fixed_rows, sample_rows, _born(block, ends), of_kernel]
 
 
-def _born(block: Any) -> Born:
-    """The part of a phase that a replay needs."""
+def _born(block: Any, ends: bool) -> Born:
+    """The part of a phase that a replay needs. `ends`: the block ends in the log."""
+    from training.trace.rewrite_log import FLAT, GRADIENTS, SLICE, TRAINED
+
     section, _, part = block.born.partition(":")
     if section == "start":
-        if block.kind == "communication":
+        if block.kind == "communication" or block.op == GRADIENTS:
             return "engine"
+        if block.op == SLICE:
+            return "slice"
+        if block.op in (TRAINED, FLAT):
+            return "trained"
         if part == "optimizer":
             return "paged" if block.kind == PAGED else "state"
         return "workspace" if part == "workspace" else "start"
-    return "evaluation" if section == "evaluation" else "step"
+    if section != "evaluation":
+        return "step"
+    return "evaluation" if ends or block.kind != "communication" else "kept"
 
 
 if __name__ == "__main__":

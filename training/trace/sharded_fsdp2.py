@@ -182,16 +182,22 @@ def rewrite(
     is_after_evaluation: bool,
 ) -> None:
     """Replace states by shards, and add the collectives of every forward and backward. The last
-    backward reduces gradients."""
+    backward reduces gradients. A card's rank keeps the outer group whole behind an evaluation,
+    until the next backward is over."""
     _shards(rewriting, marks, recipe, strategy)
     groups, ranks = _groups(marks, recipe, strategy), Ranks(rewriting, strategy)
+    if is_after_evaluation:
+        ranks.unsharded[groups.outer] = rewriting.born(
+            groups.outer.bytes, "communication", "whole weights", marks.forwards[0].start
+        )
     for micro_step, phase in enumerate(marks.forwards):
         _forward(ranks, groups, phase, marks.spans[micro_step][0])
         _backward(ranks, marks, groups, micro_step, is_after_evaluation and micro_step == 0)
     phase, spans = marks.evaluation
     if phase:
         _forward(ranks, groups, phase, spans)
-        ranks.leave(groups.outer, phase.stop)
+        if not ranks.has_streams:
+            ranks.leave(groups.outer, phase.stop)
 
 
 def _wider(strategy: Strategy) -> int:

@@ -19,7 +19,10 @@ from launch.schema.plan import Strategy
 from training.trace import sharded_zero3_gather
 from training.trace.recorder import Layer, Log
 from training.trace.rewrite_log import (
+    FLAT,
+    GRADIENTS,
     SCALAR_BYTES,
+    SLICE,
     Gradient,
     Landmarks,
     Rewriting,
@@ -88,7 +91,7 @@ def rewrite(
     if strategy.launch_mode.zero_stage == 3:
         rewriting.born(share.bucket * share.element_bytes, "communication", "reduce bucket", 0)
         if not strategy.launch_mode.offloads:
-            rewriting.born(share.slice * share.element_bytes, "gradients", "gradient slices", 0)
+            rewriting.born(share.slice * share.element_bytes, "gradients", GRADIENTS, 0)
     for gradient in marks.gradients:
         rewriting.blocks[gradient.block].kind = "gradients"
     slice_gradients = _reduced(rewriting, marks, share)
@@ -113,9 +116,9 @@ def _states(rewriting: Rewriting, marks: Landmarks, share: Share) -> None:
         for weight in marks.weights:
             if weight.trained:
                 rewriting.drop(weight.block)
-        rewriting.born(share.trained * share.element_bytes, "weights", "flat weights", 0)
+        rewriting.born(share.trained * share.element_bytes, "weights", FLAT, 0)
     if not share.strategy.launch_mode.offloads:
-        rewriting.born(share.slice * MASTER_BYTES, "optimizer", "float32 slice", 0)
+        rewriting.born(share.slice * MASTER_BYTES, "optimizer", SLICE, 0)
         of_weight = states / share.element_bytes / share.trained  # as multiples of a weight
         for _ in range(round(of_weight)):
             size = share.slice * MASTER_BYTES * of_weight / round(of_weight)

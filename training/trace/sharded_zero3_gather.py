@@ -73,7 +73,7 @@ class Gathered:
     def run(self, uses: list[Use], expected: list[Use], end: int) -> None:
         """Write the collectives of these uses: of a forward and its backward, or of an evaluation.
         In an evaluation the backward is `expected` too, because the order of modules was recorded
-        in training."""
+        in training. What a card's rank has gathered for it stays until a checkpoint is saved."""
         num_uses, uses = len(uses), [*uses, *expected]
         queue = deque(range(len(uses)))
         fetched_for: dict[int, int] = {}  # weight -> the last use that a fetch has considered
@@ -94,8 +94,9 @@ class Gathered:
                 and not self._is_near(uses, index)
             ):
                 self.rewriting.dies(self.gathered.pop(weight), next(later, end))
-        bundles = (bundle.block for bundle in self.inflight.values())
-        for block in {*self.gathered.values(), *bundles}:
+        bundles = {bundle.block for bundle in self.inflight.values()}
+        is_kept = expected and self.strategy.device == "cuda"
+        for block in bundles if is_kept else {*self.gathered.values(), *bundles}:
             self.rewriting.dies(block, end)
 
     def _fetch(self, weight: int, position: int) -> None:

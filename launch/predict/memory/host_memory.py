@@ -64,6 +64,7 @@ class Job:
     holes_bytes: int = 0  # what malloc keeps of a step's freed blocks (malloc.py)
     first_holes_bytes: int = 0  # the same, in the first step
     offloaded_activations: Sequence[int] = ()  # bytes of each tensor of a micro-batch
+    trained_elements: Sequence[int] = ()  # of each trained tensor
     rows: int | None = None  # of the training file; None: not counted
     cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
 
@@ -267,12 +268,8 @@ def _data(job: Job) -> dict[str, int]:
     cache = job.cache_bytes if job.cache_bytes is not None else rows * data.max_length * TOKEN_BYTES
     steps = job.recipe.training.max_steps
     read = rows if steps < 0 else min(rows, steps * strategy.effective_batch_size)
-    # int64 tensors of a batch (training/data/batches.py)
-    columns = 4 if job.model.is_encoder_decoder else 3
+    columns, waiting = _columns(job), _waiting(job)
     batch = strategy.per_device_train_batch_size * data.max_length * columns * 8
-    ahead = job.recipe.training.extras.get("dataloader_prefetch_factor") or 2  # DataLoader's own
-    waiting = ahead * strategy.dataloader_num_workers
-    pinned = rounded_pinned(batch) if strategy.device == "cuda" else 0
     of_lengths = LENGTHS_BYTES if data.group_by_length or data.batch_by_tokens else 0
     return {
         "order of samples": job.ranks * rows * (ORDER_BYTES + of_lengths),
@@ -280,31 +277,90 @@ def _data(job: Job) -> dict[str, int]:
         "data workers": (
             job.ranks * (strategy.dataloader_num_workers * WORKER_BYTES + waiting * batch)
         ),
-        "pinned batches": job.ranks * pinned * (1 + waiting),
+        "pinned batches": job.ranks * _pinned_batches(job, columns, waiting),
     }
 
 
-def _offloaded(job: Job) -> dict[str, int]:
-    """States that DeepSpeed keeps on the host. On GPUs slices of weights and gradients are pinned,
-    the rest is not.
+def _columns(job: Job) -> int:
+    """The int64 tensors of a batch (training/data/batches.py)."""
+    return 4 if job.model.is_encoder_decoder else 3
 
-    Source: deepspeed 0.19.8 stage_1_and_2.py and stage3.py (pin_memory), torch CachingHostAllocator
-    (powers of two). Not measured on a GPU.
+
+def _waiting(job: Job) -> int:
+    """Batches that the data workers have made ahead."""
+    ahead = job.recipe.training.extras.get("dataloader_prefetch_factor") or 2  # DataLoader's own
+    return ahead * job.strategy.dataloader_num_workers
+
+
+def _pinned_batches(job: Job, columns: int, waiting: int) -> int:
+    """Page-locked bytes of a rank's batches: those that wait, one that is copied, and those of an
+    optimizer step; of an evaluation two. The cache of pinned memory keeps all of them."""
+    strategy, recipe = job.strategy, job.recipe
+    if strategy.device != "cuda" or not recipe.training.extras.get("dataloader_pin_memory", True):
+        return 0
+    row_bytes = recipe.data.max_length * 8
+    batches = waiting + 1 + strategy.gradient_accumulation_steps
+    size = batches * rounded_pinned(strategy.per_device_train_batch_size * row_bytes)
+    if recipe.evaluates:
+        size += 2 * rounded_pinned(strategy.per_device_eval_batch_size * row_bytes)
+    return columns * size
+
+
+def _offloaded(job: Job) -> dict[str, int]:
+    """States that DeepSpeed keeps on the host. On GPUs the slices of weights and gradients are
+    pinned, and buffers beside them; Adam's states are not.
+
+    Source: deepspeed 0.19.8 stage_1_and_2.py, stage3.py and partition_parameters.py (pin_memory),
+    torch CachingHostAllocator (powers of two, which it keeps). On the CUDA build without a card the
+    driver was asked for these bytes (benchmarks/results/cuda_build_memory.md).
     """
     offloaded = job.states.offloaded_bytes
     if not offloaded or job.strategy.device == "cpu":
         return {"offloaded states": job.ranks * offloaded}
-    piece = math.ceil(job.model.trainable_parameters / job.strategy.num_processes)
-    element_bytes = DTYPE_BYTES["float32"] if job.strategy.mixed_precision == "no" else 2
-    pinned = [4 * piece, 4 * piece] + [element_bytes * piece] * (
-        2 if job.strategy.launch_mode.shards_parameters else 0
-    )
+    states, buffers = _pinned_states(job)
     return {
         "offloaded states": job.ranks * offloaded,
         "rounding of pinned memory": (
-            job.ranks * sum(rounded_pinned(size) - size for size in pinned)
+            job.ranks * sum(rounded_pinned(size) - size for size in states)
         ),
+        "pinned buffers": job.ranks * sum(map(rounded_pinned, buffers)),
     }
+
+
+def _pinned_states(job: Job) -> tuple[list[int], list[int]]:
+    """Sizes of a rank's pinned slices, which are states, and of the pinned buffers beside them.
+
+    ZeRO-2 pins weights and gradients in float32. It has a copy of the slice in the precision of the
+    computation, the largest gradient, and over several micro-steps every gradient. ZeRO-3 pins
+    gradients in float32, weights and gradients as they are computed with, and before that the part
+    of each weight, also of an output layer that is tied later."""
+    strategy, ranks = job.strategy, job.strategy.num_processes
+    piece = math.ceil(job.model.trainable_parameters / ranks)
+    element_bytes = DTYPE_BYTES["float32"] if strategy.mixed_precision == "no" else 2
+    float32 = DTYPE_BYTES["float32"] * piece
+    if strategy.launch_mode.shards_parameters:
+        parts = [math.ceil(count / ranks) * element_bytes for count in job.trained_elements]
+        head = parts[:1] if job.model.family.ties_head else []
+        built = [*parts, *head] if job.recipe.model.path is not None else parts
+        return [float32, element_bytes * piece, element_bytes * piece], built
+    widest = max(job.trained_elements, default=0) * element_bytes
+    buffers = [element_bytes * piece, widest]
+    if strategy.gradient_accumulation_steps > 1:
+        buffers += [math.ceil(count / ranks) * element_bytes for count in job.trained_elements]
+    return [float32, float32], buffers
+
+
+def pinned_bytes(job: Job) -> int:
+    """Page-locked bytes of a rank: batches, offloaded states and activations."""
+    if job.strategy.device == "cpu":
+        return 0
+    columns, waiting = _columns(job), _waiting(job)
+    size = _pinned_batches(job, columns, waiting)
+    size += sum(map(rounded_pinned, job.offloaded_activations))
+    if job.states.offloaded_bytes:
+        states, buffers = _pinned_states(job)
+        size += sum(map(rounded_pinned, [*states, *buffers]))
+    return size
 
 
 def _saving(job: Job) -> dict[str, int]:

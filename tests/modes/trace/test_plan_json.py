@@ -19,7 +19,6 @@ RECIPES = sorted(path.stem for path in (CONFIGS / "recipes").glob("*.yaml"))
 MACHINES = sorted(path.stem for path in (CONFIGS / "machines").glob("*.yaml"))
 SCHEMA = json.loads((builders.CODE / "docs" / "plan.schema.json").read_text(encoding="utf-8"))
 QUICK = ("sft_fast", "lora_sft")  # the others trace for minutes
-DIVIDED = ("deepspeed", "fsdp2")  # engines that divide the model among the ranks
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +58,12 @@ def test_a_plan_in_json_follows_the_schema(recipe, machine, workspace):
 
 def _check_phases(plan: Plan) -> None:
     """The parts of the run agree with each other and with the estimate, which is their highest."""
-    phases, host, estimate, strategy = plan.phases, plan.host, plan.estimate, plan.strategy
+    phases, host, estimate = plan.phases, plan.host, plan.estimate
     assert phases.first_step
     assert phases.step
     assert phases.save
     assert plan.seconds_per_step
-    is_divided = strategy.device == "cuda" and strategy.launch_mode.engine in DIVIDED
-    assert (phases.load is None) == is_divided
+    assert phases.load
     assert (phases.evaluation is None) == (host.evaluation is None)
     parts = [part for name in asdict(phases) if (part := getattr(phases, name)) is not None]
     for part in parts:

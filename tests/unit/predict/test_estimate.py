@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from launch.plan import context as plan_context
 from launch.predict import estimate, model_config
 from launch.predict.estimate import Judged
 from launch.predict.history import calibration
+from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, STREAM, replay_parts
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.memory.phases import Parts
@@ -67,11 +69,12 @@ def judged(recipe: Recipe, eval_samples: int = 24) -> tuple[Strategy, MemoryEsti
 
 
 def exactly_judged(
-    recipe: Recipe, eval_samples: int = 24, file: Path = RECORDED
+    recipe: Recipe, eval_samples: int = 24, file: Path = RECORDED, held_out_rows: int | None = None
 ) -> tuple[Strategy, Judged]:
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     context = plan_context.build(recipe, CARD, config, parameters, family, DATA_FORMAT)
     candidate = replace(plan(recipe, CARD).strategy, per_device_eval_batch_size=eval_samples)
+    context = replace(context, held_out_rows=held_out_rows)
     traced = replace(context, traces=Recorded(file))  # type: ignore[arg-type]  asked as Traces is
     return candidate, estimate.judge(traced, candidate)
 
@@ -95,6 +98,17 @@ def test_an_evaluation_begins_with_an_empty_cache():
     _, memory = judged(asked(validation_file="/data/valid.parquet"))
     assert memory.step_reserved_bytes == judged(asked())[1].step_reserved_bytes
     assert memory.reserved_bytes == pytest.approx(EVALUATION_BYTES, rel=0.01)
+
+
+def test_an_evaluation_has_no_more_samples_than_rows_are_held_out():
+    recipe = asked(validation_file="/data/valid.parquet")
+    few = exactly_judged(recipe, 24, held_out_rows=6)[1].phases.device.evaluation
+    assert few == exactly_judged(recipe, 6)[1].phases.device.evaluation
+    many = exactly_judged(recipe, 24, held_out_rows=48)[1].phases.device.evaluation
+    assert many == exactly_judged(recipe, 24)[1].phases.device.evaluation
+    assert few is not None
+    assert many is not None
+    assert few.allocated_bytes < many.allocated_bytes
 
 
 def test_states_of_the_first_update_keep_segments_of_the_first_step():
@@ -191,11 +205,12 @@ def test_a_run_has_the_special_turns_of_its_step_where_they_are(tmp_path):
 
 def test_weights_that_are_copied_into_a_flat_tensor_leave_free_addresses_below_it(tmp_path):
     mib = 1 << 20
-    log = {"blocks": [[40 * mib, 0, "start"]], "events": [0], "update": 1, "streams": {}}
+    log = {"blocks": [[40 * mib, 0, "trained"]], "events": [0], "update": 1, "streams": {}}
     file = tmp_path / "flat.json"
     file.with_suffix(".log").write_text(json.dumps(log))
     work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
-    parts = Trace((), read_work(work), file).run(1, None, flattened=(26 * mib, 14 * mib))
+    load = partial(loading.zero, flattened=(26 * mib, 14 * mib), element_bytes=2)
+    parts = Trace((), read_work(work), file).run(1, None, load)
     sizes = [size_bytes // mib for _, size_bytes in parts[0][1] if size_bytes > 0]
     assert sizes == [26, 14, 40]  # in the order of their addresses
     peaks = [replay.peak_allocated_bytes // mib for replay in replay_parts(e for _, e in parts)]

@@ -14,7 +14,7 @@ import pytest
 from launch.base.errors import ResourceError
 from launch.predict import parameters
 from launch.predict.memory import malloc
-from launch.predict.memory.host_memory import Job, estimate, rounded_pinned
+from launch.predict.memory.host_memory import Job, estimate, pinned_bytes, rounded_pinned
 from launch.probe import import_memory
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import MIB
@@ -159,6 +159,28 @@ def test_offloaded_states_are_rounded_up_where_they_are_pinned() -> None:
     ]
     assert on_cpu["offloaded states"] == 1_600_000_000
     assert "rounding of pinned memory" not in on_cpu
+
+
+def test_pinned_states_and_buffers_are_those_that_the_driver_was_asked_for() -> None:
+    """On the CUDA build without a card: gpt2 of 6 layers under ZeRO-2, qwen2 of 6 under ZeRO-3,
+    both offloaded, one rank; its batches were 0.8 and 0.4 MB."""
+    width, words = 768, 50257
+    layer = [width, width, 3 * width**2, 3 * width, width**2, width, width, width]
+    layer += [4 * width**2, 4 * width, 4 * width**2, width]
+    gpt2 = [words * width, 512 * width, *(6 * layer), width, width]
+    width, words, inner = 896, 32768, 4864
+    layer = [width**2, width, *(2 * [128 * width, 128]), width**2, *(3 * [inner * width])]
+    qwen2 = [words * width, *(6 * [*layer, width, width]), width]
+    for mode, elements, asked in (
+        ("deepspeed_zero2_offload", gpt2, 1_477_222_415),
+        ("deepspeed_zero3_offload", qwen2, 1_538_671_631),
+    ):
+        chosen = replace(strategy(mode), device="cuda", backend="nccl", mixed_precision="bf16")
+        states = MemoryEstimate(0, 0, 0, offloaded_bytes=16 * sum(elements))
+        of_job = job(chosen, path="/models/m", states=states, trained_elements=elements)
+        counts = replace(of_job.model, trainable_parameters=sum(elements))
+        assert pinned_bytes(replace(of_job, model=counts)) == pytest.approx(asked, rel=0.002)
+    assert pinned_bytes(job(strategy("deepspeed_zero2_offload"))) == 0
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ ENGINES = (
     "deepspeed_zero3_offload",
     "fsdp2",
 )
+GATHERING = ("deepspeed_zero3", "deepspeed_zero3_offload", "fsdp2")  # weights that ranks share
 
 
 class Step:
@@ -164,6 +165,18 @@ def before(log: Log, phase: str, *kinds: str) -> int:
     return live(log, 1, *kinds)[at - 1]
 
 
+def kept_behind_an_evaluation(log: Log) -> list[int]:
+    """Sizes of the blocks of collectives that are there when an evaluation has ended."""
+    ended = {event.block for event in log.events if not event.birth}
+    return [
+        block.fixed_bytes
+        for number, block in enumerate(log.blocks)
+        if block.born.startswith("evaluation")
+        and block.kind == "communication"
+        and number not in ended
+    ]
+
+
 def sizes(log: Log, op: str) -> list[int]:
     return [block.fixed_bytes for block in log.blocks if block.op == op]
 
@@ -187,7 +200,9 @@ def test_what_is_born_in_a_step_dies_once_and_the_step_leaves_what_it_found(
             assert event.birth != (event.block in alive), log.blocks[event.block]
             alive ^= {event.block}
         assert {*births.values(), *deaths.values()} == {1}
-        assert live(log)[-1] == max(
+        gathered = kept_behind_an_evaluation(log)
+        assert bool(gathered) == (device == "cuda" and mode in GATHERING)
+        assert live(log)[-1] == sum(gathered) + max(
             now
             for now, event in zip(live(log), log.events, strict=True)
             if event.phase.startswith("start")
@@ -427,13 +442,28 @@ def test_zero3_gathers_nothing_ahead_in_its_first_forward_and_keeps_nothing_of_i
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_behind_an_evaluation_fsdp2_gathers_an_untied_output_that_nobody_uses(tied):
-    steady, after = (
-        Counter(sizes(shared(Step(2, tied), on_gpus("fsdp2"), turn), "all-gather"))
-        for turn in ("steady", "after evaluation")
+def test_behind_an_evaluation_fsdp2_begins_with_the_whole_output(tied):
+    """It gathers an untied output again in the first backward, where nobody uses it."""
+    outer = EMBEDDING + NORM
+    steady = shared(Step(2, tied), on_gpus("fsdp2"), "steady")
+    log = shared(Step(2, tied), on_gpus("fsdp2"), "after evaluation")
+    before, after = (
+        Counter(
+            event.phase
+            for event in each.events
+            if event.birth
+            and each.blocks[event.block].op == "all-gather"
+            and each.blocks[event.block].fixed_bytes == outer
+        )
+        for each in (steady, log)
     )
+    first = next(event for event in log.events if event.phase == "forward:0")
 
-    assert after - steady == Counter([] if tied else [EMBEDDING + NORM])
+    assert kept_behind_an_evaluation(log) == [outer]
+    assert log.blocks[first.block].op == "whole weights"
+    assert log.blocks[first.block].fixed_bytes == outer
+    assert before - after == Counter(["forward:0"])
+    assert after - before == Counter([] if tied else ["backward:0"])
 
 
 def test_fsdp2_frees_the_gradient_of_a_groups_last_parameter_behind_its_reduction():

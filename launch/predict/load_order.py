@@ -1,0 +1,86 @@
+"""The order in which a candidate's engine brings the weights to the device, with their sizes."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from launch.predict.memory import host_memory, loading
+from launch.predict.optimizers import has_4_bits
+from launch.predict.parameters import Shapes, total_elements
+from launch.predict.trained_parameters import trainable_shapes
+from launch.schema.model_sections import DTYPE_BYTES
+from launch.schema.plan import ModelFamily, Strategy
+from launch.schema.recipe import Recipe
+
+
+def of(
+    recipe: Recipe,
+    strategy: Strategy,
+    tensor_shapes: Shapes,
+    family: ModelFamily,
+    weights_bytes: int,
+    budget_bytes: int,
+) -> loading.Load:
+    """`weights_bytes`: of all weights on a rank, as they are loaded. `budget_bytes`: of its
+    device."""
+    engine = strategy.launch_mode.engine
+    if engine == "ddp":
+        sent = host_memory.BROADCAST_BYTES
+        rest = min(sent, weights_bytes - sent)
+        return partial(loading.ddp, buckets=(sent, rest) if rest > 0 else ())
+    if strategy.device == "cpu":
+        return loading.plain
+    if engine == "fsdp2":
+        return partial(loading.fsdp2, ranks=strategy.num_processes)
+    if engine == "deepspeed":
+        return _of_zero(recipe, strategy, tensor_shapes, family, budget_bytes)
+    if recipe.quantization is None or recipe.model.path is None:
+        return loading.plain
+    return _of_four_bits(recipe, tensor_shapes, family)
+
+
+def _of_four_bits(recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily) -> loading.Load:
+    """Weights of a folder, which are quantised on the card one by one. Tied weights, buffers and
+    scales are not in what transformers reserves."""
+    element_bytes = DTYPE_BYTES[recipe.model.dtype]
+    quantised = {name: sides for name, sides in tensor_shapes.items() if has_4_bits(name, family)}
+    others = total_elements(tensor_shapes) - total_elements(quantised)
+    counts = {math.prod(sides) for sides in quantised.values()}
+    return partial(
+        loading.four_bits,
+        warmup_bytes=others * element_bytes + total_elements(quantised) // 2,
+        sources={count // 2: count * element_bytes for count in counts},
+    )
+
+
+def _of_zero(
+    recipe: Recipe,
+    strategy: Strategy,
+    tensor_shapes: Shapes,
+    family: ModelFamily,
+    budget_bytes: int,
+) -> loading.Load:
+    """Weights that DeepSpeed divides. ZeRO-1 and 2 copy them into a flat tensor on the card if it
+    fits there. Source: deepspeed 0.19.8 stage_1_and_2.py, flatten_on_accelerator.
+
+    Weights of a folder are built divided by ZeRO-3, in the recipe's type, and cast."""
+    mode, ranks = strategy.launch_mode, strategy.num_processes
+    trained = trainable_shapes(tensor_shapes, recipe.model.freeze, recipe.lora, family)
+    element_bytes = 4 if strategy.mixed_precision == "no" else 2
+    sizes = [math.prod(sides) * element_bytes for sides in trained.values()]
+    if mode.zero_stage < 3:
+        fits = 2 * sum(sizes) < budget_bytes
+        return partial(loading.zero, flattened=sizes if fits else (), element_bytes=element_bytes)
+    built_bytes = DTYPE_BYTES[recipe.model.dtype]
+    head = math.prod(next(iter(tensor_shapes.values())))
+    casts = [head * element_bytes] if built_bytes != element_bytes else []
+    parts = [-(-size // ranks) for size in sizes]
+    pairs = zip(sizes, parts, strict=True)
+    gathered = list(pairs) if mode.offloads else [(size,) for size in sizes]
+    return partial(
+        loading.zero3,
+        built=() if mode.offloads else parts,
+        head_bytes=[head * built_bytes, *casts],
+        gathered=gathered,
+    )

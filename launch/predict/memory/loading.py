@@ -1,0 +1,148 @@
+"""The order in which engines bring a model to a card, as events of its allocator. Pure.
+
+The order leaves the holes in which a later step finds room. Each function takes the blocks that
+stay, and puts those that are there for a moment between them. Sources: transformers 5.14
+modeling_utils.py and core_model_loading.py; deepspeed 0.19.8 zero/partition_parameters.py,
+stage3.py and stage_1_and_2.py; torch 2.13 fsdp/_fully_shard; accelerate 1.15 fsdp2_prepare_model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from launch.predict.memory.allocator import EMPTY_CACHE, FREED, Event
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Births:
+    """The blocks that stay when a run is loaded, in the order of the trace. Blocks are named by
+    their ids."""
+
+    loaded: Sequence[Event]  # weights, buffers, slices
+    engine: Sequence[Event]
+    trained: Collection[int] = ()  # trained weights, or the flat tensor of them
+    slices: Collection[int] = ()  # ZeRO's float32 part of them
+    layers: Sequence[Collection[int]] = ()  # the weights of each layer
+    first_free_id: int = 1 << 40  # ids from here on are unused
+
+
+Load = Callable[[Births], list[Event]]
+
+
+@dataclass
+class _Events:
+    """Events with blocks that are there for a moment."""
+
+    next_id: int
+    events: list[Event] = field(default_factory=list)
+
+    def begin(self, sizes: Sequence[int]) -> list[int]:
+        """Allocate blocks that are not in the trace."""
+        blocks = list(range(self.next_id, self.next_id + len(sizes)))
+        self.next_id += len(sizes)
+        self.events += zip(blocks, sizes, strict=True)
+        return blocks
+
+    def end(self, blocks: Sequence[int]) -> None:
+        self.events += [(block, FREED) for block in blocks]
+
+    def passes(self, *sizes: int) -> None:
+        """Blocks that are there together for a moment."""
+        self.end(self.begin(sizes))
+
+
+def plain(births: Births) -> list[Event]:
+    """A model moves to the card tensor by tensor."""
+    return [*births.loaded, *births.engine]
+
+
+def ddp(births: Births, buckets: Sequence[int]) -> list[Event]:
+    """`buckets`: sizes in which rank 0 sends the weights, together."""
+    events = _Events(births.first_free_id, [*births.loaded])
+    events.passes(*buckets)
+    return [*events.events, *births.engine]
+
+
+def four_bits(births: Births, warmup_bytes: int, sources: Mapping[int, int]) -> list[Event]:
+    """A folder whose weights are quantised on the card. `warmup_bytes`: the block by which
+    transformers reserves the model. `sources`: bytes of a quantised weight -> before."""
+    events = _Events(births.first_free_id)
+    events.passes(warmup_bytes)
+    for block, size_bytes in births.loaded:
+        source = events.begin([sources[size_bytes]] if size_bytes in sources else [])
+        events.events.append((block, size_bytes))
+        events.end(source)
+    return [*events.events, *births.engine]
+
+
+def zero(births: Births, flattened: Sequence[int], element_bytes: int) -> list[Event]:
+    """ZeRO-1 and 2. `flattened`: sizes of the weights that are copied into a flat tensor on the
+    card, and then freed. The float32 part is cast from a copy, and the optimizer begins with
+    gradients of it."""
+    slices = [event for event in births.loaded if event[0] in births.slices]
+    flat = [event for event in births.loaded if event[0] in births.trained]
+    others = [event for event in births.loaded if event not in slices and event not in flat]
+    events = _Events(births.first_free_id, others)
+    copied = events.begin(flattened)
+    events.events += flat
+    events.end(copied)
+    narrow = [size * element_bytes // FLOAT32_BYTES for _, size in slices]
+    copied = events.begin(narrow if element_bytes < FLOAT32_BYTES else [])
+    events.events += slices
+    events.end(copied)
+    events.events.append(EMPTY_CACHE)
+    events.passes(*(size for _, size in slices))
+    return [*events.events, *births.engine]
+
+
+def zero3(
+    births: Births,
+    built: Sequence[int],
+    head_bytes: Sequence[int],
+    gathered: Sequence[Sequence[int]],
+) -> list[Event]:
+    """ZeRO-3. `built`: sizes of the parts of the trained weights, while the model is built, and
+    `head_bytes`: those of the weight that is built last, before it is divided. The parts become a
+    flat tensor, by way of the host. `gathered`: the sizes that are there together when a weight is
+    gathered; each is, for a moment."""
+    slices = [event for event in births.loaded if event[0] in births.slices]
+    flat_bytes = sum(size for block, size in births.loaded if block in births.trained)
+    events = _Events(births.first_free_id)
+    events.events += (
+        event for event in births.loaded if event not in slices and event[0] not in births.trained
+    )
+    parts = events.begin(built)
+    events.passes(*head_bytes)
+    events.end(parts)
+    events.events.append(EMPTY_CACHE)
+    events.begin([flat_bytes])  # until the run ends, in place of the blocks of the weights
+    copied = events.begin([size for _, size in slices])
+    events.events += slices
+    events.end(copied)
+    events.passes(*(size for _, size in slices))
+    events.events += births.engine
+    for sizes in gathered:
+        events.passes(*sizes)
+    return events.events
+
+
+def fsdp2(births: Births, ranks: int) -> list[Event]:
+    """FSDP2. The weights of a layer are on the card whole, until their parts are made; those
+    outside the layers stay whole until all are divided."""
+    sizes = dict(births.loaded)
+    inside = {block for layer in births.layers for block in layer}
+    events = _Events(births.first_free_id)
+    for layer in births.layers:
+        ids = [block for block in sizes if block in layer]
+        undivided = events.begin([sizes[block] * ranks for block in ids])
+        events.events += [(block, sizes[block]) for block in ids]
+        events.end(undivided)
+    undivided: list[int] = []
+    for block in (block for block in sizes if block not in inside):
+        undivided += events.begin([sizes[block] * ranks])
+        events.events.append((block, sizes[block]))
+    events.end(undivided)
+    return [*events.events, *births.engine]
