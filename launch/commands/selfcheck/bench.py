@@ -47,6 +47,10 @@ class CheckFailed(Exception):
     """A check found that something does not work."""
 
 
+class NotAvailable(Exception):
+    """A check cannot run on this machine, for a reason that is no fault of lowmem."""
+
+
 @dataclass
 class Bench:
     """The folder of the runs, and the time until which they may take."""

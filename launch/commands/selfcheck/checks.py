@@ -12,7 +12,15 @@ from typing import Any
 
 from launch.base import environment
 from launch.base.errors import ResourceError
-from launch.commands.selfcheck.bench import BATCH, SHAPE, Bench, Changes, CheckFailed, measured
+from launch.commands.selfcheck.bench import (
+    BATCH,
+    SHAPE,
+    Bench,
+    Changes,
+    CheckFailed,
+    NotAvailable,
+    measured,
+)
 from launch.predict.memory import context as memory_context
 from launch.probe import gpus, import_memory, link_test
 from launch.probe import machine as probe_machine
@@ -21,6 +29,7 @@ from launch.schema.machine import NOT_MEASURED
 PRECISIONS: dict[str, Changes] = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {}}
 TAKEN_SHARE = 0.6  # of what a run needs: another program leaves it so much
 POLL_S = 0.1
+COMPILED = "torch.compile"
 WARM_BASE = "base"  # a trained folder, which adapters start from
 
 
@@ -61,8 +70,9 @@ def _second() -> Iterator[Check]:
 def _third() -> Iterator[Check]:
     bf16 = {"bf16": True}
     saving = {**bf16, "activation_checkpointing": True}
+    compiled = {"training": {**bf16, "torch_compile": True, "max_steps": 10}}
+    yield Check(COMPILED, 3, 90, partial(_compiled, changes=compiled))
     for name, changes in {
-        "torch.compile": {"training": {**bf16, "torch_compile": True, "max_steps": 10}},
         "8-bit states": {"training": {**bf16, "optim": "adamw_8bit"}},
         "paged 8-bit states": {"training": {**bf16, "optim": "paged_adamw_8bit"}},
         "ZeRO-2, offload": {"training": bf16, "launch": {"mode": "deepspeed_zero2_offload"}},
@@ -136,6 +146,14 @@ def _card(bench: Bench) -> dict[str, Any]:
     rates = {f"copies {where}, GB/s": rate / 1e9 for where, rate in copied.items()}
     facts |= {"context_bytes": context} if card.context_bytes else {}
     return {**facts, "rates": {**rates, "products in half precision, TFLOP/s": flops / 1e12}}
+
+
+def _compiled(bench: Bench, changes: Changes) -> dict[str, Any]:
+    """A training that is compiled, if a small function can be."""
+    tried = bench.figures("compile_once", ["training.children.compile_once"], _one_card())
+    if tried["reason"]:
+        raise NotAvailable(f"torch.compile cannot run here ({tried['reason']})")
+    return _train(bench, COMPILED, changes)
 
 
 def _plain_trainer(bench: Bench) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Finding:
     time: float  # unix time, at its end
     figures: Mapping[str, Any] = field(default_factory=dict)
     failed: str = ""  # "": it did not
+    not_available: str = ""  # the reason why it cannot run here
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,12 @@ class Results:
     findings: tuple[Finding, ...] = ()
 
     def names(self) -> set[str]:
-        """The checks that are done; one that failed is tried again."""
-        return {finding.name for finding in self.findings if not finding.failed}
+        """The checks that are done; one that failed or was not available is tried again."""
+        return {
+            finding.name
+            for finding in self.findings
+            if not finding.failed and not finding.not_available
+        }
 
     def with_finding(self, finding: Finding) -> Results:
         others = (other for other in self.findings if other.name != finding.name)
@@ -69,6 +74,8 @@ def lines(finding: Finding) -> list[str]:
     """The finding in text: a line, and one for each part of a run."""
     if finding.failed:
         return [f"{finding.name}: failed: {finding.failed}"]
+    if finding.not_available:
+        return [f"{finding.name}: not available: {finding.not_available}"]
     text = [f"{finding.name}: ok ({finding.seconds:.0f} s)"]
     text += [
         f"  {part:<11} {figure:<10}"
@@ -120,7 +127,7 @@ def page(results: Results) -> str:
             finding.name,
             finding.part,
             f"{finding.seconds:.0f} s",
-            f'<span class="bad">{html.escape(finding.failed)}</span>' if finding.failed else "ok",
+            _result(finding),
         ]
         for finding in results.findings
     ]
@@ -136,6 +143,14 @@ def page(results: Results) -> str:
         + f"<h2>Rates and costs</h2>{_table(['', 'measured'], costs)}"
         + "</html>"
     )
+
+
+def _result(finding: Finding) -> str:
+    """A cell of the page."""
+    if finding.failed:
+        return f'<span class="bad">{html.escape(finding.failed)}</span>'
+    reason = html.escape(finding.not_available)
+    return f"not available: {reason}" if reason else "ok"
 
 
 def _pair(pair: Sequence[int | None]) -> list[str]:

@@ -14,7 +14,7 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments
-from launch.commands.selfcheck.bench import Bench, CheckFailed
+from launch.commands.selfcheck.bench import Bench, CheckFailed, NotAvailable
 from launch.commands.selfcheck.checks import Check, all_checks
 from launch.commands.selfcheck.results import Finding, ResultFiles, lines
 from launch.probe import machine as probe_machine
@@ -58,17 +58,13 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     if arguments.again:
         files.json.unlink(missing_ok=True)
     results = files.read(_facts(machine))
-    checks = [
-        check
-        for check in all_checks()
-        if arguments.part in (None, check.part) and not _lacks(check, machine)
-    ]
+    checks = [check for check in all_checks() if arguments.part in (None, check.part)]
     waiting = [check for check in checks if check.name not in results.names()]
     print(f"{len(waiting)} of {len(checks)} checks to do, results in {files.json}", flush=True)
     for check in waiting:
         if deadline - time.monotonic() < check.least_s:
             break
-        finding = _find(bench, check)
+        finding = _find(bench, check, machine)
         if finding is None:
             break
         results = results.with_finding(finding)
@@ -85,10 +81,13 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     return FAILED if failed else 0
 
 
-def _lacks(check: Check, machine: Machine) -> bool:
-    """True if the check needs more cards than there are, or a package that is not installed."""
-    is_missing = bool(check.package) and find_spec(check.package) is None
-    return is_missing or check.cards > len(machine.gpus)
+def _lacks(check: Check, machine: Machine) -> str:
+    """The reason if the check needs more cards than there are, or a package that is not
+    installed; "" if nothing is missing."""
+    if check.package and find_spec(check.package) is None:
+        return f"the package {check.package} is not installed"
+    count = len(machine.gpus)
+    return f"it needs {check.cards} cards, and there is {count}" if check.cards > count else ""
 
 
 def _refuse(machine: Machine) -> None:
@@ -125,16 +124,17 @@ def _facts(machine: Machine) -> dict[str, str]:
     return facts
 
 
-def _find(bench: Bench, check: Check) -> Finding | None:
+def _find(bench: Bench, check: Check, machine: Machine) -> Finding | None:
     """The result of a check; None if its time is over."""
     began = time.monotonic()
-    figures, failed = {}, ""
+    figures, failed, reason = {}, "", _lacks(check, machine)
     try:
-        figures = check.run(bench)
+        figures = check.run(bench) if not reason else {}
     except TimeoutError:
         return None
     except CheckFailed as error:
         failed = str(error)
-    return Finding(
-        check.name, check.part, round(time.monotonic() - began, 1), time.time(), figures, failed
-    )
+    except NotAvailable as error:
+        reason = str(error)
+    took_s = round(time.monotonic() - began, 1)
+    return Finding(check.name, check.part, took_s, time.time(), figures, failed, reason)

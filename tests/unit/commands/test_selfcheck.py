@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.commands.selfcheck import checks
+from launch.commands.selfcheck import checks, verb
 from launch.commands.selfcheck.bench import Bench, outside
 from launch.commands.selfcheck.results import Finding, Results, lines, page
 from launch.probe import import_memory
@@ -80,3 +80,20 @@ def test_the_page_and_the_text_have_the_rates():
     assert lines(found) == ["card: ok (3 s)", "  copies to the card, GB/s: 12.35"]
     text = page(Results({"card": CARD}, (found,)))
     assert "<td>copies to the card, GB/s</td><td>12.35</td>" in text
+
+
+def test_a_check_that_cannot_run_here_has_a_reason_and_is_no_failure():
+    lacking = [
+        replace(checks.Check("flash", 3, 60, dict), package="no_such_package"),
+        replace(checks.Check("link", 2, 60, dict), cards=2),
+    ]
+    reasons = ["the package no_such_package is not installed", "it needs 2 cards, and there is 1"]
+    assert [verb._lacks(check, machine(1)) for check in lacking] == reasons
+    assert verb._lacks(lacking[1], machine(2)) == ""
+
+    finding = Finding("flash", 3, 0.1, 0.0, not_available=reasons[0])
+    assert lines(finding) == [f"flash: not available: {reasons[0]}"]
+    results = Results({}, (finding, Finding("40 steps", 2, 9.0, 0.0)))
+    assert results.names() == {"40 steps"}  # it is tried again
+    assert f"not available: {reasons[0]}" in page(results)
+    assert 'class="bad"' not in page(results)
