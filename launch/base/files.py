@@ -3,6 +3,7 @@ users could write to."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -70,6 +71,14 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, to_json(content, indent=1) + "\n")
 
 
+def regular_bytes(path: Path) -> bytes:
+    """The bytes of a regular file. Raises OSError, also for a FIFO or a device, whose reader would
+    wait for a writer or never come to an end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_bytes()
+
+
 def read(path: Path, noun: type[Noun]) -> Noun | None:
     """The noun that a JSON file holds, or None if there is no such file.
 
@@ -79,9 +88,7 @@ def read(path: Path, noun: type[Noun]) -> Noun | None:
     from pydantic import ValidationError
 
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise damaged_file(path, "not a regular file")
-        return _adapter(noun).validate_json(path.read_bytes())
+        return _adapter(noun).validate_json(regular_bytes(path))
     except (FileNotFoundError, NotADirectoryError):  # of its folder, too
         return None
     except OSError as error:

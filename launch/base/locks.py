@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.base import processes
-from launch.base.errors import LockHeld
+from launch.base.errors import LockHeld, ResourceError
 
 # time in which a forked worker of a dead holder, which has the lock's file open too, may end
 LEFTOVER_S = 1.0
@@ -42,7 +43,7 @@ def _taken(path: Path, what: str) -> int:
     """Take the lock; return the file descriptor that holds it."""
     until = time.monotonic() + LEFTOVER_S
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = opened(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -55,6 +56,19 @@ def _taken(path: Path, what: str) -> int:
             _sign(file)
             return file
         os.close(file)  # replaced between open and lock
+
+
+def opened(path: Path) -> int:
+    """The lock's file, open. Raises ResourceError if something else is in its place."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            return file
+        os.close(file)
+        found = "it is not a regular file"
+    except OSError as error:
+        found = str(error.strerror)
+    raise ResourceError(f"{path}: cannot be locked ({found}); remove it")
 
 
 def _replace(path: Path, what: str) -> int:
@@ -99,9 +113,10 @@ def _sign(file: int) -> None:
 def _holder(file: int) -> dict[str, Any]:
     """The facts that the holder wrote; {} while it is writing, or if it could not write."""
     try:
-        return json.loads(os.pread(file, 4096, 0))
-    except ValueError:
+        holder = json.loads(os.pread(file, 4096, 0))
+    except (ValueError, RecursionError):
         return {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _is_dead(holder: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -42,7 +43,10 @@ def fault(folder: Path, goes_on: Callable[[], None] = lambda: None) -> str | Non
         return f"{min(added)} was added to it"
     try:
         for name, (expected_bytes, _) in files.items():
-            found_bytes = (folder / name).stat().st_size
+            status = (folder / name).stat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is not a regular file"
+            found_bytes = status.st_size
             if found_bytes != expected_bytes:
                 return f"{name} has {found_bytes} bytes, expected {expected_bytes}"
         digests = _digests([folder / name for name in files], goes_on)
@@ -63,7 +67,7 @@ def counts(folder: Path) -> dict[str, Any] | None:
     if files is None:
         return None
     try:
-        content = (folder / token_cache.TOKENS_READY).read_bytes()
+        content = base_files.regular_bytes(folder / token_cache.TOKENS_READY)
     except OSError:
         return None
     return (
@@ -76,12 +80,12 @@ def counts(folder: Path) -> dict[str, Any] | None:
 def _read(folder: Path) -> dict[str, tuple[int, str]] | None:
     """{relative path: (bytes, sha256)}; None where there is no such file, or it is damaged."""
     try:
-        described = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        described = json.loads(base_files.regular_bytes(folder / FILE))
         files = {
             str(name): (int(entry["bytes"]), str(entry["sha256"]))
             for name, entry in described["files"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return files if token_cache.TOKENS_READY in files else None
 

@@ -18,6 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from launch.base import files
+from launch.base.errors import ResourceError
 from launch.base.workspace import CODE
 from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
@@ -35,6 +37,9 @@ from launch.schema.recipe_keys import affecting
 # fixed, per sample, when it is born: bytes of a block. Of the buffer of a sum, rows, and behind it
 # the columns, multiprocessors and threads of partial_sums_bytes.
 LoggedBlock = Sequence[Any]
+LOGGED = {"blocks", "events", "update", "streams"}
+# of a file that is missing, cut short or no trace
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # until the run ends
 LOADED: tuple[Born, ...] = ("trained", "slice", "start")
 LASTING: tuple[Born, ...] = (*LOADED, "engine", "state", "paged", "workspace")
@@ -152,7 +157,16 @@ class Trace:
         ]
 
     def _log(self) -> dict[str, Any]:
-        return json.loads(self.file.with_suffix(".log").read_text(encoding="utf-8"))
+        file = self.file.with_suffix(".log")
+        try:
+            log = json.loads(files.regular_bytes(file))
+            if not log.keys() >= LOGGED:
+                raise ValueError(f"keys {sorted(log)}")
+            return log
+        except DAMAGE as error:
+            raise ResourceError(
+                f"{file}: damaged; remove {self.file}, and the step is traced again"
+            ) from error
 
 
 class _Turn:
@@ -332,10 +346,11 @@ class Traces:
         if name not in self._cached:
             file = self._folder / f"{name}.json"
             try:
-                content = json.loads(file.read_text(encoding="utf-8"))
-            except (FileNotFoundError, json.JSONDecodeError):
+                content = json.loads(files.regular_bytes(file))
+                trace = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
+            except DAMAGE:
                 return None
-            self._cached[name] = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
+            self._cached[name] = trace
         return self._cached[name]
 
     def name(self, question: Question) -> str:
@@ -393,5 +408,5 @@ def _versions() -> dict[str, str | None]:
 @cache
 def _code() -> str:
     """A hash of training/: a trace of other code is another trace."""
-    files = sorted((CODE / "training").rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    modules = sorted((CODE / "training").rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in modules)).hexdigest()[:16]

@@ -142,8 +142,8 @@ def read(run: RunDir, say: run_folder_steps.Say = lambda line: None) -> Side:
             recipe=run.read_recipe(),
             plan=plan,
             machine=last.read_machine(),
-            made_of=tokens.made_of if tokens else None,
-            libraries=manifest.read(saved[-1]).get("versions", {}) if saved else {},
+            made_of=tokens.made_of if tokens and _is_whole(tokens.made_of) else None,
+            libraries=manifest.written_with(saved[-1]) if saved else {},
             ending=ending,
             continues=run.read_continues(),
             parts=parts,
@@ -196,6 +196,12 @@ def _of_model(a: Side, b: Side) -> Iterator[Difference]:
     ]
     if trained[0] != trained[1]:
         yield _differs("trained parameters", trained, blocks=True)
+
+
+def _is_whole(made_of: Mapping[str, Any] | None) -> bool:
+    """False for a description of rows that is damaged or not there."""
+    limits = made_of and made_of.get("limits")
+    return isinstance(limits, list) and made_of is not None and "validation" in made_of
 
 
 def _of_data(a: Side, b: Side) -> Iterator[Difference]:

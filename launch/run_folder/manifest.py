@@ -40,7 +40,15 @@ def step_of(folder: Path) -> int:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / FILE).read_text(encoding="utf-8"))
+    return json.loads(base_files.regular_bytes(folder / FILE))
+
+
+def written_with(folder: Path) -> dict[str, str]:
+    """Versions of the libraries that wrote a checkpoint; {} where its manifest is damaged."""
+    try:
+        return {str(package): str(of) for package, of in read(folder)["versions"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 # ---- the seal
@@ -119,7 +127,7 @@ def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str
         sealed, checks_modes = str(described.get("seal", "")), described.get("keeps_modes", True)
     except FileNotFoundError:
         return f"{folder.name} has no {FILE}: it was not finished"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{folder.name}/{FILE} cannot be read"
     if "seal" not in allow and not hmac.compare_digest(sealed, seal(described)):
         return (

@@ -239,7 +239,7 @@ def _versions(source: Path, recipe: Recipe) -> list[str]:
 
     Raises CheckpointError where one that reads its files is of another major.minor, unless that is
     allowed."""
-    changed = list(manifest.version_changes(manifest.read(source).get("versions", {})))
+    changed = list(manifest.version_changes(manifest.written_with(source)))
     if not changed:
         return []
     libraries = "; ".join(text for text, _ in changed)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from launch.base import files
 from launch.base.errors import CheckpointError, ConfigError
 from launch.data import token_cache, token_hashes
 from launch.run_folder import layout, manifest
@@ -117,11 +118,19 @@ def _of_attempt(attempt: AttemptDir) -> dict[int, list[int]]:
 
 def _records(file: Path) -> Iterator[tuple[int, list[int]]]:
     """(step, rows) of one rank; a last record that a kill has cut is left out."""
-    content = file.read_bytes()
+    try:
+        content = files.regular_bytes(file)
+    except OSError as error:
+        raise files.damaged_file(file, str(error.strerror)) from error
     numbers = array("i", content[: len(content) // 4 * 4])
     if sys.byteorder == "big":
         numbers.byteswap()
     start = 2
-    while start <= len(numbers) and (end := start + numbers[start - 1]) <= len(numbers):
+    # a negative number is of a damaged file
+    while (
+        start <= len(numbers)
+        and numbers[start - 1] >= 0
+        and (end := start + numbers[start - 1]) <= len(numbers)
+    ):
         yield numbers[start - 2], numbers[start:end].tolist()
         start = end + 2

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
+from launch.base import files
 from launch.run_folder import manifest
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import HeldOut, StepEvent
@@ -41,7 +42,7 @@ def _records(file: Path, record: TypeAdapter[Record], say: Say) -> Iterator[Reco
     # JSON has no such numbers
     texts: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
     try:
-        complete = file.read_bytes().rpartition(b"\n")[0]
+        complete = files.regular_bytes(file).rpartition(b"\n")[0]
     except FileNotFoundError:
         return
     except OSError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from typing import TypeVar, get_args
 
 from pydantic import TypeAdapter
 
+from launch.base import locks
+from launch.base.errors import ResourceError
 from launch.predict.history import calibration
 from launch.predict.history.calibration import Margin, Measurement, Quantity
 from launch.schema.machine import Device
@@ -210,8 +213,10 @@ class Ledger:
         """Keep the file under its name while it is open, or alone while it is renamed: SQLite would
         roll the journal of the new file back into the old one."""
         with ExitStack() as opened:
-            with suppress(OSError):  # a folder where no file can be made: none is renamed there
-                file = opened.enter_context(self.lock_file.open("a"))
+            # a folder where no file can be made: none is renamed there
+            with suppress(OSError, ResourceError):
+                file = locks.opened(self.lock_file)
+                opened.callback(os.close, file)
                 fcntl.flock(file, kind)
             yield
 

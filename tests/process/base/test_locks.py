@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.base import locks
-from launch.base.errors import LockHeld
+from launch.base.errors import LockHeld, ResourceError
 from tests import cost
 
 HOLD = """
@@ -105,7 +105,7 @@ def test_of_many_that_take_over_at_once_one_has_it(tmp_path):
 import sys, time
 from pathlib import Path
 from launch.base import locks
-from launch.base.errors import LockHeld
+from launch.base.errors import LockHeld, ResourceError
 try:
     with locks.lock(Path(sys.argv[1]), "the run"):
         print("held", flush=True)
@@ -120,3 +120,24 @@ except LockHeld as error:
         others = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(6)]
         said = sorted(other.communicate(timeout=60)[0].strip() for other in others)
     assert said == ["held"] + ["refused"] * 5
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_no_lock(tmp_path, make):
+    make(tmp_path / ".lock")
+    with (
+        pytest.raises(ResourceError, match="cannot be locked"),
+        locks.lock(tmp_path / ".lock", "it"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("content", ["[]", '"pid"', "[" * 4000, "7"])
+def test_a_lock_whose_content_is_damaged_names_no_holder_and_is_taken(tmp_path, content):
+    (tmp_path / ".lock").write_text(content)
+    with locks.lock(tmp_path / ".lock", "it"):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    with locks.lock(tmp_path / ".lock", "it"):
+        (tmp_path / ".lock").write_text(content)
+        with pytest.raises(LockHeld), locks.lock(tmp_path / ".lock", "it"):
+            pass
