@@ -62,7 +62,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     waiting = [check for check in checks if check.name not in results.names()]
     print(f"{len(waiting)} of {len(checks)} checks to do, results in {files.json}", flush=True)
     for check in waiting:
-        if deadline - time.monotonic() < check.least_s:
+        if deadline - time.monotonic() < check.least_s and not _lacks(check, machine):
             break
         finding = _find(bench, check, machine)
         if finding is None:

@@ -44,6 +44,7 @@ PREPARE_TOKEN_BYTES = 200  # of a token there, as text, encoding and Python list
 PACKING_BYTES = 96 * MIB  # a window of rows and the sequences made of it (training/data/packing.py)
 # DDP sends weights in buckets of this size, two at a time (torch reducer.cpp)
 BROADCAST_BYTES = 250 * MIB
+BUCKET_BYTES = 25 * MIB  # of gradients that DDP reduces at once, from the second step on
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def estimate(job: Job, import_memory: Imports) -> HostEstimate:
         **_data(job),
         **_offloaded(job),
         "offloaded activations": job.ranks * sum(map(rounded_pinned, job.offloaded_activations)),
+        "pinned copies of Gloo": job.ranks * sum(map(rounded_pinned, _copied_by_gloo(job))),
     }
     data = job.recipe.data
     if data.streaming:
@@ -350,12 +352,33 @@ def _pinned_states(job: Job) -> tuple[list[int], list[int]]:
     return [float32, float32], buffers
 
 
+def _copied_by_gloo(job: Job) -> list[int]:
+    """Sizes of the pinned copies that Gloo makes of a card's tensors under DDP: of two buckets of
+    weights, of all gradients in the first step, and of buckets of gradients from then on, in the
+    reverse order of the weights. Source: torch 2.13 ProcessGroupGloo.cpp (pinnedLike),
+    nn/parallel/distributed.py, reducer.cpp."""
+    strategy, states = job.strategy, job.states
+    if strategy.device == "cpu" or strategy.backend != "gloo":
+        return []
+    sent = [min(BROADCAST_BYTES, states.weights_bytes)]
+    sent.append(min(BROADCAST_BYTES, states.weights_bytes - sent[0]))
+    element_bytes = states.gradients_bytes / max(job.model.trainable_parameters, 1)
+    buckets, filled = [], 0
+    for count in reversed(job.trained_elements):
+        filled += math.ceil(count * element_bytes)
+        if filled >= BUCKET_BYTES:
+            buckets.append(filled)
+            filled = 0
+    return [*sent, states.gradients_bytes, *buckets, filled]
+
+
 def pinned_bytes(job: Job) -> int:
-    """Page-locked bytes of a rank: batches, offloaded states and activations."""
+    """Page-locked bytes of a rank: batches, offloaded states and activations, Gloo's copies."""
     if job.strategy.device == "cpu":
         return 0
     columns, waiting = _columns(job), _waiting(job)
     size = _pinned_batches(job, columns, waiting)
+    size += sum(map(rounded_pinned, _copied_by_gloo(job)))
     size += sum(map(rounded_pinned, job.offloaded_activations))
     if job.states.offloaded_bytes:
         states, buffers = _pinned_states(job)
