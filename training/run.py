@@ -54,7 +54,7 @@ from training.loop import arguments, evaluate, export, nan_guard
 from training.loop.callbacks import Reporter, StepMeter, start_logging
 from training.loop.memory_peaks import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
-from training.model import build
+from training.model import build, offloaded_inputs
 
 logger = logging.getLogger("lowmem")
 SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
@@ -257,6 +257,9 @@ def build_parts(
         processing_class=tokenizer,
         callbacks=[reporter, watch, stop_callback, *feeders],
     )
+    if plan.strategy.activation_offloading:
+        offloading = offloaded_inputs.Offloading(args.device)
+        setattr(*offloaded_inputs.replacing_save_on_cpu(offloading))
     setup.check_engine(plan.strategy, trainer)
     if plan.strategy.launch_mode.engine == "fsdp2":
         setup.autocast_fsdp2(trainer)

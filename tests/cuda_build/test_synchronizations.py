@@ -11,6 +11,10 @@ from tests import builders
 from tests.cuda_build.conftest import Workplace
 from tests.fake_cuda.machine import Card
 
+ON_HOST = {
+    "activation_checkpointing": True,
+    "activation_checkpointing_kwargs": {"offload": True},
+}
 # argv: run folder
 PROGRAM = """
 import json, os, sys
@@ -24,7 +28,7 @@ def watch(trainer):
     collate = trainer.data_collator._tensors
     def collated(rows):
         batch = collate(rows)
-        masks.add(batch["is_padded"])
+        masks.add(batch.get("is_padded"))
         return batch
     object.__setattr__(trainer.data_collator, "_tensors", collated)
 
@@ -36,9 +40,19 @@ leave(0)
 
 
 @pytest.mark.parametrize(
-    ("shape", "ranks"), [("llama-tiny", 1), ("gpt2-tiny", 1), ("t5-tiny", 1), ("llama-tiny", 2)]
+    ("shape", "ranks", "attention", "added"),
+    [
+        ("llama-tiny", 1, "sdpa", {}),
+        ("llama-tiny", 1, "varlen_attn", {}),
+        ("llama-tiny", 1, "sdpa", ON_HOST),
+        ("gpt2-tiny", 1, "sdpa", {}),
+        ("t5-tiny", 1, "sdpa", {}),
+        ("llama-tiny", 2, "sdpa", {}),
+    ],
 )
-def test_a_step_that_neither_logs_nor_saves_waits_once(tmp_path: Path, shape, ranks):
+def test_a_step_that_neither_logs_nor_saves_waits_once(
+    tmp_path: Path, shape, ranks, attention, added
+):
     place = Workplace(tmp_path, *[Card()] * ranks)
     training = {
         "bf16": True,
@@ -47,9 +61,13 @@ def test_a_step_that_neither_logs_nor_saves_waits_once(tmp_path: Path, shape, ra
         "gradient_accumulation_steps": 4,
         **dict.fromkeys(("logging_steps", "save_steps", "eval_steps"), 100),
         "dataloader_num_workers": 0,
+        **added,
     }
+    model = {"attn_implementation": attention}
     words = (f"--launch.num_processes={ranks}", "--dry-run")
-    dry = place.launch("run", str(builders.recipe(tmp_path, shape, training=training)), *words)
+    dry = place.launch(
+        "run", str(builders.recipe(tmp_path, shape, model=model, training=training)), *words
+    )
     assert dry.returncode == 0, dry.stdout + dry.stderr
     argv = [str(tmp_path / "rank.py"), str(builders.only_run(tmp_path / "workspace"))]
     Path(argv[0]).write_text(PROGRAM)
@@ -60,7 +78,8 @@ def test_a_step_that_neither_logs_nor_saves_waits_once(tmp_path: Path, shape, ra
     assert done.returncode == 0, done.stdout + done.stderr
     text = next(line for line in done.stdout.splitlines() if line.startswith("waits: "))
     steps, masks = json.loads(text.removeprefix("waits: "))
-    assert sorted(masks) == [False, True]  # some micro-batches are padded
+    # some micro-batches are padded, unless they are flattened
+    assert sorted(masks) == ([False, True] if attention == "sdpa" else [None])
     norm = [[wait for wait in waits if "training/loop/trainer.py" in wait[-2]] for waits in steps]
     assert [len(waits) for waits in norm] == [1] * len(steps)
     others = [

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
+from training.model.offloaded_inputs import LayerInput, Offloading
 from training.trace.recorder import Recorder
 
 
-class RecordedOnHost(saved_tensors_hooks):
-    """torch.autograd.graph.save_on_cpu of a traced card: a saved tensor becomes bytes of the host,
-    and a new tensor of the device when backward asks for it."""
+class RecordedOffloading(Offloading):
+    """The copies of a traced card: host memory is no block of the device, and a copy is no kernel
+    among those that compute."""
 
-    recorder: Recorder
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(torch.device("cpu"))
+        self._recorder = recorder
 
-    def __init__(self, **kwargs: Any) -> None:
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            with self.recorder.suspended():
-                packed = torch.empty_like(tensor)
-            self.recorder.offload(tensor)
-            return packed
+    def sent(self, tensor: torch.Tensor) -> LayerInput:
+        self._recorder.offload(tensor)
+        with self._recorder.suspended():
+            return super().sent(tensor)
 
-        super().__init__(pack, torch.Tensor.clone)
-
-
-def recorded_on_host(recorder: Recorder) -> type[RecordedOnHost]:
-    """The class that tells this recorder."""
-    return type("RecordedOnHost", (RecordedOnHost,), {"recorder": recorder})
+    def fetch(self, layer_input: LayerInput) -> None:
+        if layer_input.on_device is None:
+            layer_input.on_device = self.empty_on_device(layer_input)

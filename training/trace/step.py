@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, modeling_utils
+from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from launch.schema.plan import PAGED, Plan, Strategy
@@ -31,10 +31,11 @@ from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit
+from training.model.offloaded_inputs import replacing_save_on_cpu
 from training.trace import repeat_layers, rewrite_log, sharded
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
-from training.trace.offloading import recorded_on_host
+from training.trace.offloading import RecordedOffloading
 from training.trace.recorder import BATCH, UPDATE, Block, Event, Layer, Log, Recorder
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
@@ -219,7 +220,7 @@ def step(
     recorder = Recorder(batch)
     recorder.padded, recorder.vocabulary = padded, plan.shape.config["vocab_size"]
     fp16 = planned.mixed_precision == "fp16"
-    on_host = (modeling_utils, "save_on_cpu", recorded_on_host(recorder))
+    on_host = replacing_save_on_cpu(RecordedOffloading(recorder))
     with (
         cuda_semantics(target, fp16) if target else replaced([transformers_private.REAL_MASKS]),
         replaced([on_host] if strategy.activation_offloading else []),

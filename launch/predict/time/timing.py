@@ -92,7 +92,7 @@ class TimeEstimate:
     launch_s: float  # the device waits for the host's launches
     optimizer_s: float  # the update, on the device or on the host
     communication_s: float  # of what nothing hides
-    offload_s: float  # between host and device
+    offload_s: float  # between host and device, of what nothing hides
     num_samples: int  # the effective batch
     reason: str
 
@@ -144,8 +144,10 @@ def estimate(
         traffic(strategy, model, full_copy), busy_s, steps, strategy, speed
     )
     activations = sum(size.total(batch) for size in work.micro_step.offloaded)
-    moved = _offloaded_bytes(strategy, model, full_copy, steps) + 2 * steps * activations
+    moved = _offloaded_bytes(strategy, model, full_copy, steps)
+    copy_s = activations / speed.host_device_bytes_per_s
     offload_s = moved / speed.host_device_bytes_per_s
+    offload_s += steps * _exposed_copies_s(copy_s, busy_s, strategy)
     optimizer_s = _optimizer_s(work.optimizer_step, strategy, model, full_copy, speed)
     parts = (
         steps * compute_s,
@@ -316,6 +318,16 @@ def _offloaded_bytes(
     if strategy.launch_mode.shards_parameters:
         return 2 * steps * weights + 2 * steps * gradients
     return gradients * (2 * steps if steps > 1 else 1) + trained
+
+
+def _exposed_copies_s(copy_s: float, micro_step_s: float, strategy: Strategy) -> float:
+    """Seconds of a micro-step that wait for layers' inputs: forward sends each to the host while a
+    layer computes, backward fetches it while another does (training/model/offloaded_inputs.py). The
+    layers are alike, so that what is true of one is true of their sum.
+
+    Backward computes twice what forward does, and the checkpointed layers again."""
+    forward_s = micro_step_s / (3 + strategy.checkpointed_share)
+    return max(copy_s - forward_s, 0.0) + max(copy_s - (micro_step_s - forward_s), 0.0)
 
 
 def _optimizer_s(

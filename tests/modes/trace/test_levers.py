@@ -107,7 +107,8 @@ def test_activations_are_kept_on_the_host_where_nothing_else_fits(tmp_path):
     # pinned memory comes in powers of two: 8 MiB for the 7 of a layer
     of_step = estimate.judge(choice.context, on_host.strategy).phases.host.step
     assert of_step.by_cause["offloaded activations"] == layers * 8 * MIB
-    assert on_host.seconds_per_step > on_card.seconds_per_step
+    # 7 MiB are copied in less time than a layer of 8 x 512 tokens computes
+    assert on_host.seconds_per_step == pytest.approx(on_card.seconds_per_step, rel=0.01)
     values = {change.key: change.effective for change in on_host.changes}
     assert values["training.activation_checkpointing_kwargs"] == '{"offload": true}'
     with pytest.raises(DoesNotFit):

@@ -329,6 +329,29 @@ def test_an_all_reduce_takes_its_bus_bandwidth():
     assert found.step_s == found.communication_s == pytest.approx(0.15)
 
 
+def test_copies_of_activations_cost_what_exceeds_the_pass_beside_them():
+    """Of 4 passes forward is one: while a copy is shorter than it, it costs nothing; longer than
+    the three of backward, it is all that a step takes."""
+    work, checkpointed = small(passes=4), way(accumulation=3, activation_checkpointing=True)
+    there = replace(checkpointed, activation_offloading=True)
+
+    def estimated(strategy: Strategy, size_bytes: float) -> TimeEstimate:
+        micro_step = replace(work.micro_step, offloaded=(Affine(0, size_bytes / 4),) * 2)
+        step = replace(work, micro_step=micro_step)
+        return timing.estimate(step, strategy, shape(500e6), whole(500e6), RTX_3080)
+
+    plain = estimated(checkpointed, 0)
+    micro_step_s = (plain.step_s - plain.optimizer_s) / 3
+    rate = timing.HOST_DEVICE_BYTES_PER_S
+
+    def exposed_s(copy_s: float) -> float:
+        return estimated(there, copy_s * rate / 2).offload_s / 3
+
+    assert exposed_s(0.24 * micro_step_s) == 0
+    assert exposed_s(0.5 * micro_step_s) == pytest.approx(0.25 * micro_step_s)
+    assert exposed_s(2 * micro_step_s) == pytest.approx((2 * 2 - 1) * micro_step_s)
+
+
 def test_offloaded_bytes_of_a_micro_step_and_the_next():
     """1000 parameters on 2 ranks, slices of 1000 bytes. Stage 2: gradients out once, weights back;
     from the second micro-step on gradients come back and go out again."""

@@ -67,6 +67,7 @@ NAMES = [
         "transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",
         None,
     ),
+    ("replacing_save_on_cpu", "transformers.modeling_utils:save_on_cpu", "pin_memory device_type"),
     ("layer_classes", "transformers:PreTrainedModel._no_split_modules", None),
     ("final_norm", "accelerate.utils.fsdp_utils:_find_final_norm", "model"),
     (
@@ -108,6 +109,7 @@ NAMES = [
     ("rebuilds_tensor", "torch._tensor:_rebuild_from_type_v2", None),
     ("storage_key", "torch:UntypedStorage._cdata", None),
     ("is_view", "torch:Tensor._is_view", None),
+    ("is_view_of_weight", "torch:Tensor._base", None),
     ("schema", "torch:ops.aten.add.Tensor._schema", None),
     ("packet", "torch:ops.aten.add.Tensor._overloadpacket", None),
     ("next_node_number", "torch.autograd:_get_sequence_nr", None),
