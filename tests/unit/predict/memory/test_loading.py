@@ -9,10 +9,12 @@ from functools import partial
 
 import pytest
 
+from launch.predict import load_order, parameters
 from launch.predict.memory import allocator, loading
 from launch.predict.memory.allocator import EMPTY_CACHE, TORCH_DEFAULTS, Replay
 from launch.predict.memory.loading import Births
 from launch.predict.traces import Trace
+from tests.builders import machine, plan, recipe_of
 
 MIB = 1 << 20
 GROWS = replace(TORCH_DEFAULTS, expandable_segments=True)
@@ -144,3 +146,35 @@ def test_what_an_evaluation_has_gathered_is_there_until_a_checkpoint_is_saved(tm
     without = trace.run(4, None)
     assert [phase for phase, _ in without] == ["load", "first_step", "step", "save", "step"]
     assert not any(size == 3 * MIB for _, events in without for _, size in events)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 16,
+}
+
+
+def test_the_block_that_transformers_reserves_counts_half_a_byte_of_a_quantised_weight():
+    recipe = recipe_of(
+        model={"shape": None, "path": "/models/llama", "dtype": "bfloat16"},
+        lora={"r": 16},
+        quantization={"load_in_4bit": True},
+    )
+    family, tensor_shapes = parameters.family(LLAMA), parameters.parameters_by_name(LLAMA)
+    strategy = replace(plan(on=machine(1)).strategy, mode="single_gpu")
+    load = load_order.of(recipe, strategy, tensor_shapes, family, 0, 20 << 30)
+    first, *_ = [size for _, size in load(Births([], [])) if size > 0]
+    # the CUDA build's allocator was asked for 167.9 MiB
+    assert first == pytest.approx(167.9 * MIB, rel=0.001)
+    # a weight of 1024 x 2816 passes in 16 bits, beside its 4 bits
+    packed = 1024 * 2816 // 2
+    passing = [size for _, size in load(Births([(0, packed)], [])) if size > 0]
+    assert passing == [first, 4 * packed, packed]
+    on_host = load_order.of(
+        recipe, replace(strategy, device="cpu", mode="cpu"), tensor_shapes, family, 0, 20 << 30
+    )
+    assert on_host(Births([(0, packed)], [])) == [(0, packed)]
