@@ -64,7 +64,9 @@ def _of_zero(
     """Weights that DeepSpeed divides. ZeRO-1 and 2 copy them into a flat tensor on the card if it
     fits there. Source: deepspeed 0.19.8 stage_1_and_2.py, flatten_on_accelerator.
 
-    Weights of a folder are built divided by ZeRO-3, in the recipe's type, and cast."""
+    ZeRO-3 builds the weights of a folder divided, in the recipe's type, and casts them. A model of
+    a shape is built whole (engines/setup.py) and moves to the card before it is divided (engine.py,
+    _configure_distributed_model)."""
     mode, ranks = strategy.launch_mode, strategy.num_processes
     trained = trainable_shapes(tensor_shapes, recipe.model.freeze, recipe.lora, family)
     element_bytes = 4 if strategy.mixed_precision == "no" else 2
@@ -75,12 +77,15 @@ def _of_zero(
     built_bytes = DTYPE_BYTES[recipe.model.dtype]
     head = math.prod(next(iter(tensor_shapes.values())))
     casts = [head * element_bytes] if built_bytes != element_bytes else []
+    is_whole = recipe.model.path is None
+    undivided = [math.prod(sides) * element_bytes for sides in tensor_shapes.values()]
     parts = [-(-size // ranks) for size in sizes]
     pairs = zip(sizes, parts, strict=True)
     gathered = list(pairs) if mode.offloads else [(size,) for size in sizes]
     return partial(
         loading.zero3,
         built=() if mode.offloads else parts,
-        head_bytes=[head * built_bytes, *casts],
+        head_bytes=[] if is_whole else [head * built_bytes, *casts],
         gathered=gathered,
+        undivided=undivided if is_whole else (),
     )

@@ -103,9 +103,11 @@ def zero3(
     built: Sequence[int],
     head_bytes: Sequence[int],
     gathered: Sequence[Sequence[int]],
+    undivided: Sequence[int] = (),
 ) -> list[Event]:
     """ZeRO-3. `built`: sizes of the parts of the trained weights, while the model is built, and
-    `head_bytes`: those of the weight that is built last, before it is divided. The parts become a
+    `head_bytes`: those of the weight that is built last, before it is divided. Or `undivided`: the
+    sizes of all weights, if the model moves to the card before it is divided. The parts become a
     flat tensor, by way of the host. `gathered`: the sizes that are there together when a weight is
     gathered; each is, for a moment."""
     slices = [event for event in births.loaded if event[0] in births.slices]
@@ -114,10 +116,16 @@ def zero3(
     events.events += (
         event for event in births.loaded if event not in slices and event[0] not in births.trained
     )
-    parts = events.begin(built)
+    moved = events.begin(undivided)
+    parts: list[int] = []
+    for index, size_bytes in enumerate(built):
+        parts += events.begin([size_bytes])
+        events.end(moved[index : index + 1])
+    events.end(moved[len(built) :])
     events.passes(*head_bytes)
     events.end(parts)
-    events.events.append(EMPTY_CACHE)
+    if built or not undivided:  # parts on the host need no flat tensor on the card
+        events.events.append(EMPTY_CACHE)
     events.begin([flat_bytes])  # until the run ends, in place of the blocks of the weights
     copied = events.begin([size for _, size in slices])
     events.events += slices

@@ -66,6 +66,17 @@ def test_zero3_loads_by_way_of_whole_weights_and_two_copies_of_its_slice():
     assert ended(events) == 4 * total + 2 * 50_000_000  # flat weights, slice, gradients, bucket
 
 
+@pytest.mark.parametrize("built", [(32 * MIB, 32 * MIB), ()])  # (): the parts are on the host
+def test_a_model_of_a_shape_moves_to_the_card_before_zero3_divides_it(built):
+    loaded = [(0, 32 * MIB), (1, 32 * MIB)] if built else []
+    births = Births(loaded=loaded, engine=[(2, MIB)], trained={0, 1})
+    events = loading.zero3(births, built, (), [(64 * MIB,)] * 2, undivided=[64 * MIB] * 2)
+    # the first part is there before the first weight has left
+    whole_bytes = 128 * MIB + (32 * MIB if built else 0)
+    assert replayed(events).peak_allocated_bytes == whole_bytes
+    assert ended(events) == MIB + (64 * MIB if built else 0)
+
+
 def test_fsdp2_has_a_layer_whole_while_it_is_divided_and_the_ends_together():
     layer = [4 * MIB] * 4 + [11 * MIB] * 3  # llama of 1024 features, whole, in float32
     head = 125 * MIB
