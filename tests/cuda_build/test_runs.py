@@ -52,8 +52,13 @@ def test_a_run_on_one_card_ends_with_a_model_and_the_predicted_memory(one_card: 
         assert outcome[f"vram_{measured}_bytes"] == pytest.approx(planned, rel=tolerance)
 
 
-def test_varlen_attn_stops_goes_on_and_exports_a_model_for_sdpa(one_card: Workplace):
-    words = (recipe(one_card, **LONG), "--training.max_steps=100")
+@pytest.mark.parametrize("on_host", [False, True])
+def test_varlen_attn_stops_goes_on_and_exports_a_model_for_sdpa(one_card: Workplace, on_host):
+    """Also with activations on the host."""
+    words = [recipe(one_card, **LONG), "--training.max_steps=100"]
+    if on_host:
+        words.append("--training.activation_checkpointing=true")
+        words.append("--training.activation_checkpointing_kwargs={offload: true}")
     with started(one_card, *words) as process:
         after_step(one_card, 5)
         process.send_signal(signal.SIGTERM)
@@ -64,6 +69,7 @@ def test_varlen_attn_stops_goes_on_and_exports_a_model_for_sdpa(one_card: Workpl
     assert "continuing" in done.stdout
     plan, (_, outcome) = records(one_card)
     assert plan["strategy"]["attn_implementation"] == "varlen_attn"
+    assert plan["strategy"]["activation_offloading"] == on_host
     # micro-batches of the longest rows alone are predicted
     assert outcome["vram_allocated_bytes"] < 1.01 * plan["estimate"]["step_allocated_bytes"]
     loaded = one_card.python("-c", LOADED, str(one_card.folder / "model"))
