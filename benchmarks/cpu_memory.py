@@ -30,6 +30,7 @@ import yaml
 
 from benchmarks import recording
 from launch.base.workspace import Workspace
+from launch.plan import context as plan_context
 from launch.plan.planner import Choice
 from launch.plan.resolve import resolve
 from launch.predict import estimate
@@ -87,6 +88,7 @@ T5 = {
 }
 CHECKPOINTING, AUTOCAST = {"activation_checkpointing": True}, {"bf16": True}
 ON_HOST = {**CHECKPOINTING, "activation_checkpointing_kwargs": {"offload": True}}
+EVERYWHERE = {"logits_at_targets": False}
 HALF, EAGER = {"dtype": "bfloat16"}, {"attn_implementation": "eager"}
 
 
@@ -107,6 +109,7 @@ class Case:
     length: int = LENGTH
     padded: bool = True
     ragged: bool = False  # each row has a length of its own
+    prompted: bool = False  # a quarter of a row's words, or more, are a prompt, the same each time
 
     @property
     def effective_batch_size(self) -> int:
@@ -149,6 +152,17 @@ CASES = (
         3,
         model=EAGER,
         training={**CHECKPOINTING, **AUTOCAST},
+    ),
+    Case("qwen2, prompts", QWEN, padded=False, prompted=True),
+    Case(
+        "gpt2, prompts, autocast, logits in 4 parts",
+        GPT2,
+        training={**AUTOCAST, "num_output_chunks": 4},
+        padded=False,
+        prompted=True,
+    ),
+    Case(
+        "qwen2, prompts, logits everywhere", QWEN, training=EVERYWHERE, padded=False, prompted=True
     ),
     Case("llama, LoRA", LLAMA, lora={"r": 16}),
     Case("llama, LoRA, checkpointing", LLAMA, lora={"r": 16}, training=CHECKPOINTING),
@@ -194,6 +208,10 @@ CASES = (
     Case("qwen2, ZeRO-2", QWEN, mode="deepspeed_zero2", ranks=2),
     Case("gpt2, wide, ZeRO-2", WIDE, 1, mode="deepspeed_zero2", ranks=2),
     Case("gpt2, ZeRO-3", GPT2, mode="deepspeed_zero3", ranks=2),
+    Case(
+        "qwen2, prompts, ZeRO-3", QWEN, mode="deepspeed_zero3", ranks=2, padded=False, prompted=True
+    ),
+    Case("qwen2, prompts, FSDP2", QWEN, mode="fsdp2", ranks=2, padded=False, prompted=True),
 )
 
 
@@ -211,6 +229,8 @@ def write_data(folder: Path, case: Case) -> Path:
             if case.ragged:
                 words = int(min(max(rng.lognormvariate(4.2, 0.6), 8), 2 * case.length))
             prompt = " ".join(rng.choices(WORDS, k=words if is_t5 else 3))
+            if case.prompted:
+                prompt = " ".join(WORDS * (case.length // 16))
             found.append({"prompt": prompt, "response": " ".join(rng.choices(WORDS, k=words))})
         return found
 
@@ -272,6 +292,7 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
     evaluations = [one for rank in ranks for one in rank if one["name"] == "evaluation"]
     context = choice.context
     strategy = choice.plan.strategy
+    context = plan_context.with_rows(context)  # with what tokenising has counted
     context = replace(context, lengths=(case.length, case.length), is_ragged=case.padded)
     with context.asking():
         context.fetch([strategy])

@@ -122,6 +122,18 @@ CASES = (
         "qwen2, bf16 weights, Adafactor", QWEN, model=HALF, training={"optim": "adafactor"}
     ),
     on_one_card("qwen2, SGD", QWEN, training={**AUTOCAST, "optim": "sgd"}),
+    on_one_card("qwen2, prompts", QWEN, training=AUTOCAST, padded=False, prompted=True),
+    on_one_card(
+        "gpt2, prompts, logits in parts",
+        GPT2,
+        8,
+        training={**AUTOCAST, "num_output_chunks": 4},
+        padded=False,
+        prompted=True,
+    ),
+    on_one_card(
+        "qwen2, prompts, ragged rows", QWEN, 8, training=AUTOCAST, prompted=True, ragged=True
+    ),
     on_one_card("llama, autocast", LLAMA, training=AUTOCAST),
     on_one_card("llama, LoRA", LLAMA, lora=R16, training=AUTOCAST, model=HALF),
     on_one_card(
@@ -287,6 +299,17 @@ CASES = (
         mode="fsdp2",
     ),
     on_two_cards("qwen2, FSDP2", QWEN, training=AUTOCAST, mode="fsdp2"),
+    on_two_cards(
+        "qwen2, prompts, FSDP2", QWEN, training=AUTOCAST, mode="fsdp2", padded=False, prompted=True
+    ),
+    on_two_cards(
+        "qwen2, prompts, ZeRO-3",
+        QWEN,
+        training=AUTOCAST,
+        mode="deepspeed_zero3",
+        padded=False,
+        prompted=True,
+    ),
     on_two_cards(
         "llama, FSDP2, checkpointing", LLAMA, training={**CHECKPOINTING, **AUTOCAST}, mode="fsdp2"
     ),

@@ -11,7 +11,7 @@ from transformers.trainer_callback import PrinterCallback
 from launch.data.rows import IGNORED
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
-from training.data.batches import Collator, Row, SampleOrder
+from training.data.batches import TARGET_TENSORS, Collator, Row, SampleOrder, targets
 from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
@@ -53,6 +53,7 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
         meter=StepMeter(),
         keep_checkpoints=2,
         output_chunks=strategy.num_output_chunks,
+        logits_at_targets=strategy.logits_at_targets,
         facts={},
         model=network,
         args=args,
@@ -81,7 +82,12 @@ def batch(recipe: Recipe, plan: Plan, length: int, padded: bool) -> dict[str, An
         made["decoder_input_ids"] = made["input_ids"].clone()
     else:
         made["labels"][:, 0] = IGNORED
-    return _flattened(made) if plan.strategy.flattens else made
+    if plan.strategy.flattens:
+        made = _flattened(made)
+    if plan.strategy.logits_at_targets:
+        shift = "decoder_input_ids" not in made
+        made |= dict(zip(TARGET_TENSORS, targets(made["labels"].numpy(), shift), strict=True))
+    return made
 
 
 def _flattened(made: dict[str, torch.Tensor]) -> dict[str, Any]:

@@ -227,6 +227,7 @@ def build_parts(
         guard=watch,
         keep_checkpoints=recipe.training.save_total_limit,
         output_chunks=plan.strategy.num_output_chunks,
+        logits_at_targets=plan.strategy.logits_at_targets,
         facts={
             "mode": plan.strategy.mode,
             "engine": plan.strategy.launch_mode.engine,
@@ -251,6 +252,7 @@ def build_parts(
             multiple=MULTIPLE[plan.strategy.device],
             is_packed=recipe.data.packing,
             flattens=plan.strategy.flattens,
+            names_targets=plan.strategy.logits_at_targets,
         ),
         train_dataset=rows,
         eval_dataset=dataset.held_out(tokens),

@@ -14,12 +14,15 @@ from launch.data.files import shards
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
-TOKEN_CACHE_VERSION = 7  # raise when training/ tokenises the same input to other rows
+TOKEN_CACHE_VERSION = 8  # raise when training/ tokenises the same input to other rows
 
 TOKENS_MADE_OF = "made_of.json"  # of a token cache: TokenCache.identity
 
 # of a token cache: what its rows are; its folder is renamed when all is written
 TOKENS_READY = "counts.json"
+
+# rows with the most targets, whose counts are kept
+NUM_MOST_TARGETS = 1024
 
 SHOWN_ROWS = "rows.json"  # of a token cache: ShownRows of its first rows
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
 from launch.plan import kernels
-from launch.predict import sharding
+from launch.predict import sharding, target_counts
 from launch.predict.estimate import PlanContext
 from launch.predict.oom_history import CLEARLY_BELOW, NO_OOM_HISTORY, OomHistory
 from launch.probe import architectures
@@ -118,6 +118,7 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             every_n_layers=training.activation_checkpointing_kwargs.every_n_layers or 1,
             activation_offloading=training.activation_checkpointing_kwargs.offload or False,
             num_output_chunks=training.num_output_chunks or 1,
+            logits_at_targets=target_counts.at_targets(recipe, config["model_type"]),
             torch_compile=training.compiles and constraints.no_compiler is None,
             attn_implementation=kernels.attention(
                 recipe,

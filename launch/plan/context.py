@@ -15,6 +15,7 @@ from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.predict.estimate import PlanContext, host_budget_bytes
 from launch.predict.memory import host_memory
+from launch.predict.target_counts import AT_TARGETS
 from launch.predict.trained_parameters import COPY
 from launch.schema.machine import Machine
 from launch.schema.plan import DataFormat, ModelFamily, ModelSize
@@ -60,6 +61,7 @@ def build(
     _check_length(recipe, config)
     _check_packing(recipe, family)
     _check_chunks(recipe, config["model_type"])
+    _check_logits(recipe, config["model_type"])
     states = optimizers.model_state(
         parameters,
         recipe.model.freeze,
@@ -101,6 +103,7 @@ def with_recipe(context: PlanContext, recipe: Recipe) -> PlanContext:
             tokens=replace(tokens, rows=context.rows),
             lengths=(source, target),
             counts=None,
+            eval_counts=None,
             cache_bytes=None,
         )
     )
@@ -123,6 +126,7 @@ def with_rows(context: PlanContext) -> PlanContext:
         is_ragged=any(part["shortest_input"] < longest_input for part in parts),
         counts=counts["train"],
         held_out_rows=counts["validation"]["rows"] if "validation" in counts else None,
+        eval_counts=counts.get("validation"),
         cache_bytes=sum(file.stat().st_size for file in context.tokens.folder.glob("*.arrow")),
     )
 
@@ -147,6 +151,7 @@ def with_rows_of(context: PlanContext, tokens: int) -> PlanContext:
         lengths=(tokens, tokens),
         is_ragged=False,
         counts=None,
+        eval_counts=None,
         cache_bytes=None,
     )
 
@@ -198,6 +203,21 @@ def _check_chunks(recipe: Recipe, model_type: str) -> None:
     if recipe.training.compiles:
         raise ConfigError(
             f"{asked} beside training.torch_compile, which would compile each part; leave one out"
+        )
+
+
+def _check_logits(recipe: Recipe, model_type: str) -> None:
+    if not recipe.training.logits_at_targets:
+        return
+    if model_type not in AT_TARGETS:
+        raise ConfigError(
+            f"training.logits_at_targets: true, but the model is a {model_type}; it works for"
+            f" {', '.join(AT_TARGETS)}"
+        )
+    if recipe.training.compiles:
+        raise ConfigError(
+            "training.logits_at_targets: true beside training.torch_compile, which would compile"
+            " anew for each number of targets; leave one out"
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from launch.base.text import size
 from launch.plan import candidates, kernels
 from launch.plan.candidates import LaunchConstraints
+from launch.predict import target_counts
 from launch.predict.estimate import Judged, PlanContext, card_figures, describe
 from launch.probe import architectures
 from launch.recipe.strict_yaml import show
@@ -46,11 +47,33 @@ def switches(
     )
     config = context.model.config
     of_kernels = kernels.switches(context.recipe, config, candidate, gpus, *obstacles)
+    rows = [*of_kernels, _logits(context, candidate)]
     settings = context.allocator_settings(candidate)
     if not settings:
-        return tuple(of_kernels)
-    why = "rows differ in length; another PYTORCH_ALLOC_CONF is taken instead"
-    return (*of_kernels, Switch("allocator", settings, why))
+        return tuple(rows)
+    why = "rows differ in length or targets; another PYTORCH_ALLOC_CONF is taken instead"
+    return (*rows, Switch("allocator", settings, why))
+
+
+def _logits(context: PlanContext, candidate: Candidate) -> Switch:
+    """The positions at which the output head computes logits, and the number of them for which
+    memory is planned."""
+    asked = context.recipe.training.logits_at_targets
+    if not candidate.logits_at_targets:
+        reason = target_counts.no_logits_at_targets(
+            context.recipe, context.model.config["model_type"]
+        )
+        why = reason if asked is None and reason else "asked for"
+        return Switch("logits", "at all positions", why)
+    most, rows = context.most_targets(candidate), candidate.per_device_train_batch_size
+    positions = rows * most.length
+    planned = (
+        f"memory for {most.of(rows):,} of the {positions:,} positions of a micro-batch: no"
+        f" {rows} row(s) have more targets"
+        if most.is_known
+        else f"memory for all {positions:,} positions of a micro-batch until the rows are tokenised"
+    )
+    return Switch("logits", "at targets", f"prompts and padding have no loss; {planned}")
 
 
 def changes(

@@ -14,10 +14,9 @@ from typing import Any
 from launch.base.errors import DoesNotFit
 from launch.base.text import size
 from launch.data import sources
-from launch.plan import candidates, explain, relax
+from launch.plan import candidates, explain, relax, savings
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
-from launch.plan.savings import savings
 from launch.plan.search import search, table_order
 from launch.plan.ways_to_fit import MAX_WAYS, does_not_fit_message, ways_to_fit
 from launch.predict import estimate
@@ -185,7 +184,10 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         rejected=(*refusals, *dict.fromkeys(lost)),
         table=tuple(explain.table(table_order(judged))) if chosen.memory.peak else (),
         compared=tuple(map(explain.compared, table_order(judged))) if chosen.memory.peak else (),
-        savings=tuple(savings(chosen, [each for each, _ in judged])),
+        savings=(
+            *savings.savings(chosen, [each for each, _ in judged]),
+            *savings.of_targets(context, chosen),
+        ),
         phases=chosen.phases.device,
         host=chosen.phases.host,
         seconds_per_step=chosen.time.step_s if chosen.time else None,

@@ -4,13 +4,16 @@ from it in one way."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from launch.base.text import size
-from launch.predict.estimate import Judged
+from launch.predict import estimate
+from launch.predict.estimate import Judged, PlanContext
 from launch.schema.machine import MIB
 from launch.schema.plan import Strategy
 
 SAID_BYTES = 64 * MIB  # of host RAM
+AT_TARGETS = ("logits at targets", "logits at all positions")
 
 
 def savings(chosen: Judged, judged: Sequence[Judged]) -> Iterator[str]:
@@ -33,7 +36,18 @@ def savings(chosen: Judged, judged: Sequence[Judged]) -> Iterator[str]:
                 yield _line(chosen, *pair, way)
 
 
-def _line(chosen: Judged, saved: int, other: Judged, way: str) -> str:
+def of_targets(context: PlanContext, chosen: Judged) -> Iterator[str]:
+    """Yield a line on what the logits of positions with a target alone save, once the rows are
+    tokenised: beside the same step with a target at every position."""
+    candidate = chosen.candidate
+    if not candidate.logits_at_targets or context.counts is None or chosen.time is None:
+        return
+    everywhere = replace(context, counts_targets=False)
+    own, other = (estimate.judge(each, candidate, exact=False) for each in (context, everywhere))
+    yield _line(own, _bytes(other) - _bytes(own), other, "logits", AT_TARGETS)
+
+
+def _line(chosen: Judged, saved: int, other: Judged, way: str, names: Sequence[str] = ()) -> str:
     slower = chosen.seconds / other.seconds - 1
     on_host = other.memory.host_bytes - chosen.memory.host_bytes
     parts = [
@@ -42,7 +56,7 @@ def _line(chosen: Judged, saved: int, other: Judged, way: str) -> str:
     ]
     if chosen.candidate.device == "cuda" and abs(on_host) >= SAID_BYTES:
         parts.append(f"{size(abs(on_host))} {'less' if on_host > 0 else 'more'} host RAM")
-    names = (_ways(each.candidate)[way] for each in (chosen, other))
+    names = names or [_ways(each.candidate)[way] for each in (chosen, other)]
     return f"{' instead of '.join(names)}: {', '.join(parts)}"
 
 

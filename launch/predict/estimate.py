@@ -16,7 +16,7 @@ from typing import Any
 
 from launch.base.text import size
 from launch.data.token_cache import TokenCache
-from launch.predict import load_order, sharding
+from launch.predict import load_order, sharding, target_counts
 from launch.predict import parameters as predict_parameters
 from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import allocator as memory_allocator
@@ -25,11 +25,12 @@ from launch.predict.memory import host_memory, malloc
 from launch.predict.memory import phases as memory_phases
 from launch.predict.memory.allocator_config import EXPANDABLE
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
+from launch.predict.target_counts import MostTargets
 from launch.predict.time import padding as time_padding
 from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
-from launch.predict.traces import Question, Trace, Traces
+from launch.predict.traces import Question, Trace, Traces, with_targets
 from launch.predict.trained_parameters import trainable_shapes
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
@@ -91,6 +92,8 @@ class PlanContext:
     # of the tokenised training file, as tokenising wrote them
     counts: Mapping[str, Any] | None = None
     held_out_rows: int | None = None  # None: not counted yet
+    eval_counts: Mapping[str, Any] | None = None  # of the tokenised held-out rows
+    counts_targets: bool = True  # False: as if every position had a target
     error_margin: Margin = NO_MARGIN  # by which past predictions were exceeded
     oom_history: OomHistory = NO_OOM_HISTORY  # and that of this very run
     assume_fits: bool = False  # budgets do not count, only what ran out
@@ -98,11 +101,12 @@ class PlanContext:
     recall: Callable[[ModelSize, Recipe], Strategy | None] = lambda model, recipe: None
 
     def allocator_settings(self, candidate: Strategy) -> str:
-        """Settings that a plan adds to the allocator's. Micro-batches of many lengths leave
-        segments that no later step fits into, unless segments grow. Packed rows are padded to one
-        length, unless they are flattened."""
-        ragged = self.is_ragged and (candidate.flattens or not self.recipe.data.packing)
-        is_added = self.may_expand and ragged and candidate.device == "cuda"
+        """Settings that a plan adds to the allocator's. Micro-batches of many lengths, or of many
+        numbers of targets, leave segments that no later step fits into, unless segments grow.
+        Packed rows are padded to one length, unless they are flattened."""
+        varies = self.is_ragged and (candidate.flattens or not self.recipe.data.packing)
+        varies |= candidate.logits_at_targets and target_counts.vary(self.counts)
+        is_added = self.may_expand and varies and candidate.device == "cuda"
         return EXPANDABLE if is_added else ""
 
     def evaluated_samples(self, candidate: Strategy) -> int:
@@ -191,7 +195,28 @@ class PlanContext:
         return self.trace_of(self.question(candidate))
 
     def trace_of(self, question: Question) -> Trace | None:
-        return self.traces.get(question) if self.traces is not None else None
+        trace = self.traces.get(question) if self.traces is not None else None
+        if trace is None:
+            return None
+        return with_targets(trace, question, *map(self._largest, (self.counts, self.eval_counts)))
+
+    def _largest(self, counts: Mapping[str, Any] | None) -> Sequence[int]:
+        """The most targets of a row, in descending order; (): not known."""
+        return counts["most_targets"] if counts and self.counts_targets else ()
+
+    def most_targets(self, candidate: Strategy) -> MostTargets:
+        """The most targets of a training micro-batch."""
+        _, length = self.question(candidate).lengths
+        return MostTargets(length, tuple(self._largest(self.counts)), candidate.num_output_chunks)
+
+    def mean_targets(self, candidate: Strategy, micro_steps: float) -> float | None:
+        """The mean number of targets of a rank's micro-batch; None until the rows are tokenised."""
+        if self.counts is None or not self.counts_targets:
+            return None
+        of_step = (
+            candidate.effective_batch_size * self.counts["target_tokens"] / self.counts["rows"]
+        )
+        return of_step / candidate.num_processes / micro_steps
 
     def padding(self, candidate: Strategy) -> Padding | None:
         """The padding of a step; None until the rows are tokenised."""
@@ -261,8 +286,11 @@ def _least_activation_bytes(context: PlanContext, candidate: Strategy) -> int:
     on_device = 0 if candidate.activation_offloading else share
     tensors = on_device + (1 - share) * KEPT_TENSORS_A_LAYER
     of_layers = int(tensors * layers * width * element_bytes)
-    of_logits = config["vocab_size"] * 4 // candidate.num_output_chunks
-    return candidate.per_device_train_batch_size * target * (of_layers + of_logits)
+    rows = candidate.per_device_train_batch_size
+    positions = rows * target // candidate.num_output_chunks
+    if candidate.logits_at_targets:
+        positions = context.most_targets(candidate).of_part(rows)
+    return rows * target * of_layers + positions * config["vocab_size"] * 4
 
 
 def judge(context: PlanContext, candidate: Strategy, exact: bool = True) -> Judged:
@@ -318,7 +346,24 @@ def _time(
         context.link,
         split,
         card_figures(context, candidate),
+        _mean_targets(context, candidate, trace, split),
     )
+
+
+def _mean_targets(
+    context: PlanContext, candidate: Strategy, trace: Trace, split: StepSplit | None
+) -> float:
+    """Targets of a part of the logits, of a mean micro-batch; without a split, and unless rows are
+    packed, of the longest rows."""
+    rows, steps = split or StepSplit(
+        candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
+    )
+    mean = context.mean_targets(candidate, steps)
+    if mean is None:
+        mean = rows * trace.targets.length
+    elif split is None and not context.recipe.data.packing:
+        mean = trace.targets.of(candidate.per_device_train_batch_size)
+    return mean / candidate.num_output_chunks
 
 
 def card_figures(context: PlanContext, candidate: Strategy) -> CardFigures:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.predict.time.timing import Affine
-from launch.predict.traces import Question, Trace, Traces
+from launch.predict.traces import Question, Trace, Traces, with_targets
 from launch.schema.plan import ModelSize, Strategy
 from launch.schema.recipe import Recipe
 
@@ -35,7 +35,9 @@ class ScaledTraces(Traces):
         traced = _traced(question)
         trace = super().get(traced)
         factor = question.lengths[0] // traced.lengths[0]
-        return trace if trace is None or factor == 1 else _scaled(trace, factor)
+        if trace is None or factor == 1:
+            return trace
+        return with_targets(_scaled(trace, factor), question)
 
     def _unused(self, question: Question) -> set[str]:
         """Only packages that no training uses: methods share a child, which takes longer to start
@@ -78,7 +80,8 @@ def _scaled(trace: Trace, factor: int) -> Trace:
         {
             **moment,
             "parts": {
-                name: (fixed, factor * sample) for name, (fixed, sample) in moment["parts"].items()
+                name: (fixed, factor * sample, *rest)
+                for name, (fixed, sample, *rest) in moment["parts"].items()
             },
         }
         for moment in trace.moments
@@ -90,8 +93,8 @@ def _scaled(trace: Trace, factor: int) -> Trace:
         bytes_moved=_times(trace.work.bytes_moved, factor),
         offloaded=tuple(_times(size, factor) for size in trace.work.offloaded),
     )
-    return _ScaledTrace(tuple(moments), work, trace.file, factor)
+    return _ScaledTrace(tuple(moments), work, trace.file, factor=factor)
 
 
 def _times(count: Affine, factor: int) -> Affine:
-    return Affine(count.constant, factor * count.per_sample)
+    return replace(count, per_sample=factor * count.per_sample)

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +26,7 @@ from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
 from launch.predict.memory.loading import Births, Load
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.sharding import BUCKET_ELEMENTS
+from launch.predict.target_counts import NO_TARGETS, MostTargets
 from launch.predict.time.timing import Affine, WorkCost
 from launch.predict.trace_client import TracingChild
 from launch.probe import packages
@@ -35,7 +36,8 @@ from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affecting
 
 # fixed, per sample, when it is born: bytes of a block. Of the buffer of a sum, rows, and behind it
-# the columns, multiprocessors and threads of partial_sums_bytes.
+# the columns, multiprocessors and threads of partial_sums_bytes, or None. Last, if it grows with
+# them: per target of a part of the logits.
 LoggedBlock = Sequence[Any]
 LOGGED = {"blocks", "events", "update", "streams"}
 # of a file that is missing, cut short or no trace
@@ -44,6 +46,8 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionErr
 LOADED: tuple[Born, ...] = ("trained", "slice", "start")
 LASTING: tuple[Born, ...] = (*LOADED, "engine", "state", "paged", "workspace")
 EVALUATED: tuple[Born, ...] = ("evaluation", "kept")
+# (samples, targets of a part of the logits) of a training micro-batch, and of an evaluation's
+_Counts = tuple[tuple[int, int], tuple[int, int] | None]
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 
 
@@ -75,6 +79,9 @@ class Trace:
     moments: tuple[Mapping[str, Any], ...]
     work: WorkCost
     file: Path
+    # targets of a training micro-batch, and of an evaluation's; of recorded traces there are none
+    targets: MostTargets = NO_TARGETS
+    eval_targets: MostTargets = NO_TARGETS
 
     def peak(self, num_samples: int, eval_samples: int | None) -> Peak:
         """The highest moment at so many samples a micro-batch; `eval_samples` None: nothing is
@@ -91,22 +98,33 @@ class Trace:
             count = eval_samples if section == "evaluation" else num_samples
             if count is None:
                 continue
-            parts = {
-                name: fixed + count * sample for name, (fixed, sample) in moment["parts"].items()
-            }
+            targets = self._targets(section, count)
+            parts = {name: _grown(sizes, count, targets) for name, sizes in moment["parts"].items()}
             peak = Peak(section, moment["op"], parts)
             if section not in peaks or peak.allocated_bytes > peaks[section].allocated_bytes:
                 peaks[section] = peak
         return peaks
 
+    def _targets(self, section: str, num_samples: int) -> int:
+        most = self.eval_targets if section == "evaluation" else self.targets
+        return most.of_part(num_samples)
+
+    def _counts(self, num_samples: int, eval_samples: int | None) -> _Counts:
+        """(samples, targets of a part) of a training micro-batch, and of an evaluation's."""
+        trained = num_samples, self._targets("step", num_samples)
+        if eval_samples is None:
+            return trained, None
+        return trained, (eval_samples, self._targets("evaluation", eval_samples))
+
     def events(self, num_samples: int, eval_samples: int | None) -> list[Event]:
         """Every allocation (block, bytes) and free (block, -1) of a step in the steady state and of
         the evaluation after it, for an allocator to replay."""
         log, events = self._log(), []
+        counts = self._counts(num_samples, eval_samples)
         for number in log["events"]:
             size_bytes = FREED
             if number >= 0:
-                size_bytes = _size(log["blocks"][number], num_samples, eval_samples)
+                size_bytes = _size(log["blocks"][number], counts)
             if size_bytes is None:
                 break
             events.append((number if number >= 0 else ~number, size_bytes))
@@ -132,10 +150,11 @@ class Trace:
         first, again = special.get("first", log), special.get("after evaluation", log)
         evaluated = _first_of_evaluation(log) < len(log["events"]) and eval_samples is not None
         stride = max(len(each["blocks"]) for each in (log, first, again))
+        counts = self._counts(num_samples, eval_samples)
         turns = [
-            _Turn(log, 0, num_samples, eval_samples),
-            _Turn(first, stride, num_samples, eval_samples),
-            _Turn(again if evaluated else log, 2 * stride, num_samples, eval_samples),
+            _Turn(log, 0, counts),
+            _Turn(first, stride, counts),
+            _Turn(again if evaluated else log, 2 * stride, counts),
         ]
         steady, opening, last = turns
         births = _births(opening, 3 * stride)
@@ -173,14 +192,12 @@ class _Turn:
     """A step of a run, whose blocks have numbers of their own, from `offset` on. The numbers of
     blocks that last are those of every turn."""
 
-    def __init__(
-        self, log: Mapping[str, Any], offset: int, num_samples: int, eval_samples: int | None
-    ) -> None:
+    def __init__(self, log: Mapping[str, Any], offset: int, counts: _Counts) -> None:
         self.blocks: list[LoggedBlock] = log["blocks"]
         self.step: list[int] = log["events"][: _first_of_evaluation(log)]
         self._update: int = log["update"]
         self.layers: list[list[int]] = log.get("layers", [])
-        self._offset, self._counts = offset, (num_samples, eval_samples)
+        self._offset, self._counts = offset, counts
         self._streams = {int(number): stream for number, stream in log["streams"].items()}
         self.lasting = {number for number, block in enumerate(self.blocks) if block[2] in LASTING}
         ends = {~number for number in self.step if number < 0}
@@ -213,7 +230,7 @@ class _Turn:
         return turns_id + self._streams.get(number, 0) * STREAM
 
     def born(self, number: int) -> Event:
-        size_bytes = _size(self.blocks[number], *self._counts)
+        size_bytes = _size(self.blocks[number], self._counts)
         assert size_bytes is not None
         return self._id(number), size_bytes
 
@@ -267,14 +284,20 @@ def _first_of_evaluation(log: Mapping[str, Any]) -> int:
     return next(births, len(events))
 
 
-def _size(block: LoggedBlock, num_samples: int, eval_samples: int | None) -> int | None:
+def _size(block: LoggedBlock, counts: _Counts) -> int | None:
     """Bytes of a block; None: of an evaluation that does not happen."""
-    fixed, sample, born, *of_sum = block
-    count = eval_samples if born in EVALUATED else num_samples
+    fixed, sample, born, *rest = block
+    count = counts[born in EVALUATED]
     if count is None:
         return None
-    size = fixed + count * sample
-    return partial_sums_bytes(size, *of_sum[0]) if of_sum else size
+    size = _grown((fixed, sample, *rest[1:]), *count)
+    return partial_sums_bytes(size, *rest[0]) if rest and rest[0] else size
+
+
+def _grown(sizes: Sequence[int], num_samples: int, targets: int) -> int:
+    """Bytes of (fixed, per sample) or (fixed, per sample, per target)."""
+    fixed, sample, *of_targets = sizes
+    return fixed + num_samples * sample + targets * sum(of_targets)
 
 
 class Traces:
@@ -351,7 +374,7 @@ class Traces:
             except DAMAGE:
                 return None
             self._cached[name] = trace
-        return self._cached[name]
+        return with_targets(self._cached[name], question)
 
     def name(self, question: Question) -> str:
         """A hash of all that a trace depends on."""
@@ -371,7 +394,7 @@ class Traces:
             "mixed_precision": strategy.mixed_precision,
             "attention": [strategy.attn_implementation, question.documents],
             "checkpointed": [strategy.checkpointed_share, strategy.activation_offloading],
-            "num_output_chunks": strategy.num_output_chunks,
+            "logits": [strategy.num_output_chunks, strategy.logits_at_targets],
             "torch_compile": strategy.torch_compile,
             "bucket_elements": BUCKET_ELEMENTS,
             "lengths": question.lengths,
@@ -383,6 +406,19 @@ class Traces:
             "code": _code(),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def with_targets(
+    trace: Trace, question: Question, largest: Sequence[int] = (), in_evaluation: Sequence[int] = ()
+) -> Trace:
+    """The trace of micro-batches of rows with so many targets, in descending order; (): of which
+    nothing is known."""
+    length, parts = question.lengths[1], question.strategy.num_output_chunks
+    return replace(
+        trace,
+        targets=MostTargets(length, tuple(largest), parts),
+        eval_targets=MostTargets(length, tuple(in_evaluation), parts),
+    )
 
 
 def read_work(work: Mapping[str, Any]) -> WorkCost:

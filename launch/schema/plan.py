@@ -102,6 +102,7 @@ class Strategy:
     num_machines: int = 1
     # the positions are divided into this many parts, whose logits are computed one after another
     num_output_chunks: int = 1
+    logits_at_targets: bool = False  # of the other positions, no logits are computed
     torch_compile: bool = False
     attn_implementation: AttnImplementation = "sdpa"
     tf32: bool = False  # products of float32 are rounded to 10 bits of mantissa

@@ -141,6 +141,11 @@ class TrainingSection(BaseModel):
         le=1024,
         description="Parts in which the loss computes the logits, to save memory. null: planned.",
     )
+    logits_at_targets: Annotated[bool | None, affects("memory", "step_time", "planned")] = Field(
+        default=None,
+        description="Compute the logits only of positions that predict a token with a loss, not of"
+        " prompts and padding. The loss is the same. null: planned.",
+    )
     logging_steps: Annotated[int, affects("interruptions")] = Field(
         default=10, ge=1, description="Optimizer steps between two log lines."
     )

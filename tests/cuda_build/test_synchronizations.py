@@ -25,12 +25,13 @@ from training.children import step_costs
 masks = set()
 
 def watch(trainer):
-    collate = trainer.data_collator._tensors
+    collate = trainer.data_collator._batch
     def collated(rows):
         batch = collate(rows)
         masks.add(batch.get("is_padded"))
+        assert len(batch["target_positions"]) <= batch["labels"].numel()
         return batch
-    object.__setattr__(trainer.data_collator, "_tensors", collated)
+    object.__setattr__(trainer.data_collator, "_batch", collated)
 
 costs = step_costs.measure(Path(sys.argv[1]), watch)
 if os.environ.get("RANK", "0") == "0":

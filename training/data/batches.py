@@ -19,6 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from launch.data.rows import IGNORED
 from training.data import length_batches, stored_rows
 
+# of a batch: the tokens that have a loss, and the positions that predict them, counted over rows
+TARGET_IDS, TARGET_POSITIONS = TARGET_TENSORS = ("target_ids", "target_positions")
+
 # tokens of the filler row of a rank that has no sample in a micro-step; it has no target
 FILLER_LENGTH = 2
 
@@ -246,7 +249,8 @@ class Collator:
     flash_attn's kernels of unequal lengths. An empty list gives a filler row whose labels are all
     IGNORED, so its loss and its gradient are exactly zero. Numbered rows add their numbers,
     sample_ids, as an array that stays on the host, and num_tokens and num_samples of those with
-    targets. NOTHING gives an empty batch, for which nothing is computed.
+    targets. NOTHING gives an empty batch, for which nothing is computed. With `names_targets` come
+    TARGET_TENSORS, (targets,) each: a device would have to be asked for their number.
     """
 
     pad_token_id: int
@@ -254,19 +258,27 @@ class Collator:
     multiple: int = 1
     is_packed: bool = False
     flattens: bool = False
+    names_targets: bool = False
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         if rows is NOTHING:
             return {}
         if not rows:
             pads = np.full(FILLER_LENGTH, self.pad_token_id), np.full(FILLER_LENGTH, IGNORED)
-            return self._tensors([Row(*pads, lengths=np.array([FILLER_LENGTH]))])
-        batch: dict[str, Any] = self._tensors(rows)
+            return self._batch([Row(*pads, lengths=np.array([FILLER_LENGTH]))])
+        batch: dict[str, Any] = self._batch(rows)
         if rows[0].number is not None:
             batch["sample_ids"] = np.array([row.number for row in rows], dtype=np.int32)
             with_target = [row for row in rows if (row.labels != IGNORED).any()]
             batch["num_tokens"] = sum(len(row.input_ids) for row in with_target)
             batch["num_samples"] = len(with_target)
+        return batch
+
+    def _batch(self, rows: Sequence[Row]) -> dict[str, Any]:
+        batch = self._tensors(rows)
+        if self.names_targets:
+            shift = self.decoder_start_token_id is None
+            batch |= dict(zip(TARGET_TENSORS, targets(batch["labels"].numpy(), shift), strict=True))
         return batch
 
     def _tensors(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -322,6 +334,17 @@ class Collator:
         for row, array in zip(padded, arrays, strict=True):
             row[: len(array)] = array
         return torch.from_numpy(padded)
+
+
+def targets(labels: np.ndarray, shift: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """TARGET_TENSORS of labels (batch, seq). `shift`: a position predicts the next token. A batch
+    without a target has a position whose target is IGNORED, so that every rank computes."""
+    ids = np.full_like(labels, IGNORED)
+    ids[:, : labels.shape[1] - shift] = labels[:, int(shift) :]
+    positions = np.flatnonzero(ids != IGNORED)
+    if not len(positions):
+        positions = np.zeros(1, np.int64)
+    return torch.from_numpy(ids.reshape(-1)[positions]), torch.from_numpy(positions)
 
 
 def _row(parts: Sequence[np.ndarray]) -> torch.Tensor:

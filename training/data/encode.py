@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
+from operator import neg
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +17,7 @@ import pyarrow as pa
 from launch.base.errors import DataError
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.rows import IGNORED, BadRows
+from launch.data.token_cache import NUM_MOST_TARGETS
 from training.data import stored_rows
 from training.data.chat import rendering
 from training.data.chat.loss_spans import ConversationRenderer, Rendered
@@ -266,6 +269,8 @@ class CacheCounts:
     stride: int = 1
 
     documents: int = 0  # documents in packed sequences; 0 if rows are not packed
+    # tokens with a loss of the rows that have most of them, in descending order
+    most_targets: list[int] = field(default_factory=list)
 
     def add(self, rows: Iterable[Mapping[str, Sequence[int]]], max_length: int) -> None:
         """Count the rows of one sample."""
@@ -279,12 +284,20 @@ class CacheCounts:
                     self.lengths, self.stride = self.lengths[::2], 2 * self.stride
             self.rows += 1
             self.tokens += length
-            self.target_tokens += len(row["labels"]) - _count(row["labels"], IGNORED)
+            targets = len(row["labels"]) - _count(row["labels"], IGNORED)
+            self.target_tokens += targets
+            self._add_targets(targets)
             self.longest_input = max(self.longest_input, length)
             self.shortest_input = min(self.shortest_input or length, length)
             self.longest_target = max(self.longest_target, len(row["labels"]))
             self.longest = max(self.longest_input, self.longest_target)
             self.truncated += max(length, len(row["labels"])) >= max_length
+
+    def _add_targets(self, targets: int) -> None:
+        most = self.most_targets
+        if len(most) < NUM_MOST_TARGETS or targets > most[-1]:
+            insort(most, targets, key=neg)
+            del most[NUM_MOST_TARGETS:]
 
     def join(self, others: Iterable[CacheCounts]) -> CacheCounts:
         """Add the counts of the rows that follow."""
@@ -297,7 +310,14 @@ class CacheCounts:
         largest = {name: max(getattr(counts, name) for counts in both) for name in LARGEST}
         shortest = min((counts.shortest_input for counts in both if counts.rows), default=0)
         return CacheCounts(
-            **summed, **largest, shortest_input=shortest, lengths=lengths, stride=stride
+            **summed,
+            **largest,
+            shortest_input=shortest,
+            lengths=lengths,
+            stride=stride,
+            most_targets=sorted((n for counts in both for n in counts.most_targets), reverse=True)[
+                :NUM_MOST_TARGETS
+            ],
         )
 
 

@@ -28,6 +28,7 @@ from training.compat.transformers_private import Network, OpenTrainer
 from training.control.stop_callback import StopCallback
 from training.control.stop_word import Halted
 from training.data.batches import (
+    TARGET_TENSORS,
     Collator,
     EpochLoader,
     SampleOrder,
@@ -37,7 +38,7 @@ from training.engines import setup
 from training.loop import nan_guard
 from training.loop.callbacks import StepMeter
 from training.loop.memory_peaks import MemoryPeaks
-from training.model.chunked_loss import ChunkedHead, target_loss_sum
+from training.model.chunked_loss import LossHead, target_loss_sum
 
 logger = logging.getLogger("lowmem")
 
@@ -73,6 +74,7 @@ class LowMemTrainer(OpenTrainer):
         stop_callback: StopCallback | None = None,
         strategy: Strategy | None = None,
         output_chunks: int = 1,
+        logits_at_targets: bool = False,
         peaks: MemoryPeaks | None = None,
         **kwargs: Any,
     ) -> None:
@@ -87,9 +89,8 @@ class LowMemTrainer(OpenTrainer):
         self._strategy = strategy
         super().__init__(compute_loss_func=self._loss, **kwargs)
         self._shift = not self.model.config.is_encoder_decoder
-        self._head = (
-            ChunkedHead(self.model, output_chunks, self._shift) if output_chunks > 1 else None
-        )
+        has_head = output_chunks > 1 or logits_at_targets
+        self._head = LossHead(self.model, output_chunks, self._shift) if has_head else None
         if guard is not None:
             guard.trainer = self
 
@@ -110,9 +111,15 @@ class LowMemTrainer(OpenTrainer):
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        summed = self._head.summed_loss(inputs["labels"]) if self._head else nullcontext()
-        with summed, self._masks(inputs):
+        with self._targets(inputs, inputs["labels"]), self._masks(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _targets(
+        self, inputs: dict[str, Any], labels: torch.Tensor
+    ) -> AbstractContextManager[None]:
+        """Give the head the targets of a micro-batch, which are no inputs of the model."""
+        named = {name: inputs.pop(name) for name in TARGET_TENSORS if name in inputs}
+        return self._head.for_loss(labels, named) if self._head else nullcontext()
 
     def _masks(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
         """Tell transformers what the collator knows of the mask. torch.compile asks nothing of the
@@ -123,8 +130,9 @@ class LowMemTrainer(OpenTrainer):
         return transformers_private.known_padding(is_padded)
 
     def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The sum of the targets' losses. A chunked head gives this sum as `logits`."""
-        return logits if self._head else target_loss_sum(logits, labels, self._shift)
+        if self._head:
+            return self._head.loss_sum(logits)
+        return target_loss_sum(logits, labels, self._shift)
 
     def gradient_norm(self, library: Callable[[], Any]) -> Any:
         """The norm over all ranks, which is checked before the optimizer steps. DeepSpeed has
@@ -252,10 +260,9 @@ class LowMemTrainer(OpenTrainer):
                 else nullcontext()
             )
             with torch.no_grad(), eagerly, self.compute_loss_context_manager():
-                summed = self._head.summed_loss(labels) if self._head else nullcontext()
-                with summed, self._masks(batch):
+                with self._targets(batch, labels), self._masks(batch):
                     logits = model(**batch).logits
-                sums.append(self._loss_sum(logits, labels))
+                    sums.append(self._loss_sum(logits, labels))
                 totals[0] += sums[-1]
                 del logits  # free them before the next batch's are computed
             totals[1] += (labels != IGNORED).sum()

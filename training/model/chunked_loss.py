@@ -1,11 +1,13 @@
-"""Compute the loss in chunks of positions: the logits of a chunk at a time, and again in backward.
-The same sum needs less memory."""
+"""Compute the loss from the logits of the positions that have a target, all at once or in chunks: a
+chunk's logits at a time, and again in backward. The same sum needs less memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -13,11 +15,21 @@ from torch.utils.checkpoint import checkpoint
 
 from launch.data.rows import IGNORED
 from training.compat.transformers_private import Network
+from training.data.batches import TARGET_IDS, TARGET_POSITIONS
 
 
-class ChunkedHead:
-    """Replaces a model's output projection: while it has labels, its output is the summed loss
-    instead of logits.
+@dataclass(frozen=True)
+class Targets:
+    """The targets of a micro-batch: (batch, seq), of every position, or (1, targets) and the
+    places of their positions in the batch, counted over all rows."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor | None = None
+
+
+class LossHead:
+    """Replaces a model's output projection: while it has targets, it makes the logits of their
+    positions alone, (1, targets, vocabulary), and in several chunks their summed loss instead.
 
     It is inside the model, where an engine's hooks and autocast apply. It needs a model that
     returns its output unchanged (launch.plan.candidates.CHUNKED)."""
@@ -25,23 +37,39 @@ class ChunkedHead:
     def __init__(self, network: Network, chunks: int, shift: bool) -> None:
         head = network.get_output_embeddings()
         self._project, self._chunks, self._shift = head.forward, chunks, shift
-        self._labels: torch.Tensor | None = None
+        self._targets: Targets | None = None
         head.forward = self._forward
 
     @contextmanager
-    def summed_loss(self, labels: torch.Tensor) -> Iterator[None]:
-        """Make the model's logits the summed loss of these targets, (batch, seq), in fp32."""
-        self._labels = _next_tokens(labels) if self._shift else labels
+    def for_loss(
+        self, labels: torch.Tensor, named: Mapping[str, Any] | None = None
+    ) -> Iterator[None]:
+        """Make the model's logits those of the targets alone. `named`: the collator's tensors;
+        without them every position of `labels` (batch, seq) counts."""
+        if named and TARGET_POSITIONS in named:
+            self._targets = Targets(named[TARGET_IDS][None], named[TARGET_POSITIONS])
+        else:
+            self._targets = Targets(_next_tokens(labels) if self._shift else labels)
         try:
             yield
         finally:
-            self._labels = None
+            self._targets = None
+
+    def loss_sum(self, logits: torch.Tensor) -> torch.Tensor:
+        """The sum of the targets' losses, in fp32, from the logits that the model returned."""
+        assert self._targets is not None
+        return logits if self._chunks > 1 else target_loss_sum(logits, self._targets.ids)
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._labels is None:
+        if self._targets is None:
+            return self._project(hidden)
+        if self._targets.positions is not None:
+            rows = hidden.reshape(-1, hidden.size(-1))
+            hidden = rows.index_select(0, self._targets.positions)[None]
+        if self._chunks == 1:
             return self._project(hidden)
         size = math.ceil(hidden.size(1) / self._chunks)
-        parts = zip(hidden.split(size, dim=1), self._labels.split(size, dim=1), strict=True)
+        parts = zip(hidden.split(size, dim=1), self._targets.ids.split(size, dim=1), strict=True)
         if torch.is_grad_enabled():
             sums = [
                 checkpoint(self._sum, *part, use_reentrant=False, preserve_rng_state=False)

@@ -15,6 +15,8 @@ SECTIONS = (
     "optimizer",
     "evaluation",
 )  # of the step, and the evaluation after it
+# in a part of the logits, the fewest and the most; and the ratio up to which numbers are as many
+TARGETS_A_SAMPLE, AS_MANY = (2.0**-10, 2.0**20), 1.01
 # kinds of blocks, by the phase in which they are born
 BORN_IN = {"start:weights": "weights", "start:optimizer": "optimizer", "input": "input"}
 # kinds of blocks that outlive the phase in which they are born, by its section
@@ -38,14 +40,14 @@ def _lasting_kind(born: str, died: str | None) -> str:
 
 def peaks(log: Log) -> list[dict[str, Any]]:
     """The moments that are the peak of their section at any micro-batch: bytes of each kind as
-    [fixed, per sample]."""
+    [fixed, per sample, per target]."""
     kind_of = kinds(log)
     names = sorted(set(kind_of))
     column = {name: index for index, name in enumerate(names)}
-    changes = np.zeros((len(log.events), len(names), 2), dtype=np.int64)
+    changes = np.zeros((len(log.events), len(names), 3), dtype=np.int64)
     for index, event in enumerate(log.events):
         block = log.blocks[event.block]
-        size = np.array((block.fixed_bytes, block.sample_bytes))
+        size = np.array(block.sizes)
         changes[index, column[kind_of[event.block]]] = size if event.birth else -size
     live = changes.cumsum(axis=0)
     totals = live.sum(axis=1)
@@ -63,8 +65,32 @@ def peaks(log: Log) -> list[dict[str, Any]]:
         }
         for section, positions in inside.items()
         if len(positions)
-        for moment in positions[list(_upper(totals[positions]))]
+        for moment in positions[_highest(totals[positions])]
     ]
+
+
+def _highest(totals: np.ndarray) -> list[int]:
+    """Indices of the sums fixed + samples * x + targets * y that are highest for some x >= 1 and
+    y >= 0."""
+    if not totals[:, 2].any():
+        return list(_upper(totals[:, :2]))
+
+    def highest(targets: float) -> frozenset[int]:
+        """The highest, if every sample has so many targets."""
+        fixed, sample, target = totals.T.astype(np.float64)
+        return frozenset(_upper(np.stack([fixed, sample + targets * target], axis=1)))
+
+    def between(low: float, high: float, ends: tuple[frozenset[int], frozenset[int]]) -> set[int]:
+        if ends[0] == ends[1] or high < low * AS_MANY:
+            return {*ends[0], *ends[1]}
+        middle = (low * high) ** 0.5
+        of_middle = highest(middle)
+        return between(low, middle, (ends[0], of_middle)) | between(
+            middle, high, (of_middle, ends[1])
+        )
+
+    low, high = TARGETS_A_SAMPLE
+    return sorted(highest(0) | between(low, high, (highest(low), highest(high))))
 
 
 def _upper(lines: np.ndarray) -> Iterator[int]:

@@ -2,8 +2,9 @@
 
 Nothing here has weights or a device. A storage is born when an operator returns it; a finalizer
 reports its death. FLOPs are counted by the formulas of torch.utils.flop_counter. Every size is
-split into a part that grows with the batch and a fixed part: the traced batch is a prime, so a size
-that it divides is a number of bytes per sample.
+split into a part that grows with the batch, a part that grows with its targets and a fixed part:
+the numbers of traced samples and targets are primes, so a size that one of them divides is a number
+of bytes per sample, or per target.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from training.compat.torch_private import TorchDispatchMode, tree_iter
 
 aten = torch.ops.aten
 BATCH = 1009  # a prime that divides no usual width, vocabulary or length
+TARGETS = 100_003  # another, of each part in which the logits are made
 UPDATE = "update"  # of a block without bytes: the optimizer steps from here on
 # its kernel of CUDA makes the mask before the result: native_dropout_cuda in Dropout.cu
 MASK_FIRST = "aten::native_dropout"
@@ -36,7 +38,9 @@ class Sum:
     """A kernel's sum over rows, whose buffer is launch.predict.memory.partial_sums' bytes."""
 
     fixed_rows: int
-    sample_rows: int  # rows are fixed_rows + batch * sample_rows
+    # rows are fixed_rows + batch * sample_rows + targets * target_rows
+    sample_rows: int
+    target_rows: int
     columns: int
     multiprocessors: int
     threads: int  # that a multiprocessor holds
@@ -44,8 +48,8 @@ class Sum:
 
 @dataclass
 class Block:
-    """One storage. Its size at batch b is fixed_bytes + b * sample_bytes, unless it is the buffer
-    of a sum."""
+    """One storage. Its size at batch b with t targets in each part of the logits is fixed_bytes
+    + b * sample_bytes + t * target_bytes, unless it is the buffer of a sum."""
 
     fixed_bytes: int
     sample_bytes: int
@@ -55,6 +59,15 @@ class Block:
     layer: Layer | None
     stream: int = 0  # on which it is made; others than 0 are an engine's own
     sum: Sum | None = None
+    target_bytes: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.fixed_bytes, self.sample_bytes, self.target_bytes
+
+    @property
+    def is_fixed(self) -> bool:
+        return not (self.sample_bytes or self.target_bytes)
 
 
 @dataclass
@@ -69,12 +82,14 @@ class Event:
 
 @dataclass
 class Work:
-    """The work of kernels in one section; each pair is (fixed, per sample)."""
+    """The work of kernels in one section; each list is (fixed, per sample, per target)."""
 
     flops: dict[str, list[float]] = field(default_factory=dict)  # of matrix products, by dtype
     # of fused attention, by dtype
     attention_flops: dict[str, list[float]] = field(default_factory=dict)
-    bytes: list[float] = field(default_factory=lambda: [0.0, 0.0])  # moved by all other kernels
+    bytes: list[float] = field(
+        default_factory=lambda: [0.0, 0.0, 0.0]
+    )  # moved by all other kernels
     kernels: int = 0
     products: int = 0  # the part of the kernels that are products or attention
     # tensors that are kept on the host until backward
@@ -86,7 +101,7 @@ class Work:
             (self.attention_flops, other.attention_flops),
         ):
             for dtype, parts in others.items():
-                _add(totals.setdefault(dtype, [0.0, 0.0]), parts, times)
+                _add(totals.setdefault(dtype, [0.0, 0.0, 0.0]), parts, times)
         _add(self.bytes, other.bytes, times)
         self.kernels += times * other.kernels
         self.products += times * other.products
@@ -107,10 +122,12 @@ class Log:
     work: dict[tuple[str, Layer | None], Work] = field(default_factory=dict)
     batch: int = BATCH
 
-    def split(self, size: float) -> tuple[float, float]:
-        """(fixed part, part per sample) of a size at this log's batch. In a batch of one sample
-        every size is fixed."""
-        return (size, 0) if self.batch == 1 or size % self.batch else (0, size // self.batch)
+    def split(self, size: float) -> tuple[float, float, float]:
+        """(fixed part, part per sample, part per target) of a size at this log's batch. In a batch
+        of one sample no size is a number of bytes per sample."""
+        if size and size % TARGETS == 0:
+            return 0, 0, size // TARGETS
+        return (size, 0, 0) if self.batch == 1 or size % self.batch else (0, size // self.batch, 0)
 
 
 class Recorder(TorchDispatchMode):
@@ -226,10 +243,12 @@ class Recorder(TorchDispatchMode):
             return None
         number = len(self.log.blocks)
         self._ids[key] = number
-        fixed, sample = self.log.split(self._size(tensor))
-        is_wide = tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary and sample > 0
-        kind = "logits" if is_wide else ""
-        self.log.blocks.append(Block(int(fixed), int(sample), kind, op, self.phase, layer))
+        fixed, sample, target = map(int, self.log.split(self._size(tensor)))
+        is_wide = tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
+        kind = "logits" if is_wide and sample + target > 0 else ""
+        self.log.blocks.append(
+            Block(fixed, sample, kind, op, self.phase, layer, target_bytes=target)
+        )
         self.log.events.append(Event(number, True, self.phase, layer))
         weakref.finalize(storage, self._free, key, number).atexit = False
         return number
@@ -320,8 +339,11 @@ class Recorder(TorchDispatchMode):
     def _transient(self, sizes: Iterable[int], name: str, layer: Layer | None) -> None:
         self._pass(
             [
-                Block(int(fixed), int(sample), "workspace", name, self.phase, layer)
-                for fixed, sample in map(self.log.split, sizes)
+                Block(
+                    *(int(fixed), int(sample), "workspace", name, self.phase, layer),
+                    target_bytes=int(target),
+                )
+                for fixed, sample, target in map(self.log.split, sizes)
             ],
             layer,
         )
@@ -330,8 +352,8 @@ class Recorder(TorchDispatchMode):
         self, size: tuple[int, int, int, int], name: str, layer: Layer | None
     ) -> None:
         rows, columns, multiprocessors, threads = size
-        fixed, sample = self.log.split(rows)
-        buffer = Sum(int(fixed), int(sample), columns, multiprocessors, threads)
+        fixed, sample, target = map(int, self.log.split(rows))
+        buffer = Sum(fixed, sample, target, columns, multiprocessors, threads)
         self._pass([Block(0, 0, "workspace", name, self.phase, layer, sum=buffer)], layer)
 
     def _pass(self, blocks: Iterable[Block], layer: Layer | None) -> None:
@@ -380,7 +402,7 @@ class Recorder(TorchDispatchMode):
             return
         work.products += 1
         of_kind = work.attention_flops if is_attention else work.flops
-        counted = of_kind.setdefault(str(outputs[0].dtype).removeprefix("torch."), [0.0, 0.0])
+        counted = of_kind.setdefault(str(outputs[0].dtype).removeprefix("torch."), [0.0] * 3)
         _add(counted, self.log.split(float(flops)))
 
     # ---- after the step
@@ -398,11 +420,7 @@ class Recorder(TorchDispatchMode):
                 if event.birth:
                     break
                 block = log.blocks[event.block]
-                is_same_size = (block.fixed_bytes, block.sample_bytes) == (
-                    total.fixed_bytes,
-                    total.sample_bytes,
-                )
-                if event.block == gradient and is_same_size:
+                if event.block == gradient and block.sizes == total.sizes:
                     dropped |= {born[result], index}
                     replaced[result] = event.block
                     break

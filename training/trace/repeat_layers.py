@@ -172,7 +172,7 @@ def _births(
             ordinals[event.phase, index] += 1
     before, middle = (
         {
-            birth: (block.fixed_bytes, block.sample_bytes, block.op)
+            birth: (*block.sizes, block.op)
             for birth, block in ((birth, log.blocks[number]) for birth, number in births.items())
         }
         for births in (by_unit[MIDDLE - 1], by_unit[MIDDLE])

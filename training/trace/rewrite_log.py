@@ -173,7 +173,7 @@ def _gradients(log: Log, end: int) -> list[Gradient]:
         if event.birth
         and event.phase.startswith("backward")
         and dies.get(event.block, last) >= end
-        and block.sample_bytes == 0
+        and block.is_fixed
         and block.fixed_bytes > SCALAR_BYTES
         and block.kind != "workspace"
     ]
@@ -202,7 +202,7 @@ def later_gradients(log: Log, gradients: Sequence[Gradient], positions: range) -
     for event in log.events[positions.start : positions.stop]:
         block = log.blocks[event.block]
         key = (block.op, block.fixed_bytes, event.layer)
-        if event.birth and not block.sample_bytes and missing[key]:
+        if event.birth and block.is_fixed and missing[key]:
             missing[key] -= 1
             yield event.block
 
@@ -217,11 +217,11 @@ def _behind_node(log: Log, position: int, stop: int) -> int:
 
     made, after = block(position), next_birth(log, position, stop)
     if after < stop and block(after).op == made.op:
-        is_product = made.op == "aten::mm" and block(after).sample_bytes > 0
+        is_product = made.op == "aten::mm" and not block(after).is_fixed
         if is_product or after == position + 1:
             after = next_birth(log, after, stop)
     if after < stop and made.op == "aten::mm" and block(after).op == "aten::sum":
-        is_of_bias = not block(after).sample_bytes
+        is_of_bias = block(after).is_fixed
         after = next_birth(log, after, stop) if is_of_bias else after
     return after
 

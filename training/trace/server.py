@@ -76,6 +76,7 @@ def _shared(
         strategy.mixed_precision,
         (strategy.checkpointed_share, strategy.activation_offloading),
         strategy.num_output_chunks,
+        strategy.logits_at_targets,
         strategy.attn_implementation,
         question["documents"],
         strategy.per_device_train_batch_size == 1,
@@ -151,9 +152,10 @@ def _content(log: Any) -> dict[str, Any]:
 def _size_of(block: Any, ends: bool) -> list[Any]:
     """A row of launch.predict.traces.LoggedBlock."""
     if block.sum is None:
-        return [block.fixed_bytes, block.sample_bytes, _born(block, ends)]
-    fixed_rows, sample_rows, *of_kernel = astuple(block.sum)
-    return [fixed_rows, sample_rows, _born(block, ends), of_kernel]
+        of_targets = [None, block.target_bytes] if block.target_bytes else []
+        return [block.fixed_bytes, block.sample_bytes, _born(block, ends), *of_targets]
+    fixed_rows, sample_rows, target_rows, *of_kernel = astuple(block.sum)
+    return [fixed_rows, sample_rows, _born(block, ends), of_kernel, target_rows]
 
 
 def _born(block: Any, ends: bool) -> Born:

@@ -26,7 +26,7 @@ from launch.schema.recipe import Recipe
 from training.compat import torch_private, transformers_private
 from training.compat.bitsandbytes_private import is_paged
 from training.compat.torch_private import FakeTensorMode, unset_fake_temporarily
-from training.data.batches import SampleOrder
+from training.data.batches import TARGET_TENSORS, SampleOrder
 from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
@@ -36,7 +36,16 @@ from training.trace import repeat_layers, rewrite_log, sharded
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
 from training.trace.offloading import RecordedOffloading
-from training.trace.recorder import BATCH, UPDATE, Block, Event, Layer, Log, Recorder
+from training.trace.recorder import (
+    BATCH,
+    TARGETS,
+    UPDATE,
+    Block,
+    Event,
+    Layer,
+    Log,
+    Recorder,
+)
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 DEPTH_KEYS = {  # of a config: a key for each stack
@@ -55,6 +64,7 @@ class _Tracer(LowMemTrainer):
 
     widths: dict[str, int]  # of a batch's tensors
     flattens = False  # the rows of a batch are joined to a single row
+    num_targets = 0  # of a batch whose targets are named
 
     def __init__(self, recorder: Recorder, **kwargs: Any) -> None:
         self.recorder = recorder
@@ -111,6 +121,8 @@ class _Batches:
                 starts, max_length = torch.zeros(batch + 1, dtype=torch.int32), widths["input_ids"]
                 tensors |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
                 tensors |= {"max_length_q": max_length, "max_length_k": max_length}
+            if count := self._tracer.num_targets:
+                tensors |= {name: torch.zeros(count, dtype=torch.int64) for name in TARGET_TENSORS}
             yield tensors
 
 
@@ -301,6 +313,7 @@ def _tracer(
         meter=StepMeter(),
         keep_checkpoints=2,
         output_chunks=strategy.num_output_chunks,
+        logits_at_targets=strategy.logits_at_targets,
         facts={},
         model=network,
         args=args,
@@ -311,6 +324,8 @@ def _tracer(
     tracer.remove_callback(PrinterCallback)
     steady.tracer = tracer
     source, target = lengths
+    if strategy.logits_at_targets:
+        tracer.num_targets = TARGETS * strategy.num_output_chunks
     tracer.flattens = strategy.flattens
     # a size that grows with the batch is recognised if each row has as many positions of each chunk
     if tracer.flattens:

@@ -107,6 +107,7 @@ def mean_split(
         every_n_layers=1,
         activation_offloading=False,
         num_output_chunks=1,
+        logits_at_targets=False,
         dataloader_num_workers=0,
     )
     rows = counts["rows"] if data.group_by_length else None

@@ -55,9 +55,10 @@ class Affine:
 
     constant: float
     per_sample: float = 0.0
+    per_target: float = 0.0  # of a part of the logits
 
-    def total(self, num_samples: float) -> float:
-        return self.constant + self.per_sample * num_samples
+    def total(self, num_samples: float, targets: float = 0.0) -> float:
+        return self.constant + self.per_sample * num_samples + self.per_target * targets
 
 
 @dataclass(frozen=True)
@@ -130,20 +131,21 @@ def estimate(
     link: Link | None = None,
     split: StepSplit | None = None,
     card: CardFigures = NOT_MEASURED,
+    targets: float = 0.0,
 ) -> TimeEstimate:
     """Seconds of one optimizer step. `full_copy` are the states of a full copy, as
     optimizers.model_state() gives them; `split` is the mean split of a step whose rows vary; `card`
-    are measurements of the cards."""
+    are measurements of the cards; `targets` those of a part of the logits of a micro-batch."""
     speed = speed_of(strategy, rates, link, card)
     batch, steps = split or StepSplit(
         strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
     )
-    compute_s, memory_s, launch_s = _kernels_s(work.micro_step, batch, speed, strategy)
+    compute_s, memory_s, launch_s = _kernels_s(work.micro_step, batch, speed, strategy, targets)
     busy_s = compute_s + memory_s + launch_s
     communication_s = _exposed_s(
         traffic(strategy, model, full_copy), busy_s, steps, strategy, speed
     )
-    activations = sum(size.total(batch) for size in work.micro_step.offloaded)
+    activations = sum(size.total(batch, targets) for size in work.micro_step.offloaded)
     moved = _offloaded_bytes(strategy, model, full_copy, steps)
     copy_s = activations / speed.host_device_bytes_per_s
     offload_s = moved / speed.host_device_bytes_per_s
@@ -219,17 +221,17 @@ def _bus(strategy: Strategy, rates: Rates, link: Link | None) -> tuple[float, st
 
 
 def _kernels_s(
-    work: WorkCost, num_samples: float, speed: Speed, strategy: Strategy
+    work: WorkCost, num_samples: float, speed: Speed, strategy: Strategy, targets: float = 0.0
 ) -> tuple[float, float, float]:
     """(products, other kernels, waiting for launches) of one micro-step on one rank."""
     compute_s = RAMP_S * work.num_matmuls.total(num_samples)
     for dtype, flops in work.matmul_flops.items():
-        compute_s += flops.total(num_samples) / _rate(speed, dtype)
+        compute_s += flops.total(num_samples, targets) / _rate(speed, dtype)
     for dtype, flops in work.attention_flops.items():
         compute_s += flops.total(num_samples) / (
             _rate(speed, dtype) * ATTENTION_SHARE / MATMUL_SHARE
         )
-    memory_s = work.bytes_moved.total(num_samples) / speed.bytes_per_s
+    memory_s = work.bytes_moved.total(num_samples, targets) / speed.bytes_per_s
     return compute_s, memory_s, _waiting_s(work, num_samples, compute_s + memory_s, strategy)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -35,9 +36,11 @@ def chosen(
     no_every_n_layers: str | None = None,
     attention: str | None = "sdpa",
     data: dict[str, Any] | None = None,
+    most_targets: Sequence[int] = (),
     **training: Any,
 ) -> Choice:
-    """The plan of a card with so much free memory, at a fixed micro-batch."""
+    """The plan of a card with so much free memory, at a fixed micro-batch. `most_targets` of
+    tokenised rows."""
     recipe = Recipe.model_validate(
         {
             "name": "levers",
@@ -65,6 +68,11 @@ def chosen(
     card = machine(gpus=1)
     gpus = tuple(replace(gpu, free_bytes=int(free_gib * GIB)) for gpu in card.gpus)
     context = plan_context.build(recipe, replace(card, gpus=gpus), config, parameters, family, DATA)
+    if most_targets:
+        counts = {"rows": 1000, "dropped": 0, "bad": 0, "target_tokens": 1000 * most_targets[-1]}
+        lengths = {"tokens": 1000 * LENGTH, "lengths": [(LENGTH, LENGTH)]}
+        counts |= {**lengths, "most_targets": list(most_targets)}
+        context = replace(context, counts=counts, lengths=(LENGTH, LENGTH))
     with closing(Traces(recipe, context.model, context.lora_targets, folder / "traces")) as traces:
         return planner.choose(
             replace(context, traces=traces),
@@ -135,6 +143,36 @@ def test_packed_rows_fit_without_the_mask_of_sdpa(tmp_path):
     assert least - without.estimate.device_bytes > mask
     (attention,) = (each for each in without.switches if each.name == "attention")
     assert attention.why.endswith("no mask, no padding between them")
+
+
+def test_logits_at_targets_fit_where_those_of_all_positions_do_not(tmp_path):
+    fixed = {"num_output_chunks": 1, "activation_checkpointing": False}
+    targets = [LENGTH // 4, *[LENGTH // 8] * 20]  # of 8 rows: less than an eighth of the positions
+    most = sum(targets[:8])
+    open_rows = chosen(tmp_path, 70, **fixed)
+    everywhere = chosen(tmp_path, 70, **fixed, most_targets=targets, logits_at_targets=False)
+    short = chosen(tmp_path, 70, **fixed, most_targets=targets)
+    vocabulary, positions = 151_936, 8 * LENGTH
+    less = everywhere.plan.estimate.allocated_bytes - short.plan.estimate.allocated_bytes
+    # float32 logits, their gradient and the logits under autocast, at least
+    assert less > 8 * vocabulary * (positions - most)
+    assert short.plan.seconds_per_step < everywhere.plan.seconds_per_step
+    of_open = open_rows.plan.estimate.allocated_bytes
+    assert of_open == pytest.approx(everywhere.plan.estimate.allocated_bytes, rel=0.01)
+    (logits,) = (each for each in open_rows.plan.switches if each.name == "logits")
+    assert logits.why.endswith(
+        "memory for all 4,096 positions of a micro-batch until the rows are tokenised"
+    )
+    (logits,) = (each for each in short.plan.switches if each.name == "logits")
+    assert f"memory for {most} of the 4,096 positions" in logits.why
+    (line,) = (line for line in short.plan.savings if line.startswith("logits at targets"))
+    assert "less" in line
+    assert "faster" in line
+    free_gib = (short.plan.estimate.device_bytes + 64 * MIB) / 0.95 / GIB  # launch.vram_fraction
+    assert chosen(tmp_path, free_gib, **fixed, most_targets=targets).plan.strategy.logits_at_targets
+    for refused in ({}, {"most_targets": targets, "logits_at_targets": False}):
+        with pytest.raises(DoesNotFit):
+            chosen(tmp_path, free_gib, **fixed, **refused)
 
 
 def test_offloading_is_refused_on_a_cpu():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -287,18 +288,46 @@ def test_the_users_share_of_a_card_limits_the_budget_too(share, budget):
     ],
 )
 def test_segments_grow_where_rows_differ_in_length(facts, packing, attention, settings):
+    sections = {"data": {"packing": packing}}
+    planned = segments(facts, sections, attention, logits_at_targets=False)
+    assert planned == ([settings] if settings else [])
+
+
+@pytest.mark.parametrize(
+    ("sections", "most_targets", "settings"),
+    [
+        ({}, None, [EXPANDABLE]),  # not tokenised
+        ({"data": {"packing": True}}, None, [EXPANDABLE]),
+        ({}, [90, 80], [EXPANDABLE]),
+        ({}, [80, 80], []),
+        ({"task": "pretrain", "data": {"packing": True}}, None, []),
+    ],
+)
+def test_segments_grow_where_micro_batches_differ_in_targets(sections, most_targets, settings):
+    facts: dict[str, Any] = {"may_expand": True, "is_ragged": False}
+    if most_targets is not None:
+        counts = {"rows": 2, "dropped": 0, "bad": 0, "tokens": 200, "lengths": [(100, 100)] * 2}
+        counts |= {"target_tokens": sum(most_targets), "most_targets": most_targets}
+        facts["counts"] = counts
+    assert segments(facts, sections) == settings
+
+
+def segments(
+    facts: dict[str, Any], sections: dict[str, Any], attention: str = "sdpa", **training: Any
+) -> list[str]:
+    """The allocator's settings in the plan and on its screen."""
     recipe = recipe_of(
         model={"shape": "llama-tiny", "attn_implementation": attention},
-        data={"packing": packing},
         launch={"mode": "single_gpu"},
-        training={"bf16": True},
+        training={"bf16": True, **training},
+        **sections,
     )
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     context = plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT)
     chosen = planner.choose(replace(context, **facts), LaunchConstraints()).plan
-    assert chosen.allocator_settings == settings
     named = [switch.runs for switch in chosen.switches if switch.name == "allocator"]
-    assert named == ([settings] if settings else [])
+    assert "".join(named) == chosen.allocator_settings
+    return named
 
 
 @pytest.mark.parametrize(

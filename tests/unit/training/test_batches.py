@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,14 @@ from launch.data.rows import IGNORED
 from launch.schema.model_sections import ModelSection
 from tests import builders
 from training.compat import transformers_private
-from training.data.batches import NOTHING, Collator, Row, SampleOrder
+from training.data.batches import (
+    NOTHING,
+    TARGET_POSITIONS,
+    TARGET_TENSORS,
+    Collator,
+    Row,
+    SampleOrder,
+)
 from training.data.length_batches import TokenBudget
 from training.model import build
 
@@ -284,3 +292,44 @@ def test_positions_start_again_with_each_document_and_with_the_padding():
     assert filler["position_ids"].tolist() == [[0, 1]]
     assert (filler["labels"] == IGNORED).all()
     assert filler.keys() <= batch.keys()
+
+
+def named(batch: dict[str, Any], shift: bool = True) -> list[tuple[int, int]]:
+    """(position, token) of each target that a batch names."""
+    ids, positions = (batch[name].tolist() for name in TARGET_TENSORS)
+    labels = batch["labels"].flatten()
+    assert ids == labels[batch[TARGET_POSITIONS] + shift].tolist()
+    return list(zip(positions, ids, strict=True))
+
+
+def test_targets_are_named_in_order_over_the_whole_batch():
+    prompts = [row._replace(labels=row.labels.copy()) for row in rows(3, 5)]
+    prompts[1].labels[:2] = IGNORED
+    batch = Collator(pad_token_id=0, multiple=4, names_targets=True)(prompts)
+    # the first token follows from nothing; padding and the prompt have no loss
+    assert named(batch) == [(0, 2), (1, 3), (9, 3), (10, 4), (11, 5)]
+    pairs = Collator(pad_token_id=0, decoder_start_token_id=9, names_targets=True)(rows(2, 3))
+    assert named(pairs, shift=False) == [(0, 1), (1, 2), (3, 1), (4, 2), (5, 3)]
+
+
+@pytest.mark.parametrize("flattens", [False, True])
+def test_no_document_predicts_the_first_token_of_the_next(flattens):
+    labels = np.array([IGNORED, 2, IGNORED, 4, 5])
+    packed = [Row(np.arange(1, 6), labels, np.array([2, 3]), 7)] * 2
+    collate = Collator(
+        pad_token_id=0, multiple=4, is_packed=True, flattens=flattens, names_targets=True
+    )
+    width = 5 if flattens else 8  # of a row
+    targets = [(0, 2), (2, 4), (3, 5)]
+    assert named(collate(packed)) == [
+        *targets,
+        *((position + width, token) for position, token in targets),
+    ]
+
+
+def test_a_batch_without_a_target_names_a_position_without_a_loss():
+    for batch in (
+        Collator(pad_token_id=0, names_targets=True)([]),
+        Collator(pad_token_id=0, names_targets=True)([Row(np.arange(3), np.full(3, IGNORED))]),
+    ):
+        assert [batch[name].tolist() for name in TARGET_TENSORS] == [[IGNORED], [0]]

@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from launch.data.rows import IGNORED
 from launch.plan.candidates import CHUNKED
-from training.model.chunked_loss import ChunkedHead, target_loss_sum
+from training.data.batches import TARGET_TENSORS, targets
+from training.model.chunked_loss import LossHead, target_loss_sum
 
 SMALL = {
     "vocab_size": 97,
@@ -42,33 +43,71 @@ def batch(kind: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     ), labels
 
 
-@pytest.mark.parametrize("chunks", [2, 8, 64])
+def named(labels: torch.Tensor, shift: bool) -> dict[str, torch.Tensor]:
+    return dict(zip(TARGET_TENSORS, targets(labels.numpy(), shift), strict=True))
+
+
+@pytest.mark.parametrize("at_targets", [False, True])
+@pytest.mark.parametrize("chunks", [1, 2, 8, 64])
 @pytest.mark.parametrize("kind", CHUNKED)
-def test_the_sum_and_every_gradient_are_those_of_the_whole(kind: str, chunks: int) -> None:
+def test_the_sum_and_every_gradient_are_those_of_the_whole(
+    kind: str, chunks: int, at_targets: bool
+) -> None:
     inputs, labels = batch(kind)
     whole = network(kind)
     expected = target_loss_sum(whole(**inputs).logits, labels, shift=kind != "t5")
     expected.backward()
     parted = network(kind)
-    head = ChunkedHead(parted, chunks, shift=kind != "t5")
-    with head.summed_loss(labels):
-        found = parted(**inputs).logits
+    head = LossHead(parted, chunks, shift=kind != "t5")
+    given = named(labels, kind != "t5") if at_targets else {}
+    with head.for_loss(labels, given):
+        found = head.loss_sum(parted(**inputs).logits)
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
     for (name, one), other in zip(whole.named_parameters(), parted.parameters(), strict=True):
         torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-5, msg=name)
-    with torch.no_grad(), head.summed_loss(labels):
-        torch.testing.assert_close(parted(**inputs).logits, expected, rtol=1e-6, atol=1e-6)
+    with torch.no_grad(), head.for_loss(labels, given):
+        logits = parted(**inputs).logits
+        torch.testing.assert_close(head.loss_sum(logits), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(parted(**inputs).logits, whole(**inputs).logits)
+
+
+@pytest.mark.parametrize("chunks", [1, 8])
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_batch_without_targets_has_no_loss_and_a_gradient_of_zeros(
+    kind: str, chunks: int
+) -> None:
+    inputs, labels = batch(kind)
+    labels = torch.full_like(labels, IGNORED)
+    parted = network(kind)
+    head = LossHead(parted, chunks, shift=kind != "t5")
+    with head.for_loss(labels, named(labels, kind != "t5")):
+        loss = head.loss_sum(parted(**inputs).logits)
+    loss.backward()
+    assert loss == 0
+    for name, parameter in parted.named_parameters():
+        assert parameter.grad is not None, name  # of every parameter: ranks reduce them
+        assert not parameter.grad.any(), name
+
+
+def test_logits_are_those_of_the_targets_alone() -> None:
+    parted, (inputs, labels) = network("llama"), batch("llama")
+    labels[1] = IGNORED
+    head = LossHead(parted, 1, shift=True)
+    with head.for_loss(labels, named(labels, shift=True)):
+        at_targets = parted(**inputs).logits
+    everywhere = parted(**inputs).logits[:, :-1][labels[:, 1:] != IGNORED]
+    assert len(everywhere) == 2 * (23 - 4)
+    torch.testing.assert_close(at_targets[0], everywhere)
 
 
 def test_no_more_than_one_chunk_of_logits_is_there() -> None:
     parted, (inputs, labels) = network("llama"), batch("llama")
-    head = ChunkedHead(parted, 8, shift=True)
+    head = LossHead(parted, 8, shift=True)
     widest: list[int] = []
     parted.lm_head.register_forward_hook(lambda module, args, output: widest.append(output.numel()))
     with (
-        head.summed_loss(labels),
+        head.for_loss(labels),
         torch.autograd.graph.saved_tensors_hooks(
             lambda kept: widest.append(kept.numel()) or kept, lambda kept: kept
         ),
