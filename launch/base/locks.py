@@ -65,10 +65,10 @@ def opened(path: Path) -> int:
         if stat.S_ISREG(os.fstat(file).st_mode):
             return file
         os.close(file)
-        found = "it is not a regular file"
+        reason = "it is not a regular file"
     except OSError as error:
-        found = str(error.strerror)
-    raise ResourceError(f"{path}: cannot be locked ({found}); remove it")
+        reason = str(error.strerror)
+    raise ResourceError(f"{path}: cannot be locked ({reason}); remove it")
 
 
 def _replace(path: Path, what: str) -> int:

@@ -111,12 +111,12 @@ def taken(run: RunDir) -> dict[int, list[int]]:
 def _of_attempt(attempt: AttemptDir) -> dict[int, list[int]]:
     rows_by_step: dict[int, list[int]] = {}
     for file in sorted(attempt.root.glob(f"ranks/*/{layout.SAMPLES}")):
-        for step, rows in _records(file):
+        for step, rows in records(file):
             rows_by_step.setdefault(step, []).extend(rows)
     return rows_by_step
 
 
-def _records(file: Path) -> Iterator[tuple[int, list[int]]]:
+def records(file: Path) -> Iterator[tuple[int, list[int]]]:
     """(step, rows) of one rank; a last record that a kill has cut is left out."""
     try:
         content = files.regular_bytes(file)

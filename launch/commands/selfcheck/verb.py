@@ -62,7 +62,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     waiting = [check for check in checks if check.name not in results.names()]
     print(f"{len(waiting)} of {len(checks)} checks to do, results in {files.json}", flush=True)
     for check in waiting:
-        if deadline - time.monotonic() < check.least_s and not _lacks(check, machine):
+        if deadline - time.monotonic() < check.least_s and not lacks(check, machine):
             break
         finding = _find(bench, check, machine)
         if finding is None:
@@ -81,7 +81,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     return FAILED if failed else 0
 
 
-def _lacks(check: Check, machine: Machine) -> str:
+def lacks(check: Check, machine: Machine) -> str:
     """The reason if the check needs more cards than there are, or a package that is not
     installed; "" if nothing is missing."""
     if check.package and find_spec(check.package) is None:
@@ -127,7 +127,7 @@ def _facts(machine: Machine) -> dict[str, str]:
 def _find(bench: Bench, check: Check, machine: Machine) -> Finding | None:
     """The result of a check; None if its time is over."""
     began = time.monotonic()
-    figures, failed, reason = {}, "", _lacks(check, machine)
+    figures, failed, reason = {}, "", lacks(check, machine)
     try:
         figures = check.run(bench) if not reason else {}
     except TimeoutError:

@@ -88,8 +88,8 @@ def test_a_check_that_cannot_run_here_has_a_reason_and_is_no_failure():
         replace(checks.Check("link", 2, 60, dict), cards=2),
     ]
     reasons = ["the package no_such_package is not installed", "it needs 2 cards, and there is 1"]
-    assert [verb._lacks(check, machine(1)) for check in lacking] == reasons
-    assert verb._lacks(lacking[1], machine(2)) == ""
+    assert [verb.lacks(check, machine(1)) for check in lacking] == reasons
+    assert verb.lacks(lacking[1], machine(2)) == ""
 
     finding = Finding("flash", 3, 0.1, 0.0, not_available=reasons[0])
     assert lines(finding) == [f"flash: not available: {reasons[0]}"]

@@ -33,13 +33,13 @@ def test_a_manifest_that_is_a_fifo_is_a_fault(tmp_path):
 def test_rows_that_were_trained_are_refused_where_their_file_is_a_fifo(tmp_path):
     os.mkfifo(tmp_path / "samples")
     with pytest.raises(CheckpointError, match="not a regular file"):
-        list(sample_audit._records(tmp_path / "samples"))
+        list(sample_audit.records(tmp_path / "samples"))
 
 
 def test_a_record_of_a_negative_length_ends_the_rows(tmp_path):
     file = tmp_path / "samples"
     file.write_bytes(array("i", [1, 2, 5, 6, 2, -4, 7, 8]).tobytes())
-    assert list(sample_audit._records(file)) == [(1, [5, 6])]
+    assert list(sample_audit.records(file)) == [(1, [5, 6])]
 
 
 @pytest.mark.parametrize("content", WRONG)
