@@ -21,7 +21,7 @@ from launch.base import files as base_files
 from launch.data.rows import IGNORED
 from launch.run_folder import manifest
 from launch.schema.plan import Strategy
-from training.checkpoints import best, commit, convert
+from training.checkpoints import best, commit, convert, names
 from training.compat import bitsandbytes_private, deepspeed_private, transformers_private
 from training.compat.python_private import end_what_cannot_send
 from training.compat.transformers_private import Network, OpenTrainer
@@ -303,6 +303,8 @@ class LowMemTrainer(OpenTrainer):
             # needs a scale. Trainer loads the checkpoint's scale after them.
             scaler.scale(torch.zeros((), device=self.args.device))
         if not self.is_converted:
+            if resume_from_checkpoint:
+                names.check(self.model, Path(resume_from_checkpoint))
             prepared = library(resume_from_checkpoint)
             bitsandbytes_private.page_states(self.optimizer)
             convert.apply_schedule(self)
@@ -365,7 +367,8 @@ class LowMemTrainer(OpenTrainer):
         def write() -> None:
             self.args.output_dir = str(save.staging)
             try:
-                library()
+                with names.of_model(self.model):
+                    library()
             finally:
                 self.args.output_dir = str(checkpoints)
 
