@@ -22,6 +22,7 @@ from launch.predict.parameters import Shapes
 from launch.schema.plan import ModelFamily
 from launch.schema.result import ModelParts
 
+FORM = 2  # of a stored ModelParts; raised with each new field
 CHILD = (sys.executable, "-P", "-m", "training.children.model_parts")
 
 
@@ -31,7 +32,7 @@ def read(config: Mapping[str, Any], file: Path, cache: Path) -> tuple[Shapes, Mo
 
     Raises ConfigError for a config that transformers cannot build."""
     text = json.dumps(dict(config), sort_keys=True)
-    identity = f"{version('transformers')} {find_spec('bitsandbytes') is not None} {text}"
+    identity = f"{version('transformers')} {find_spec('bitsandbytes') is not None} {FORM} {text}"
     stored = cache / "model_parts" / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     parts = files.read_or_none(stored, ModelParts)
     if parts is None:

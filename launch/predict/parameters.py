@@ -38,15 +38,19 @@ FAMILIES: dict[str, ModelFamily] = {
             "lm_head.weight": "shared.weight",
         },
         is_encoder_decoder=True,
+        depth_keys=("num_layers", "num_decoder_layers"),
     ),
     "gpt2": ModelFamily(
         "gpt2",
         *2 * (("c_attn", "c_proj", "c_fc"),),
         tied={"lm_head.weight": "transformer.wte.weight"},
         has_conv1d=True,
+        depth_keys=("n_layer",),
     ),
     **{
-        kind: ModelFamily(kind, _LLAMA_TARGETS, _LLAMA_TARGETS, tied=_LLAMA_TIES)
+        kind: ModelFamily(
+            *(kind, _LLAMA_TARGETS, _LLAMA_TARGETS, _LLAMA_TIES), depth_keys=("num_hidden_layers",)
+        )
         for kind in ("llama", "mistral", "qwen2", "qwen3")
     },
 }

@@ -38,6 +38,10 @@ class ModelFamily:
     tied: Mapping[str, str] = field(default_factory=dict)
     is_encoder_decoder: bool = False
     has_conv1d: bool = False  # matrices are (in, out)
+    # keys of the config for the number of layers of each stack, encoder first; (): not known
+    depth_keys: tuple[str, ...] = ()
+    # every so many layers of a stack are alike; 0: layers differ, without such a period
+    layer_period: int = 1
 
     @property
     def ties_head(self) -> bool:

@@ -8,6 +8,8 @@ import importlib.util
 import json
 import sys
 from collections import defaultdict
+from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,15 +24,19 @@ from launch.schema.plan import ModelFamily, ModelSize
 from launch.schema.result import ModelParts
 from training.compat import transformers_private
 from training.model import build, four_bit
+from training.trace import layer_stacks
+
+# names that most configs have, tried first
+DEPTH_NAMES = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
+    *("num_decoder_layers", "decoder_layers"),
+)
 
 
 def model_parts(config: dict[str, Any]) -> ModelParts:
     """The parts of the model that transformers builds from a config. Raises ConfigError."""
     try:
-        with torch.device("meta"):
-            size = ModelSize("meta", config, 0, 0)
-            # the parameters of each attention are the same; not each type has sdpa
-            model = build.from_shape(ModelSection(shape="meta"), size, attention="eager")
+        model = _built(config)
     # a config is read by each model type in its own way: what it raises is shown
     except Exception as error:
         cause = " ".join(str(error).split()) or type(error).__name__
@@ -45,6 +51,7 @@ def model_parts(config: dict[str, Any]) -> ModelParts:
         if name not in parameters
     }
     has_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
+    depth_keys, period = _depth(model, config)
     linear, quantizable = _linear_layers(model)
     return ModelParts(
         {name: tuple(parameter.shape) for name, parameter in parameters.items()},
@@ -55,8 +62,38 @@ def model_parts(config: dict[str, Any]) -> ModelParts:
             tied,
             bool(model.config.is_encoder_decoder),
             has_conv1d,
+            depth_keys,
+            period,
         ),
     )
+
+
+def _built(config: dict[str, Any]) -> PreTrainedModel:
+    with torch.device("meta"):
+        size = ModelSize("meta", config, 0, 0)
+        # the parameters of each attention are the same; not each type has sdpa
+        return build.from_shape(ModelSection(shape="meta"), size, attention="eager")
+
+
+def _depth(model: PreTrainedModel, config: dict[str, Any]) -> tuple[tuple[str, ...], int]:
+    """(ModelFamily.depth_keys, layer_period): the keys of the config with which a model of few
+    layers has the layers of this model. Of a model with few layers itself no keys are sought."""
+    depths = [len(stack) for stack in layer_stacks.stacks(model)]
+    period = layer_stacks.layer_period(model)
+    if not depths or layer_stacks.is_nested(model) or not period:
+        return (), 0
+    values = model.config.to_dict()
+    others = (name for name in values if "layer" in name and name not in DEPTH_NAMES)
+    names = [*(name for name in DEPTH_NAMES if name in values), *others]
+    choices = product(*([name for name in names if values[name] == depth] for depth in depths))
+    for keys in sorted(choices, key=lambda keys: len(depths) - len(set(keys))):
+        few = layer_stacks.shallow(config, keys, period)
+        if few is None:
+            return (), period
+        with suppress(ValueError, TypeError, IndexError, KeyError, RuntimeError):
+            if layer_stacks.stands_for(_built(few.config), model, period):
+                return keys, period
+    return (), 0
 
 
 def _linear_layers(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...] | None]:

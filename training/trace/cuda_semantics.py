@@ -61,8 +61,12 @@ def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
+def cuda_semantics(
+    target: Target, fp16: bool = False, keeps_shapes: bool = False
+) -> Iterator[None]:
     """Let CPU-labelled tensors take the target's code paths inside.
+
+    keeps_shapes: torch's cache of shapes, which then has those of this target, is the caller's.
 
     fp16: mixed precision is requested as bf16, because accelerate refuses fp16 on a CPU, and
     becomes fp16 here, whose kernels differ. The gradient scaler is left out; on a card it holds
@@ -88,8 +92,9 @@ def cuda_semantics(target: Target, fp16: bool = False) -> Iterator[None]:
         norm = aten.native_layer_norm.default
         stack.callback(op_implementations_dict.update, {norm: op_implementations_dict[norm]})
         op_implementations_dict[norm] = _native_layer_norm
-        FakeTensorMode.cache_clear()  # it holds results of the CPU's own kernels
-        stack.callback(FakeTensorMode.cache_clear)
+        if not keeps_shapes:
+            FakeTensorMode.cache_clear()  # it holds results of the CPU's own kernels
+            stack.callback(FakeTensorMode.cache_clear)
         yield
 
 

@@ -10,24 +10,20 @@ model is traced with all its layers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy as shallow_copy
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from training.trace.layer_stacks import UNITS, shallow_layers
 from training.trace.recorder import Event, Layer, Log, Work
 
-TRACED = 4  # units of a shallow stack: first, two alike, last, which may have fewer layers
 PASSES = ("forward", "backward")  # phases that go through each layer once
 MIDDLE = 2  # the unit that is repeated; units 1 and 3 are its neighbours
 
 
 class NotUniform(Exception):
     """The layers of this model differ from each other; the message names the difference."""
-
-
-def shallow_layers(layers: int, period: int = 1) -> int:
-    """The layers of the shallow stack that stands for so many; a unit has `period` of them."""
-    return (TRACED - 1) * period + (layers % period or period)
 
 
 @dataclass(frozen=True)
@@ -41,6 +37,7 @@ class _Stack:
     birth_of: Mapping[int, tuple[str, int]]  # block -> (phase, ordinal in it and in the unit)
     middle: Mapping[tuple[str, int], int]  # birth -> block of the middle unit
     clones: Mapping[tuple[int, int], int]  # (block of the middle unit, copy) -> block
+    sizes: Sequence[tuple[int, int]]  # of each block: fixed, and per sample
 
     def unit(self, layer: Layer | None) -> int | None:
         """The unit of a layer of this stack."""
@@ -56,6 +53,7 @@ class _Stack:
         phase goes through the layers."""
         units = [self.unit(event.layer) for event in events]
         first = {unit: index for index, unit in reversed(list(enumerate(units)))}
+        twins = self._twins(events, units)
         order = range(self.copies + 1)
         if first.get(MIDDLE, 0) >= first.get(MIDDLE + 1, len(events)):
             order = order[::-1]
@@ -64,10 +62,11 @@ class _Stack:
             run = list(group)
             repeated += (
                 [
-                    replace(
-                        event,
-                        block=self._seen_from(event.block, copy),
-                        layer=self.moved(event.layer, copy),
+                    Event(
+                        self._seen_from(event.block, copy, twins),
+                        event.birth,
+                        event.phase,
+                        self.moved(event.layer, copy),
                     )
                     for copy in order
                     for event in run
@@ -77,15 +76,33 @@ class _Stack:
             )
         return repeated
 
-    def _seen_from(self, block: int, copy: int) -> int:
+    def _twins(self, events: list[Event], units: list[int | None]) -> dict[int, int]:
+        """The blocks of the last unit that the middle unit uses -> the blocks of the middle unit
+        that the unit before uses at the same place. The last unit may make them otherwise."""
+        before, middle = (
+            [event for event, unit in zip(events, units, strict=True) if unit == wanted]
+            for wanted in (MIDDLE - 1, MIDDLE)
+        )
+        if [event.birth for event in before] != [event.birth for event in middle]:
+            return {}
+        pairs = zip(before, middle, strict=True)
+        return {
+            late.block: early.block
+            for early, late in pairs
+            if self.unit_of.get(late.block) == MIDDLE + 1
+            and self.unit_of.get(early.block) == MIDDLE
+            and self.sizes[late.block] == self.sizes[early.block]
+        }
+
+    def _seen_from(self, block: int, copy: int, twins: Mapping[int, int]) -> int:
         """The block that this copy of the middle unit uses where the middle unit uses `block`."""
         unit = self.unit_of.get(block)
         if unit is not None and abs(unit - MIDDLE) <= 1:
             neighbour = copy + unit - MIDDLE
             if not 0 <= neighbour <= self.copies:
                 return block
-            twin = self.middle.get(self.birth_of[block])
-            if twin is not None:
+            twin = twins.get(block, self.middle.get(self.birth_of[block]))
+            if twin is not None and self.sizes[twin] == self.sizes[block]:
                 return self.clones[twin, neighbour]
         raise NotUniform(
             f"the middle layers free block {block} of unit {unit}, which their neighbours do not"
@@ -99,11 +116,15 @@ class _Stack:
             if owner == MIDDLE - 1:
                 raise NotUniform(f"{event.phase}: the last layers free a block of unit {owner}")
             block = self.clones.get((event.block, self.copies), event.block)
-            return [replace(event, block=block, layer=self.moved(event.layer, self.copies))]
+            layer = self.moved(event.layer, self.copies)
+            return [Event(block, event.birth, event.phase, layer)]
         if owner != MIDDLE or unit == MIDDLE - 1:
             return [event]
         copies = range(self.copies + 1)
-        return [replace(event, block=self.clones[event.block, copy]) for copy in copies]
+        return [
+            Event(self.clones[event.block, copy], event.birth, event.phase, event.layer)
+            for copy in copies
+        ]
 
 
 def deepen(log: Log, stack: int, layers: int, period: int = 1) -> Log:
@@ -116,13 +137,16 @@ def deepen(log: Log, stack: int, layers: int, period: int = 1) -> Log:
     for events in phases:
         if events[0].phase.startswith(PASSES):
             _complete_layers(events, stack, of_stack, period)
-    shallow = _Stack(stack, period, copies, *_births(log, stack, period), {})
+    sizes = [(block.fixed_bytes, block.sample_bytes) for block in log.blocks]
+    shallow = _Stack(stack, period, copies, *_births(log, stack, period), {}, sizes)
     blocks, clones = list(log.blocks), {(block, 0): block for block in shallow.middle.values()}
     layer_of = {event.block: event.layer for event in log.events if event.birth}
     for block in shallow.middle.values():
         for copy in range(1, copies + 1):
             clones[block, copy] = len(blocks)
-            blocks.append(replace(log.blocks[block], layer=shallow.moved(layer_of[block], copy)))
+            twin = shallow_copy(log.blocks[block])
+            twin.layer = shallow.moved(layer_of[block], copy)
+            blocks.append(twin)
     repeated = replace(shallow, clones=clones)
     events = [event for phase in phases for event in repeated.repeat(phase)]
     for block in log.blocks:
@@ -162,7 +186,7 @@ def _births(
     """_Stack.unit_of, birth_of and middle."""
     unit_of: dict[int, int] = {}
     birth_of: dict[int, tuple[str, int]] = {}
-    by_unit: dict[int, dict[tuple[str, int], int]] = {index: {} for index in range(TRACED)}
+    by_unit: dict[int, dict[tuple[str, int], int]] = {index: {} for index in range(UNITS)}
     ordinals: Counter[tuple[str, int]] = Counter()
     for event in log.events:
         if event.birth and event.layer is not None and event.layer[0] == stack:

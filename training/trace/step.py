@@ -2,18 +2,19 @@
 
 The step is that of train_low_mem.py: the same model code, LowMemTrainer and TrainingArguments, on
 fake tensors shaped as the collator shapes rows of the longest length. An evaluation follows. The
-result is every allocation as a function of the micro-batch. A deep model is traced with four layers
-a stack and extended (repeat_layers.py).
+result is every allocation as a function of the micro-batch. A deep model of like layers is traced
+with four layers a stack and extended (repeat_layers.py).
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,9 +33,10 @@ from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit
 from training.model.offloaded_inputs import replacing_save_on_cpu
-from training.trace import repeat_layers, rewrite_log, sharded
+from training.trace import layer_stacks, repeat_layers, rewrite_log, sharded
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
+from training.trace.experts import grouped_products
 from training.trace.offloading import RecordedOffloading
 from training.trace.recorder import (
     BATCH,
@@ -48,11 +50,26 @@ from training.trace.recorder import (
 )
 
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
-DEPTH_KEYS = {  # of a config: a key for each stack
-    "t5": ("num_layers", "num_decoder_layers"),
-    "gpt2": ("n_layer",),
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ("num_hidden_layers",)),
-}
+
+
+@dataclass
+class Shapes:
+    """Torch's cache of the shapes that operators of fake tensors give."""
+
+    target: Target | None = None  # whose kernels they are of; None: the CPU's
+    is_kept: bool = False  # from a step to the next one, by a process that does nothing else
+
+    def begin(self, target: Target | None) -> None:
+        if not self.is_kept or target != self.target:
+            FakeTensorMode.cache_clear()
+        self.target = target
+
+    def end(self) -> None:
+        if not self.is_kept:
+            FakeTensorMode.cache_clear()
+
+
+SHAPES = Shapes()
 
 
 class _Done(Exception):
@@ -172,17 +189,6 @@ class _Steady(TrainerCallback):
         raise _Done
 
 
-def stacks(network: torch.nn.Module) -> list[torch.nn.ModuleList]:
-    """The lists of layers of a model, encoder first."""
-    return [
-        module
-        for module in network.modules()
-        if isinstance(module, torch.nn.ModuleList)
-        and len(module) > 1
-        and len({type(layer) for layer in module}) == 1
-    ]
-
-
 def materialised(network: torch.nn.Module) -> None:
     """Replace tensors on the meta device by fake tensors on the CPU; ties are kept."""
     replacements: dict[int, torch.Tensor] = {}  # by id
@@ -233,9 +239,14 @@ def step(
     recorder.padded, recorder.vocabulary = padded, plan.shape.config["vocab_size"]
     fp16 = planned.mixed_precision == "fp16"
     on_host = replacing_save_on_cpu(RecordedOffloading(recorder))
+    SHAPES.begin(target)
+    collects = gc.isenabled()
     with (
-        cuda_semantics(target, fp16) if target else replaced([transformers_private.REAL_MASKS]),
+        cuda_semantics(target, fp16, True)
+        if target
+        else replaced([transformers_private.REAL_MASKS]),
         replaced([on_host] if strategy.activation_offloading else []),
+        grouped_products(on_nvidia=target is not None and target.capability is not None),
     ):
         if recipe.quantization is not None:
             recorder.decompositions = four_bit.decompositions(on_cuda=target is not None)
@@ -250,7 +261,9 @@ def step(
                 with suppress(_Done), recorder:
                     tracer.train()
             finally:
-                gc.enable()
+                if collects:
+                    gc.enable()
+    SHAPES.end()
     log = recorder.settle()
     if target:
         _add_cublas(log, cublas_workspace_bytes(target.architecture))
@@ -290,7 +303,7 @@ def _tracer(
     args.report_to, args.save_strategy, args.output_dir = [], "no", os.curdir  # nothing is written
     materialised(network)
     network.to = lambda *args, **kwargs: network  # a Module cannot move fake tensors
-    watched = stacks(network)
+    watched = layer_stacks.stacks(network)
     recorder.watch(watched)
     layer_of = {
         id(parameter): (stack, index)
@@ -346,23 +359,16 @@ def whole_step(
     target: Target | None = None,
 ) -> Log:
     """The log of step(), from a model of few layers if the layers are alike."""
-    config = dict(plan.shape.config)
-    depth_keys = DEPTH_KEYS.get(config["model_type"], ())
-    if "num_decoder_layers" in depth_keys and config.get("num_decoder_layers") is None:
-        config["num_decoder_layers"] = config.get("num_layers", 6)
     copies = recipe.lora.modules_to_save if recipe.lora else ()
     modules = " ".join([*recipe.model.freeze, *plan.lora_targets, *copies])
-    period = plan.strategy.every_n_layers
-    few = {key: repeat_layers.shallow_layers(config.get(key, 0), period) for key in depth_keys}
-    is_deep = depth_keys and all(config.get(key, 0) > few[key] for key in depth_keys)
-    if is_deep and not re.search(r"(^|[. ])\d", modules):  # no module of a single layer
-        shallow = {**config, **few}
-        if isinstance(config.get("layer_types"), list):
-            shallow["layer_types"] = config["layer_types"][: max(few.values())]
-        few_layers = replace(plan, shape=replace(plan.shape, config=shallow))
+    family = plan.shape.family
+    units = family.layer_period and math.lcm(family.layer_period, plan.strategy.every_n_layers)
+    few = layer_stacks.shallow(plan.shape.config, family.depth_keys, units) if units else None
+    if few is not None and not re.search(r"(^|[. ])\d", modules):  # no module of a single layer
+        few_layers = replace(plan, shape=replace(plan.shape, config=few.config))
         log = step(recipe, few_layers, lengths, padded, batch, target)
         with suppress(repeat_layers.NotUniform):
-            for stack, key in enumerate(depth_keys):
-                log = repeat_layers.deepen(log, stack, config[key], period)
+            for stack, layers in enumerate(few.layers):
+                log = repeat_layers.deepen(log, stack, layers, few.period)
             return log
     return step(recipe, plan, lengths, padded, batch, target)

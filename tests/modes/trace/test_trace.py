@@ -27,7 +27,7 @@ from tests import builders, real_steps
 from tests.builders import CODE, machine
 from training.data.batches import TARGET_IDS
 from training.model import four_bit
-from training.trace import peaks, recorder, repeat_layers
+from training.trace import layer_stacks, peaks, recorder, repeat_layers
 from training.trace import step as trace_step
 from training.trace.cuda_semantics import Target
 from training.trace.recorder import Log
@@ -334,7 +334,7 @@ def test_a_deep_model_that_checkpoints_some_layers_has_more_units_of_them(
 ):
     monkeypatch.chdir(tmp_path)
     recipe, plan = wish_of_depth(shape, key, layers, **sections)
-    assert repeat_layers.shallow_layers(layers, plan.strategy.every_n_layers) < layers
+    assert layer_stacks.shallow_layers(layers, plan.strategy.every_n_layers) < layers
     extends_to_the_whole_model(recipe, plan, monkeypatch)
 
 
@@ -358,7 +358,7 @@ def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[R
     recipe, plan = recipe_of("llama-tiny", **sections)
     section = recipe.model.model_copy(update={"shape": shape})
     config, _, family = model_config.read(section, root=CODE, cache=builders.CACHE)
-    config = {**config, **dict.fromkeys(trace_step.DEPTH_KEYS[config["model_type"]], layers)}
+    config = {**config, **dict.fromkeys(family.depth_keys, layers)}
     targets = plan_context.select_lora_targets(
         recipe, family, {f"x.{t}.weight": (1, 1) for t in "qkvo"}
     )
