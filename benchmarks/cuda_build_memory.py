@@ -28,6 +28,7 @@ from benchmarks.cpu_memory import (
     AUTOCAST,
     CHECKPOINTING,
     EAGER,
+    EVERYWHERE,
     HALF,
     ON_HOST,
     Case,
@@ -77,11 +78,14 @@ PINNED = ["configuration", "predicted MiB", "measured", "difference, MiB"]
 
 
 def on_one_card(name: str, config: Mapping[str, Any], batch: int = 4, **fields: Any) -> Case:
-    """A case with sdpa, unless it names another attention: of flattened rows the longest
-    micro-batch is predicted, and few steps need not have it."""
+    """A case with sdpa, unless it names another attention, and logits of all positions, unless its
+    rows have prompts: of flattened rows and of targets the most is predicted, and few steps need
+    not have it."""
     model = {**SDPA, **fields.pop("model", {})}
+    everywhere = {} if fields.get("prompted") else EVERYWHERE
+    training = {**everywhere, **fields.pop("training", {})}
     mode = fields.pop("mode", "single_gpu")
-    return Case(name, config, batch, mode=mode, model=model, **fields)
+    return Case(name, config, batch, mode=mode, model=model, training=training, **fields)
 
 
 def on_two_cards(name: str, config: Mapping[str, Any], batch: int = 4, **fields: Any) -> Case:
