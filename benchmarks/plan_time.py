@@ -1,10 +1,11 @@
 """Seconds of `python -m launch plan` on one core: with its steps traced before (warm), and with
 nothing known (cold).
 
-One recipe per model family on described machines, each plan a process of its own, from start to
-end. The first of each fills the traces and the page cache and is left out. A plan that finds
-nothing that fits counts: it answers too. Where other processes share the core, processor seconds
-are what the plan itself takes; wall seconds are shown beside them.
+One recipe per model family on described machines, then models for which a plan considers every way
+to save memory, each plan a process of its own, from start to end. The first of each fills the
+traces and the page cache and is left out. A plan that finds nothing that fits counts: it answers
+too. Where other processes share the core, processor seconds are what the plan itself takes; wall
+seconds are shown beside them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,35 @@ RECIPES = {  # -> words laid over configs/recipes/sft_fast.yaml, whose own model
     "Llama 7B, LoRA": LORA_7B,
     "Llama 7B, QLoRA": (*LORA_7B, "--quantization.load_in_4bit=true"),
 }
-MACHINES = ("a6000-48g", "a5000-16g")
+GUIDES = ("a6000-48g", "a5000-16g")
+MACHINES = {
+    name: ("--machine", str(recording.CODE / "configs" / "machines" / f"{name}.yaml"))
+    for name in GUIDES
+}
+WEIGHTS_7B = ("--model.shape=qwen2.5-7b", "--model.dtype=bfloat16")
+# where nothing that saves memory is typed, so that the plan considers all of it
+OPEN_RECIPES = {
+    "0.5B, 2,048 tokens": ("--model.shape=qwen2.5-0.5b", "--data.max_length=2048"),
+    **{
+        f"7B, {way}, {length:,} tokens": (*WEIGHTS_7B, *words, f"--data.max_length={length}")
+        for length in (2048, 8192)
+        for way, words in (
+            ("LoRA", ("--lora.r=16",)),
+            ("QLoRA", ("--lora.r=16", "--quantization.load_in_4bit=true")),
+        )
+    },
+}
+RTX_4090 = ("--gpu", "RTX 4090", "--ram", "64")
+OPEN_CASES = [
+    *((name, "RTX 4090") for name in OPEN_RECIPES),
+    ("7B, LoRA, 2,048 tokens", "2 x RTX 4090"),
+]
+RECIPES |= OPEN_RECIPES
+MACHINES |= {"RTX 4090": RTX_4090, "2 x RTX 4090": (*RTX_4090, "--gpus", "2")}
+CASES = [
+    *((name, machine) for name in RECIPES if name not in OPEN_RECIPES for machine in GUIDES),
+    *OPEN_CASES,
+]
 WARM_GOAL_S, COLD_GOAL_S = 0.5, 10.0
 PLAN_TIMEOUT_S = 300
 DOES_NOT_FIT = 3  # the exit code
@@ -45,8 +74,7 @@ DOES_NOT_FIT = 3  # the exit code
 
 def plan(words: Sequence[str], machine: str, workspace: Path, traces: Path) -> dict[str, Any]:
     """One plan: seconds of the process and its children, and what it said."""
-    file = recording.CODE / "configs" / "machines" / f"{machine}.yaml"
-    argv = [sys.executable, "-m", "launch", "plan", "sft_fast", *words, "--machine", str(file)]
+    argv = [sys.executable, "-m", "launch", "plan", "sft_fast", *words, *MACHINES[machine]]
     env = {**recording.environment(workspace), "LOWMEM_TRACES": str(traces)}
     load, used, began = (
         os.getloadavg()[0],
@@ -144,20 +172,21 @@ def main() -> None:
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--cold", type=int, default=2)
     parser.add_argument("--core", type=int, default=0)
+    parser.add_argument("--only", default="", help="recipes whose name holds this; not recorded")
     arguments = parser.parse_args()
     cores, rows = os.sched_getaffinity(0), []
     os.sched_setaffinity(0, {arguments.core})  # the children's too
     with tempfile.TemporaryDirectory() as place:
-        for name in RECIPES:
-            for machine in MACHINES:
+        for name, machine in CASES:
+            if arguments.only in name:
                 rows.append(case(name, machine, Path(place), (arguments.warm, arguments.cold)))
                 print(json.dumps(rows[-1]), flush=True)
     os.sched_setaffinity(0, cores)
-    recording.write(
-        "plan_time",
-        {"goals_s": {"warm": WARM_GOAL_S, "cold": COLD_GOAL_S}, "rows": rows},
-        text(rows),
-    )
+    if arguments.only:
+        print(text(rows))
+    else:
+        goals_s = {"warm": WARM_GOAL_S, "cold": COLD_GOAL_S}
+        recording.write("plan_time", {"goals_s": goals_s, "rows": rows}, text(rows))
 
 
 if __name__ == "__main__":

@@ -44,11 +44,12 @@ def peaks(log: Log) -> list[dict[str, Any]]:
     kind_of = kinds(log)
     names = sorted(set(kind_of))
     column = {name: index for index, name in enumerate(names)}
-    changes = np.zeros((len(log.events), len(names), 3), dtype=np.int64)
-    for index, event in enumerate(log.events):
-        block = log.blocks[event.block]
-        size = np.array(block.sizes)
-        changes[index, column[kind_of[event.block]]] = size if event.birth else -size
+    sizes = np.array([block.sizes for block in log.blocks], dtype=np.int64)
+    columns = np.array([column[kind] for kind in kind_of])
+    blocks = np.array([event.block for event in log.events])
+    signs = np.array([1 if event.birth else -1 for event in log.events])
+    changes = np.zeros((len(blocks), len(names), 3), dtype=np.int64)
+    changes[np.arange(len(blocks)), columns[blocks]] = sizes[blocks] * signs[:, None]
     live = changes.cumsum(axis=0)
     totals = live.sum(axis=1)
     sections = np.array([event.phase.partition(":")[0] for event in log.events])
@@ -58,9 +59,9 @@ def peaks(log: Log) -> list[dict[str, Any]]:
             "section": section,
             "op": log.blocks[log.events[moment].block].op.removeprefix("aten::"),
             "parts": {
-                name: sizes.tolist()
-                for name, sizes in zip(names, live[moment], strict=True)
-                if sizes.any()
+                name: parts.tolist()
+                for name, parts in zip(names, live[moment], strict=True)
+                if parts.any()
             },
         }
         for section, positions in inside.items()

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -20,9 +21,10 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from training.compat import torch_private
-from training.compat.torch_private import TorchDispatchMode, tree_iter
+from training.compat.torch_private import FakeTensor, TorchDispatchMode, tree_iter
 
 aten = torch.ops.aten
+DEVICE, UNSAFE_VIEW = torch.ops.prim.device.default, aten._unsafe_view.default
 BATCH = 1009  # a prime that divides no usual width, vocabulary or length
 TARGETS = 100_003  # another, of each part in which the logits are made
 UPDATE = "update"  # of a block without bytes: the optimizer steps from here on
@@ -148,6 +150,7 @@ class Recorder(TorchDispatchMode):
         self.kernel_sum: Any = None
         self.decompositions: Mapping[Any, Any] = {}  # operator -> its kernel, made of operators
         self._ids: dict[int, int] = {}  # storage -> block
+        self._deaths: dict[int, weakref.ref[Any]] = {}  # block -> its storage, while it lives
         self._layers: list[Layer] = []  # that forward is in
         # sequence numbers of the autograd nodes that a layer made
         self._ranges: list[tuple[int, int, Layer]] = []
@@ -250,7 +253,7 @@ class Recorder(TorchDispatchMode):
             Block(fixed, sample, kind, op, self.phase, layer, target_bytes=target)
         )
         self.log.events.append(Event(number, True, self.phase, layer))
-        weakref.finalize(storage, self._free, key, number).atexit = False
+        self._deaths[number] = weakref.ref(storage, partial(self._free, key, number))
         return number
 
     def _size(self, tensor: torch.Tensor) -> int:
@@ -264,16 +267,19 @@ class Recorder(TorchDispatchMode):
                 return batch * sample
         return size
 
-    def _free(self, key: int, number: int) -> None:
+    def _free(self, key: int, number: int, storage: Any) -> None:
         if self._closed:
             return
+        del self._deaths[number]
         if self._ids.get(key) == number:
             del self._ids[key]
         self.log.events.append(Event(number, False, self.phase, self.layer()))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._returned = None
+        if func is DEVICE and type(args[0]) is FakeTensor:  # two of three calls
+            return args[0].fake_device
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it desugars to the local tensors first
         if self._suspended:
@@ -294,12 +300,13 @@ class Recorder(TorchDispatchMode):
             and not torch_private.is_view(args[0])
         )
         gradient = self._id(args[0]) if is_sum else None
-        out = func(*args, **kwargs)
-        name = torch_private.schema(func).name
-        if name == "prim::device":
+        # torch finds the shape of an _unsafe_view anew each time, that of a view in its cache
+        out = (aten.view.default if func is UNSAFE_VIEW else func)(*args, **kwargs)
+        if func is DEVICE:
             return out
+        name = torch_private.schema(func).name
         before = len(self.log.blocks)
-        outputs = [tensor for tensor in tree_iter(out) if isinstance(tensor, torch.Tensor)]
+        outputs = [out] if isinstance(out, torch.Tensor) else _tensors(out)
         if name == MASK_FIRST:
             outputs.reverse()
         if self.phase == "optimizer":
@@ -394,10 +401,7 @@ class Recorder(TorchDispatchMode):
                 sdpa_backward_flop_count(*sizes[:4]) if is_backward else sdpa_flop_count(*sizes[:3])
             )
         else:
-            inputs = [
-                value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)
-            ]
-            for tensor in [*inputs, *outputs]:
+            for tensor in [*_tensors((args, kwargs)), *outputs]:
                 _add(work.bytes, self.log.split(float(tensor.numel() * tensor.element_size())))
             return
         work.products += 1
@@ -429,3 +433,12 @@ class Recorder(TorchDispatchMode):
                 event.block = replaced[event.block]
         log.events = [event for index, event in enumerate(log.events) if index not in dropped]
         return log
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]
+
+
+# Set behind the class: torch would wrap it so that torch.compile leaves it alone, which takes time
+# in each call, and a trace compiles nothing.
+Recorder.__torch_dispatch__ = Recorder._dispatch

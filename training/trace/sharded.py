@@ -87,12 +87,14 @@ def shard_step(
     `tied`: the output layer is the input embedding. `bucket_elements`: the size of DeepSpeed's
     reduce bucket. Work is not changed. Blocks that outlive a step have the same numbers in each
     `turn`."""
+    if strategy.launch_mode.engine not in ("ddp", "fsdp2", "deepspeed"):
+        return log
     rewriting, marks = Rewriting(log), landmarks(log, tied)
     if strategy.launch_mode.engine == "ddp":
         _ddp(rewriting, marks)
     elif strategy.launch_mode.engine == "fsdp2":
         sharded_fsdp2.rewrite(rewriting, marks, recipe, strategy, turn == "after evaluation")
-    elif strategy.launch_mode.engine == "deepspeed":
+    else:
         sharded_zero.rewrite(rewriting, marks, strategy, bucket_elements, turn == "first")
     return rewriting.result()
 
