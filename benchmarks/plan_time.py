@@ -109,6 +109,8 @@ def case(name: str, machine: str, place: Path, rounds: tuple[int, int]) -> dict[
     found = {"recipe": name, "machine": machine, "first": first, "warm": [], "cold": []}
     if "error" in first:
         return found
+    if not rounds[1]:
+        found["cold"] = [first]
     found["warm"] = [plan(words, machine, workspace, known) for _ in range(rounds[0])]
     for _ in range(rounds[1]):
         with tempfile.TemporaryDirectory() as empty:
@@ -170,7 +172,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--warm", type=int, default=5)
-    parser.add_argument("--cold", type=int, default=2)
+    parser.add_argument("--cold", type=int, default=2, help="0: the first is taken instead")
     parser.add_argument("--core", type=int, default=0)
     parser.add_argument("--only", default="", help="recipes whose name holds this; not recorded")
     arguments = parser.parse_args()

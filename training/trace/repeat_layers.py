@@ -37,7 +37,7 @@ class _Stack:
     birth_of: Mapping[int, tuple[str, int]]  # block -> (phase, ordinal in it and in the unit)
     middle: Mapping[tuple[str, int], int]  # birth -> block of the middle unit
     clones: Mapping[tuple[int, int], int]  # (block of the middle unit, copy) -> block
-    sizes: Sequence[tuple[int, int]]  # of each block: fixed, and per sample
+    sizes: Sequence[tuple[int, int, int]]  # of each block
 
     def unit(self, layer: Layer | None) -> int | None:
         """The unit of a layer of this stack."""
@@ -137,7 +137,7 @@ def deepen(log: Log, stack: int, layers: int, period: int = 1) -> Log:
     for events in phases:
         if events[0].phase.startswith(PASSES):
             _complete_layers(events, stack, of_stack, period)
-    sizes = [(block.fixed_bytes, block.sample_bytes) for block in log.blocks]
+    sizes = [block.sizes for block in log.blocks]
     shallow = _Stack(stack, period, copies, *_births(log, stack, period), {}, sizes)
     blocks, clones = list(log.blocks), {(block, 0): block for block in shallow.middle.values()}
     layer_of = {event.block: event.layer for event in log.events if event.birth}
