@@ -106,7 +106,7 @@ def fifo(path: Path, _: random.Random) -> None:
 
 def link(path: Path, draw: random.Random) -> None:
     path.unlink()
-    path.symlink_to(draw.choice(["/dev/zero", "/nowhere", path.name, "/etc/passwd"]))
+    path.symlink_to(draw.choice(["/dev/zero", path.parent / "nowhere", path.name, "/etc/passwd"]))
 
 
 def folder(path: Path, _: random.Random) -> None:

@@ -338,10 +338,12 @@ class Traces:
         if not missing or self.failure:
             return
         lengths = sorted({max(question.lengths) for question in missing.values()}, reverse=True)
-        whole = "" if self._model.family.layer_period else " and with all layers, as they differ"
+        depth_words = (
+            "" if self._model.family.layer_period else " and with all layers, as they differ"
+        )
         self._say(
             f"tracing {len(missing)} step(s) of {self._model.name}, at"
-            f" {', '.join(map(str, lengths))} tokens{whole}: kept for later plans"
+            f" {', '.join(map(str, lengths))} tokens{depth_words}: kept for later plans"
         )
         request = {
             "recipe": self._recipe.model_dump(mode="json"),

@@ -17,7 +17,7 @@ NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 NO = "-"
 LEGEND = (
     f"Asked for: micro-batches of {MICRO_BATCH_TOKENS:,} tokens, {ACCUMULATION} of them a step,"
-    " bf16 autocast, AdamW, LoRA r=16. All rows have the length of the column.",
+    " bf16 autocast, sdpa, AdamW, LoRA r=16. All rows have the length of the column.",
     "full: float32 weights, or, if that does not fit, bf16 weights. LoRA: bf16 base. QLoRA: 4-bit"
     " base.",
     "tok/s and GiB of a card are predicted, not measured. - does not fit. batch N: N rows at once,"

@@ -21,6 +21,10 @@ pytestmark = pytest.mark.skipif(
 JOIN_S = 8
 
 
+# a machine of one rank has more threads for it, which add up a product in another order
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
 def start(
     host: hosts.Host, workspace: Path, recipe: Path, rank: int, first: str, *words: str
 ) -> subprocess.Popen[str]:
@@ -35,7 +39,7 @@ def start(
         f"--launch.machine_rank={rank}",
     ]
     argv += [f"--launch.main_process_ip={first}", f"--launch.join_timeout_s={JOIN_S}", *words]
-    env = builders.environment(workspace)
+    env = builders.environment(workspace, **ONE_THREAD)
     env.pop("GLOO_SOCKET_IFNAME", None)
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return host.popen(argv, {**env, "GLOO_SOCKET_IFNAME": ""}, **options)
@@ -62,7 +66,8 @@ def losses(workspace: Path) -> list[float]:
 )
 def test_two_machines_give_the_losses_of_two_ranks_on_one(tmp_path, recipe, mode):
     word = f"--launch.mode={mode}"
-    alone = builders.launch(tmp_path / "one", "run", str(recipe), "--launch.num_processes=2", word)
+    words = ("run", str(recipe), "--launch.num_processes=2", word)
+    alone = builders.launch(tmp_path / "one", *words, **ONE_THREAD)
     assert alone.returncode == 0, alone.stderr
     with hosts.pair() as (a, b):
         first = start(a, tmp_path / "two", recipe, 0, a.address, word)

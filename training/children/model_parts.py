@@ -51,7 +51,7 @@ def model_parts(config: dict[str, Any]) -> ModelParts:
         if name not in parameters
     }
     has_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
-    depth_keys, period = _depth(model, config)
+    depth_keys, period = _of_depth(model, config)
     linear, quantizable = _linear_layers(model)
     return ModelParts(
         {name: tuple(parameter.shape) for name, parameter in parameters.items()},
@@ -75,24 +75,26 @@ def _built(config: dict[str, Any]) -> PreTrainedModel:
         return build.from_shape(ModelSection(shape="meta"), size, attention="eager")
 
 
-def _depth(model: PreTrainedModel, config: dict[str, Any]) -> tuple[tuple[str, ...], int]:
+def _of_depth(model: PreTrainedModel, config: dict[str, Any]) -> tuple[tuple[str, ...], int]:
     """(ModelFamily.depth_keys, layer_period): the keys of the config with which a model of few
     layers has the layers of this model. Of a model with few layers itself no keys are sought."""
-    depths = [len(stack) for stack in layer_stacks.stacks(model)]
+    counts = [len(stack) for stack in layer_stacks.stacks(model)]
     period = layer_stacks.layer_period(model)
-    if not depths or layer_stacks.is_nested(model) or not period:
+    if not counts or layer_stacks.is_nested(model) or not period:
         return (), 0
     values = model.config.to_dict()
     others = (name for name in values if "layer" in name and name not in DEPTH_NAMES)
     names = [*(name for name in DEPTH_NAMES if name in values), *others]
-    choices = product(*([name for name in names if values[name] == depth] for depth in depths))
-    for keys in sorted(choices, key=lambda keys: len(depths) - len(set(keys))):
-        few = layer_stacks.shallow(config, keys, period)
+    choices = product(
+        *([name for name in names if values[name] == num_layers] for num_layers in counts)
+    )
+    for names_of_depth in sorted(choices, key=lambda names: len(counts) - len(set(names))):
+        few = layer_stacks.shallow(config, names_of_depth, period)
         if few is None:
             return (), period
         with suppress(ValueError, TypeError, IndexError, KeyError, RuntimeError):
             if layer_stacks.stands_for(_built(few.config), model, period):
-                return keys, period
+                return names_of_depth, period
     return (), 0
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from training.compat import experts_private
 from training.compat.torch_private import FakeTensorMode, op_implementations_dict
 
 ALIGNMENT_BYTES = 16  # of the rows that a kernel of CUDA writes
@@ -20,7 +21,7 @@ ALIGNMENT_BYTES = 16  # of the rows that a kernel of CUDA writes
 @contextmanager
 def grouped_products(on_nvidia: bool) -> Iterator[None]:
     """Inside, experts of any type of weights can be traced."""
-    operator = torch.ops.aten._grouped_mm.default
+    operator = experts_private.grouped_mm()
 
     def grouped_mm(
         fake_mode: FakeTensorMode,
@@ -32,7 +33,7 @@ def grouped_products(on_nvidia: bool) -> Iterator[None]:
         out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         dtype = out_dtype or mat_a.dtype
-        *rows, width = _shape(mat_a, mat_b, offs)
+        *rows, width = _output_sides(mat_a, mat_b, offs)
         aligned = ALIGNMENT_BYTES // dtype.itemsize if on_nvidia else 1
         padded = -(-width // aligned) * aligned
         strides = (rows[-1] * padded, padded, 1) if len(rows) == 2 else (padded, 1)
@@ -50,7 +51,9 @@ def grouped_products(on_nvidia: bool) -> Iterator[None]:
             op_implementations_dict[operator] = replaced
 
 
-def _shape(mat_a: torch.Tensor, mat_b: torch.Tensor, offs: torch.Tensor | None) -> tuple[int, ...]:
+def _output_sides(
+    mat_a: torch.Tensor, mat_b: torch.Tensor, offs: torch.Tensor | None
+) -> tuple[int, ...]:
     """(rows, columns), or, with a matrix for each group, (groups, rows, columns)."""
     if mat_a.dim() == mat_b.dim() == 2:
         assert offs is not None

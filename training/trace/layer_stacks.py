@@ -47,10 +47,10 @@ def shallow(config: Mapping[str, Any], depth_keys: Sequence[str], period: int) -
     layers are too few, or differ. `depth_keys` are of each stack."""
     if not depth_keys:
         return None
-    whole = AutoConfig.for_model(**config)
-    values = whole.to_dict()
+    deep = AutoConfig.for_model(**config)
+    values = deep.to_dict()
     # other names of a key would win
-    aliases = {name for name, key in whole.attribute_map.items() if key in depth_keys}
+    aliases = {name for name, key in deep.attribute_map.items() if key in depth_keys}
     config = {key: value for key, value in config.items() if key not in aliases}
     layers = [values[key] for key in depth_keys]
     lists = {
@@ -59,14 +59,14 @@ def shallow(config: Mapping[str, Any], depth_keys: Sequence[str], period: int) -
         if isinstance(value, list) and len(value) in layers
     }
     unit = period
-    while all(shallow_layers(depth, unit) < depth for depth in layers):
+    while all(shallow_layers(count, unit) < count for count in layers):
         if all(repeats(value, unit) for value in lists.values()):
             few = {
-                key: shallow_layers(depth, unit)
-                for key, depth in zip(depth_keys, layers, strict=True)
+                key: shallow_layers(count, unit)
+                for key, count in zip(depth_keys, layers, strict=True)
             }
-            cut = {key: _few(config[key], unit) for key in lists.keys() & config.keys()}
-            return Shallow({**config, **few, **cut}, tuple(layers), unit)
+            per_layer = {key: _few(config[key], unit) for key in lists.keys() & config.keys()}
+            return Shallow({**config, **few, **per_layer}, tuple(layers), unit)
         unit += period
     return None
 

@@ -22,6 +22,7 @@ ROOM_GIB = 400.0  # of a card that holds everything, for figures of what cannot 
 CHECKPOINTED = "--training.activation_checkpointing=true"
 SHORT = "--data.max_length=512"
 PLAIN = "--training.activation_checkpointing=false"
+SDPA = "--model.attn_implementation=sdpa"  # as the guide; varlen_attn takes less
 LORA_7B = (
     "--model.shape=qwen1.5-7b",
     "--model.dtype=bfloat16",
@@ -116,8 +117,7 @@ def test_in_4_bits_it_fits(tmp_path, monkeypatch):
 
 def test_the_a6000_batch_of_32_is_split_at_128_effective_and_16_runs(tmp_path, monkeypatch):
     words = (
-        *MEDIUM,
-        PLAIN,
+        *(*MEDIUM, PLAIN, SDPA),
         "--training.num_output_chunks=1",
         "--training.gradient_accumulation_steps=4",
     )
@@ -133,8 +133,7 @@ def test_the_a6000_batch_of_32_is_split_at_128_effective_and_16_runs(tmp_path, m
 
 def test_the_a6000_batch_of_32_runs_with_its_logits_in_parts(tmp_path, monkeypatch):
     words = (
-        *MEDIUM,
-        PLAIN,
+        *(*MEDIUM, PLAIN, SDPA),
         "--training.gradient_accumulation_steps=4",
         "--launch.exact_batch=true",
     )

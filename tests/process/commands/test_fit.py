@@ -36,7 +36,7 @@ def test_a_training_that_fits_is_what_the_plan_of_its_recipe_says(tmp_path):
     file = builders.recipe(
         tmp_path / "recipe",
         "minigpt-medium",
-        model=sections["model"],
+        model=sections["model"] | {"attn_implementation": "sdpa"},
         lora=sections["lora"],
         data={"max_length": 512, "validation_file": None},
         training=sections["training"] | {"save_steps": 500, "logging_steps": 10},

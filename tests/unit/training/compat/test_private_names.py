@@ -110,6 +110,7 @@ NAMES = [
     ("storage_key", "torch:UntypedStorage._cdata", None),
     ("is_view", "torch:Tensor._is_view", None),
     ("is_view_of_weight", "torch:Tensor._base", None),
+    ("grouped_mm", "torch:_grouped_mm", None),
     ("schema", "torch:ops.aten.add.Tensor._schema", None),
     ("packet", "torch:ops.aten.add.Tensor._overloadpacket", None),
     ("next_node_number", "torch.autograd:_get_sequence_nr", None),
