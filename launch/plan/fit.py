@@ -20,6 +20,7 @@ from launch.plan.search import search
 from launch.predict import model_config
 from launch.predict.estimate import Judged, PlanContext
 from launch.predict.scaled_traces import ScaledTraces
+from launch.probe import architectures
 from launch.probe.import_memory import Imports
 from launch.schema.machine import Machine
 from launch.schema.model_sections import ModelSection
@@ -140,6 +141,7 @@ def fits(
                             shared = ScaledTraces(*of_recipe, traces, say)
                         context = replace(
                             plan_context.with_rows_of(context, length),
+                            may_expand=architectures.expands_segments(machine.gpus, ""),
                             import_memory=of_imports,
                             traces=shared.of(*of_recipe),
                         )

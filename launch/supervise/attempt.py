@@ -110,7 +110,12 @@ def result_of(
         hang=ended.hang,
         pressure=ended.pressure,
         ended_ranks=tuple(ended.ended_ranks),
-        silent_ranks=tuple((beat.rank, beat.pid) for beat in beats if beat.rank not in with_error),
+        # not the process that tokenises, which has a rank's place
+        silent_ranks=tuple(
+            (beat.rank, beat.pid)
+            for beat in beats
+            if beat.rank not in with_error and beat.section != "tokenise"
+        ),
         xids=beginning.xids.read() if beginning.xids else (),
         **last_vram(attempt.events_file),
     )
