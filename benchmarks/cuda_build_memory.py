@@ -135,9 +135,6 @@ CASES = (
         padded=False,
         prompted=True,
     ),
-    on_one_card(
-        "qwen2, prompts, ragged rows", QWEN, 8, training=AUTOCAST, prompted=True, ragged=True
-    ),
     on_one_card("llama, autocast", LLAMA, training=AUTOCAST),
     on_one_card("llama, LoRA", LLAMA, lora=R16, training=AUTOCAST, model=HALF),
     on_one_card(

@@ -42,8 +42,9 @@ def planned(name: str) -> tuple[Recipe, Plan]:
 
 def traced(recipe: Recipe, plan: Plan, rows: int, length: int, target: Target | None = None) -> int:
     log = step.whole_step(recipe, plan, (length, length), True, recorder.BATCH, target)
-    predicting = length if "decoder_start_token_id" in plan.shape.config else length - 1
-    targets = -(-rows * predicting // plan.strategy.num_output_chunks)
+    strategy = replace(plan.strategy, per_device_train_batch_size=rows)
+    of_rows = real_steps.batch(recipe, replace(plan, strategy=strategy), length, True)
+    targets = -(-len(of_rows["target_ids"]) // strategy.num_output_chunks)
     return max(peak_bytes(log, rows, section, targets) for section in SECTIONS)
 
 
