@@ -303,7 +303,7 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
 
 
 def at_length(case: Case, choice: Choice) -> PlanContext:
-    """What a plan is made from, with the longest row of the case, and the traces of its choice."""
+    """The context of a plan, with the longest row of the case, and the traces of its choice."""
     context = plan_context.with_rows(choice.context)  # with what tokenising has counted
     context = replace(context, lengths=(case.length, case.length), is_ragged=case.padded)
     with context.asking():

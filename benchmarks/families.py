@@ -158,7 +158,7 @@ for line in sys.stdin:
 
 @dataclass(frozen=True)
 class Tools:
-    """What all cases use."""
+    """The programs and folders that all cases use."""
 
     counter: Path  # preloaded, it counts allocations
     loader: subprocess.Popen[str]  # plain_loader()
@@ -247,7 +247,7 @@ def plain_loader(place: Path) -> subprocess.Popen[str]:
 
 
 def loaded(case: Case, folder: Path, loader: subprocess.Popen[str]) -> list[Any]:
-    """What LOADED finds: problems, parameters, trained adapters, a loss, modules of our code."""
+    """The answer of LOADED: problems, parameters, trained adapters, a loss, modules of our code."""
     assert loader.stdin is not None and loader.stdout is not None
     facts = [str(folder / "model"), str(folder / "out"), case.is_encoder_decoder]
     loader.stdin.write(json.dumps([*facts, case.lora is not None]) + "\n")

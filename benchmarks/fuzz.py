@@ -142,7 +142,7 @@ class Commands:
         self._child: subprocess.Popen[bytes] | None = None
 
     def answer(self, argv: list[str]) -> dict[str, Any] | None:
-        """What came of a command (many_starts.one); None if it hangs, or ends the process."""
+        """The answer of a command (many_starts.one); None if it hangs, or ends the process."""
         child = self._child or self._start()
         assert child.stdin is not None and child.stdout is not None
         child.stdin.write(json.dumps(argv).encode() + b"\n")
@@ -200,11 +200,11 @@ def campaign(seed: int, seconds: float) -> dict[str, Any]:
     """Damage one file after the other, until the time is up; counts and faults."""
     with tempfile.TemporaryDirectory() as name:
         workspace, commands = trained(Path(name))
-        whole = Path(name) / "whole"
-        shutil.copytree(workspace, whole, symlinks=True)
+        pristine = Path(name) / "pristine"
+        shutil.copytree(workspace, pristine, symlinks=True)
         files = sorted(
-            path.relative_to(whole)
-            for path in whole.rglob("*")
+            path.relative_to(pristine)
+            for path in pristine.rglob("*")
             if path.is_file() and path.stat().st_size <= LARGEST
         )
         draw, child = random.Random(seed), Commands(workspace)
@@ -227,7 +227,7 @@ def campaign(seed: int, seconds: float) -> dict[str, Any]:
                 faults.append([cases, damage.__name__, str(file), argv[0], what])
                 print(*faults[-1], flush=True)
             shutil.rmtree(workspace)
-            shutil.copytree(whole, workspace, symlinks=True)
+            shutil.copytree(pristine, workspace, symlinks=True)
         child.close()
     return {
         "seed": seed,
