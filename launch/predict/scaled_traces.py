@@ -39,7 +39,7 @@ class ScaledTraces(Traces):
             return trace
         return with_targets(_scaled(trace, factor), question)
 
-    def _unused(self, question: Question) -> set[str]:
+    def _unused(self) -> set[str]:
         """Only packages that no training uses: methods share a child, which takes longer to start
         than to trace a step."""
         return {"datasets"}

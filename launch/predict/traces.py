@@ -349,9 +349,7 @@ class Traces:
             "recipe": self._recipe.model_dump(mode="json"),
             "shape": asdict(self._model),
             "lora_targets": self._lora_targets,
-            "unused_packages": sorted(
-                set.intersection(*(self._unused(question) for question in missing.values()))
-            ),
+            "unused_packages": sorted(self._unused()),
             "questions": {
                 name: asdict(question) | {"bucket_elements": BUCKET_ELEMENTS}
                 for name, question in missing.items()
@@ -363,8 +361,9 @@ class Traces:
         """End the child that answers questions; another question starts another child."""
         self._child.close()
 
-    def _unused(self, question: Question) -> set[str]:
-        return set(packages.unused(self._recipe, question.strategy))
+    def _unused(self) -> set[str]:
+        """Packages that no trace of the recipe needs: engines' steps are computed, not run."""
+        return set(packages.unused(self._recipe, None))
 
     def get(self, question: Question) -> Trace | None:
         """The trace, if it is stored."""

@@ -23,21 +23,33 @@ from launch.schema.recipe import Recipe
 
 
 def main(folder: Path) -> None:
+    # logs of one process, from which those of several engines are made, and the model they are of
+    plain: dict[Any, Any] = {}
+    model: Any = None
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # lines of libraries are no answers
-        for request in sys.stdin:
-            _reply(json.loads(request), folder)
+        for line in sys.stdin:
+            request = json.loads(line)
+            questions = request.pop("questions")
+            if request != model:
+                plain.clear()
+            model = request
+            _reply(request, questions, plain, folder)
             print("done", file=answers, flush=True)
 
 
-def _reply(request: dict[str, Any], folder: Path) -> None:
+def _reply(
+    request: dict[str, Any],
+    questions: dict[str, dict[str, Any]],
+    plain: dict[Any, Any],
+    folder: Path,
+) -> None:
     """Write the files of all questions of a request to the folder."""
     recipe = Recipe.model_validate(request["recipe"])
     model_size = TypeAdapter(ModelSize).validate_python(request["shape"])
     modules.leave_out(request["unused_packages"])  # the ranks do without them too
     _import_trace()
-    plain: dict[Any, Any] = {}  # logs of one process, from which those of several engines are made
-    for name, question in request["questions"].items():
+    for name, question in questions.items():
         plan = _plan(recipe, model_size, tuple(request["lora_targets"]), question["strategy"])
         _write(*_shared(recipe, plan, question, plain), folder, name)
 
