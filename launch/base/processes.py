@@ -95,6 +95,15 @@ def die_with_launcher(number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
+def settle_child() -> None:
+    """End with the launcher, and keep a request for a checkpoint (SIGUSR2) waiting.
+
+    `scancel --signal=USR2 --full` sends it to every process of a run, and it ends those that do not
+    handle it. A process that does handle it unblocks it."""
+    die_with_launcher()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+
+
 def settle_process() -> None:
     """Make files of this process and its children private to the user, write no memory to disk
     after a crash, and write characters that a terminal's encoding lacks as escapes."""

@@ -16,10 +16,11 @@ from launch.schema.plan import Command, Plan
 
 
 def _launcher(plan: Plan) -> tuple[str, ...]:
-    """Accelerate's launcher; several ranks of a single machine connect over its loopback."""
-    if plan.strategy.launch_mode.engine != "plain" and plan.strategy.num_machines == 1:
-        return (str(CODE / "training" / "children" / "on_loopback.py"),)
-    return ("-m", "accelerate.commands.launch")
+    """Run Accelerate's launcher; several ranks of a single machine connect over its loopback."""
+    strategy = plan.strategy
+    is_local = strategy.launch_mode.engine != "plain" and strategy.num_machines == 1
+    name = "on_loopback.py" if is_local else "accelerate_launch.py"
+    return (str(CODE / "training" / "children" / name),)
 
 
 def command(

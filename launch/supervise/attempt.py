@@ -174,7 +174,7 @@ def _start(
         stdout=log,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C on the terminal is for us; we pass it on
-        preexec_fn=processes.die_with_launcher,
+        preexec_fn=processes.settle_child,
     )
 
 

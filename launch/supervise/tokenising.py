@@ -107,7 +107,7 @@ def _child(
             stdout=lines_file,
             stderr=log,
             start_new_session=True,
-            preexec_fn=processes.die_with_launcher,
+            preexec_fn=processes.settle_child,
         )
     lines = Tail(attempt.tokenising_log, from_start=True)
     until_s, hang, progress = None, "", Progress()

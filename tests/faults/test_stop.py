@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.base import processes
 from tests import builders, stopping
 from tests.stopping import Child
 
@@ -218,6 +219,34 @@ def test_a_wish_for_a_checkpoint_is_granted_and_training_goes_on(tmp_path):
         check_stopped(child, child.committed()[-1])
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.fast_faults)])
+def test_a_wish_for_a_checkpoint_that_reaches_any_process_ends_none(tmp_path, ranks):
+    """`scancel --signal=USR2 --full` and `pkill -USR2` reach every process of a run."""
+
+    def saved(number: int) -> bool:
+        return len(child.committed()) == number
+
+    workers = {"dataloader_num_workers": 1}
+    training = {"save_steps": 100_000, **workers}
+    with stopping.launched(tmp_path, ranks, training=training) as child:
+        child.launcher().send_signal(signal.SIGUSR2)  # it imports: there is nothing to save yet
+        trains = child.run.attempts()[-1].second_step_file.exists
+        child.until("steps", trains)
+        already = len(child.committed())
+        child.launcher().send_signal(signal.SIGUSR2)
+        child.until("a checkpoint", lambda: saved(already + 1))
+        time.sleep(0.5)  # else the next request may be part of that save
+        processes_of_run = processes.tagged(child.run.tag)
+        assert len(processes_of_run) > 2 * ranks  # accelerate, ranks, their workers
+        for process in processes_of_run:
+            processes.send(process.pid, signal.SIGUSR2)
+        child.until("another", lambda: len(child.committed()) > already + 1)
+        time.sleep(1)
+        child.process.send_signal(signal.SIGTERM)
+        check_stopped(child, child.committed()[-1])
+        assert len(child.run.attempts()) == 1  # nothing was started again
+
+
 @pytest.mark.parametrize("where", ["recipe", "Slurm"])
 def test_before_its_time_is_up_a_run_saves_and_stops(tmp_path, where):
     limit_s = 50.0
@@ -263,6 +292,24 @@ def test_without_our_launcher_a_signal_saves_too(tmp_path, injected, start, to, 
         outcome = child.outcome()
         assert outcome["ended"] == "preempted"
         assert child.committed()[-1] == outcome["step"] >= newest
+
+
+@pytest.mark.parametrize("start", [name for name in STARTS if name != "python"])
+def test_without_our_launcher_a_wish_for_a_checkpoint_to_it_saves_and_says_why_it_stops(
+    tmp_path, start
+):
+    """accelerate and torchrun end from SIGUSR2, which they do not know; no step is lost."""
+    before, ranks = STARTS[start]
+    with stopping.ended(direct(tmp_path, before)) as child:
+        newest = trained(child)
+        child.ranks(ranks)
+        child.process.send_signal(signal.SIGUSR2)
+        assert child.wait() != 0
+        assert child.left(within_s=20) == []
+        outcome = child.outcome()
+        assert outcome["ended"] == "preempted"
+        assert child.committed()[-1] == outcome["step"] >= newest
+        assert "the process that started the ranks has ended: run the same line" in child.said()
 
 
 def direct(folder: Path, launcher: tuple[str, ...]) -> Child:

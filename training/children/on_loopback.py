@@ -5,8 +5,9 @@ torch's store listens on every interface, whatever its address, and accepts anyb
 
 from __future__ import annotations
 
+import runpy
 import socket
-import sys
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -26,11 +27,8 @@ def store(
 
 
 if __name__ == "__main__":
-    from accelerate.commands import launch
-
     assert static_tcp_rendezvous.TCPStore is TCPStore, (
         "torch's static rendezvous makes its store in another way in this version"
     )
     static_tcp_rendezvous.TCPStore = store
-    sys.argv[0] = "accelerate-launch"
-    launch.main()
+    runpy.run_path(str(Path(__file__).with_name("accelerate_launch.py")), run_name="__main__")

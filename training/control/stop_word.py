@@ -19,6 +19,8 @@ from enum import IntEnum
 from types import FrameType
 from typing import Any
 
+from launch.base import processes
+
 # a launcher repeats a signal to its ranks within this time; the same signal later is the user's
 ECHO_S = 1.0
 # SIGUSR1: Slurm's early warning
@@ -33,7 +35,8 @@ class Word(IntEnum):
     TIME_UP = 2
     DISK_LOW = 3
     STOP = 4
-    INTERRUPT = 5  # Ctrl-C
+    LAUNCHER_GONE = 5  # accelerate or torchrun, by a signal that they do not handle
+    INTERRUPT = 6  # Ctrl-C
 
     @property
     def exit_code(self) -> int:
@@ -44,6 +47,7 @@ class Word(IntEnum):
         return {
             Word.TIME_UP: "the time is nearly up",
             Word.DISK_LOW: "the disk has room for one more checkpoint only",
+            Word.LAUNCHER_GONE: "the process that started the ranks has ended",
             Word.INTERRUPT: "SIGINT",
         }.get(self, "a stop signal")
 
@@ -77,6 +81,8 @@ class Control:
         for number in (*STOPS, signal.SIGUSR2):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._received)
+        # a request that came before this rank could take it is taken now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         self._raises = True
 
     def _received(self, number: int, frame: FrameType | None) -> None:
@@ -95,6 +101,11 @@ class Control:
             # the supervisor, which could start this rank again, is gone too
             if self._supervisor not in (None, self._parent):
                 os.kill(self._pid, signal.SIGKILL)
+            word = Word.LAUNCHER_GONE
+        # the kernel's too: it comes at the end of each of the launcher's threads, and only the last
+        # changes this rank's parent
+        elif not processes.is_alive(self._parent):
+            word = Word.LAUNCHER_GONE
         elif self._supervisor is None and time.monotonic() - first_s > ECHO_S:
             os.write(2, b"stopping at once; the last checkpoint is kept\n")
             os._exit(word.exit_code)

@@ -1,0 +1,30 @@
+"""Run `accelerate launch`, and pass a request for a checkpoint (SIGUSR2) on to lowmem's launcher.
+
+The signal would end accelerate and torchrun, and with them the ranks. It is blocked in this process
+from its start (processes.settle_child), so that none comes too early, and in the ranks until they
+listen to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+
+def pass_requests_on(launcher: int) -> None:
+    """Send each request that comes to this process to the launcher, which knows the ranks."""
+    while True:
+        os.kill(launcher, signal.sigwait({signal.SIGUSR2}))
+
+
+if __name__ == "__main__":
+    if "LOWMEM_ROOT_PID" in os.environ:  # else this line was typed, and no launcher is above it
+        threading.Thread(
+            target=pass_requests_on, args=(int(os.environ["LOWMEM_ROOT_PID"]),), daemon=True
+        ).start()
+
+    from accelerate.commands import launch
+
+    sys.argv[0] = "accelerate-launch"
+    launch.main()
