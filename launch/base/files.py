@@ -9,7 +9,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from functools import cache
@@ -77,6 +77,16 @@ def regular_bytes(path: Path) -> bytes:
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.read_bytes()
+
+
+def complete_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a regular file that end with a newline, one at a time. Raises OSError."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line
 
 
 def read(path: Path, noun: type[Noun]) -> Noun | None:

@@ -111,7 +111,7 @@ def find(workspace: Workspace, word: str) -> RunDir:
 
 def _trained(runs: Sequence[RunDir], word: str) -> RunDir:
     for run in runs:
-        if any(run_folder_steps.events(attempt) for attempt in run.attempts()):
+        if any(run_folder_steps.has_any(attempt) for attempt in run.attempts()):
             return run
     raise ResourceError(
         f"{word}: {runs[0].run_id} has no step in its events yet; wait for its first log, or run it"

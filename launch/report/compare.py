@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html as markup
 import shutil
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -211,11 +212,13 @@ def _scores(side: Side, unit: str) -> list[tuple[float, float]]:
     """(samples or tokens, held-out loss) of each evaluation."""
     points, before = [], 0.0
     for part in side.parts:
+        numbers = [step.step for step in part.counted]
+        tokens = [0.0, *accumulate(step.tokens for step in part.counted)]
         for evaluation in part.evaluations:
-            trained = [step.tokens for step in part.counted if step.step <= evaluation.step]
-            count = evaluation.samples_seen if unit == "samples" else before + sum(trained)
+            trained = tokens[bisect_right(numbers, evaluation.step)]
+            count = evaluation.samples_seen if unit == "samples" else before + trained
             points.append((count, evaluation.loss))
-        before += sum(step.tokens for step in part.counted)
+        before += tokens[-1]
     return points
 
 

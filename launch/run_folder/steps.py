@@ -19,6 +19,9 @@ from launch.schema.result import HeldOut, StepEvent
 
 STEADY_FROM = 2  # steps of an attempt that are slower than the rest
 MOST_DIGITS = 20
+# Shorter lines of steps are read without a Python object for each value: beside the names of its
+# fields, no number in one has more digits than a float holds.
+PLAIN_BYTES = 500
 STEP = TypeAdapter(StepEvent)
 EVALUATION = TypeAdapter(HeldOut)
 Say = Callable[[str], None]
@@ -31,6 +34,11 @@ def events(attempt: AttemptDir, say: Say = lambda line: None) -> list[StepEvent]
     return list(_records(attempt.events_file, STEP, say))
 
 
+def has_any(attempt: AttemptDir) -> bool:
+    """True if an attempt wrote a step; no more than its first lines are read."""
+    return next(_records(attempt.events_file, STEP, lambda line: None), None) is not None
+
+
 def evaluations(attempt: AttemptDir, say: Say = lambda line: None) -> list[HeldOut]:
     """The evaluations that an attempt wrote; damaged lines as in events()."""
     return list(_records(attempt.held_out_file, EVALUATION, say))
@@ -39,33 +47,38 @@ def evaluations(attempt: AttemptDir, say: Say = lambda line: None) -> list[HeldO
 def _records(file: Path, record: TypeAdapter[Record], say: Say) -> Iterator[Record]:
     """The records of a file of JSON lines. A last line that is being written, or that a kill has
     cut, is left out."""
-    # JSON has no such numbers
-    texts: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+    damaged, number = [], 0
     try:
-        complete = files.regular_bytes(file).rpartition(b"\n")[0]
+        for number, line in enumerate(files.complete_lines(file), 1):
+            try:
+                is_plain = len(line) <= PLAIN_BYTES and record is STEP and b'": "' not in line
+                yield record.validate_json(line) if is_plain else _unusual(line, record)
+            except (ValueError, AttributeError, RecursionError):
+                # no UTF-8, no JSON, no object, another type, too deep
+                damaged.append(number)
     except FileNotFoundError:
         return
     except OSError as error:
-        say(f"{file}: cannot be read ({error.strerror}); its records are missing from the report")
-        return
-    damaged = []
-    for number, line in enumerate(complete.split(b"\n") if complete else (), 1):
-        try:
-            fields = json.loads(line, parse_int=_int)
-            yield record.validate_python(
-                {
-                    key: texts.get(value, value) if isinstance(value, str) else value
-                    for key, value in fields.items()
-                }
-            )
-        except (ValueError, AttributeError, RecursionError):
-            # no UTF-8, no JSON, no object, another type, too deep
-            damaged.append(number)
+        some = "its records are" if not number else f"its records from line {number + 1} on are"
+        say(f"{file}: cannot be read ({error.strerror}); {some} missing from the report")
     if damaged:
         say(
             f"{file}: {len(damaged)} damaged line(s), the first is line {damaged[0]}; missing from"
             " the report"
         )
+
+
+def _unusual(line: bytes, record: TypeAdapter[Record]) -> Record:
+    """The record of a line with texts instead of numbers, or with long numbers."""
+    # JSON has no such numbers
+    texts: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+    fields = json.loads(line, parse_int=_int)
+    return record.validate_python(
+        {
+            key: texts.get(value, value) if isinstance(value, str) else value
+            for key, value in fields.items()
+        }
+    )
 
 
 def _int(digits: str) -> int:

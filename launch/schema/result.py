@@ -12,7 +12,7 @@ from launch.schema.machine import GIB
 from launch.schema.plan import ModelFamily
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there are as many as a run has steps
 class StepEvent:
     """One optimizer step as rank 0 writes it to events.jsonl. Counts are of all ranks, and `tokens`
     does not count padding."""

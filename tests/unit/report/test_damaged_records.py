@@ -4,6 +4,7 @@ nothing fails."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -67,6 +68,22 @@ def test_a_line_that_no_record_can_be_is_damage(attempt, line):
     assert said == [
         f"{attempt.events_file}: 1 damaged line(s), the first is line 1; missing from the report"
     ]
+
+
+def test_numbers_that_json_lacks_and_the_longest_numbers_of_a_short_line_can_be_drawn(attempt):
+    """A short line is read in one go; none of its numbers is too long for a float."""
+    first = json.loads(attempt.events_file.read_text().splitlines()[0])
+    lines = [json.dumps({**first, "loss": "nan", "grad_norm": "-inf"})]
+    fields = dict.fromkeys(first, 0)
+    shortest = len(json.dumps({**fields, "step": 1}))
+    digits = steps.PLAIN_BYTES - shortest
+    lines.append(json.dumps({**fields, "step": int("9" * digits)}))
+    attempt.events_file.write_text("".join(f"{line}\n" for line in lines))
+    nan, long = steps.events(attempt)
+    assert math.isnan(nan.loss)
+    assert nan.grad_norm == -math.inf
+    assert len(lines[1]) < steps.PLAIN_BYTES
+    assert math.isfinite(float(long.step))
 
 
 def test_a_damaged_outcome_names_the_checkpoint_to_go_on_from(attempt):
