@@ -65,6 +65,7 @@ T5 = {
 FOUR_BIT = {"load_in_4bit": True}
 SDPA, VARLEN = {"attn_implementation": "sdpa"}, {"attn_implementation": "varlen_attn"}
 PACKED = {"packing": True}
+IN_PARTS = {"tiled_mlp_num_shards": 4}
 R16, R8 = {"r": 16}, {"r": 8}
 RESULT = "cuda_build_memory"
 FIGURES = ("allocated", "reserved")
@@ -228,6 +229,30 @@ CASES = (
         data=PACKED,
         ragged=True,
     ),
+    on_one_card(
+        "qwen2, MLPs in 4 parts, checkpointing, 1024 tokens",
+        QWEN,
+        4,
+        training={**CHECKPOINTING, **AUTOCAST, **IN_PARTS},
+        length=1024,
+    ),
+    on_one_card(
+        "llama, LoRA, MLPs in 4 parts, checkpointing, one sample of 1024 tokens",
+        LLAMA,
+        1,
+        lora=R16,
+        training={**CHECKPOINTING, **AUTOCAST, **IN_PARTS},
+        model=HALF,
+        length=1024,
+    ),
+    on_one_card(
+        "llama, QLoRA, MLPs in 4 parts, accumulation 2",
+        LLAMA,
+        lora=R16,
+        training={**AUTOCAST, **IN_PARTS, **accumulating(2)},
+        model=HALF,
+        quantization=FOUR_BIT,
+    ),
     on_one_card("t5, ragged rows", T5, 8, training=AUTOCAST, ragged=True),
     on_one_card("t5, autocast", T5, 8, training=AUTOCAST),
     on_one_card(
@@ -257,6 +282,18 @@ CASES = (
         "llama, LoRA, DDP", LLAMA, lora=R16, training=AUTOCAST, model=HALF, mode="dual_gpu_nccl"
     ),
     on_two_cards("t5, DDP over Gloo", T5, training=AUTOCAST, mode="dual_gpu_gloo"),
+    on_two_cards(
+        "qwen2, DDP, MLPs in 4 parts, checkpointing",
+        QWEN,
+        training={**CHECKPOINTING, **AUTOCAST, **IN_PARTS},
+        mode="dual_gpu_nccl",
+    ),
+    on_two_cards(
+        "qwen2, ZeRO-2, MLPs in 4 parts, checkpointing",
+        QWEN,
+        training={**CHECKPOINTING, **AUTOCAST, **IN_PARTS},
+        mode="deepspeed_zero2",
+    ),
     on_two_cards("qwen2, ZeRO-1", QWEN, training=AUTOCAST, mode="deepspeed_zero1"),
     on_two_cards("qwen2, ZeRO-2", QWEN, training=AUTOCAST, mode="deepspeed_zero2"),
     on_two_cards(

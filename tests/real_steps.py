@@ -54,6 +54,7 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
         keep_checkpoints=2,
         output_chunks=strategy.num_output_chunks,
         logits_at_targets=strategy.logits_at_targets,
+        mlp_shards=strategy.tiled_mlp_num_shards,
         facts={},
         model=network,
         args=args,

@@ -228,6 +228,7 @@ def build_parts(
         keep_checkpoints=recipe.training.save_total_limit,
         output_chunks=plan.strategy.num_output_chunks,
         logits_at_targets=plan.strategy.logits_at_targets,
+        mlp_shards=plan.strategy.tiled_mlp_num_shards,
         facts={
             "mode": plan.strategy.mode,
             "engine": plan.strategy.launch_mode.engine,

@@ -119,6 +119,7 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             activation_offloading=training.activation_checkpointing_kwargs.offload or False,
             num_output_chunks=training.num_output_chunks or 1,
             logits_at_targets=target_counts.at_targets(recipe, config["model_type"]),
+            tiled_mlp_num_shards=training.tiled_mlp_num_shards or 1,
             torch_compile=training.compiles and constraints.no_compiler is None,
             attn_implementation=kernels.attention(
                 recipe,
@@ -297,6 +298,7 @@ def waves(
                 every_n_layers=tuned.every_n_layers,
                 activation_offloading=tuned.activation_offloading,
                 num_output_chunks=tuned.num_output_chunks,
+                tiled_mlp_num_shards=tuned.tiled_mlp_num_shards,
             )
             for candidate in possible
             if (candidate.mode, candidate.num_processes, candidate.effective_batch_size)

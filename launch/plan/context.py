@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.base.errors import ConfigError
 from launch.data import token_cache, token_hashes
-from launch.plan import candidates
+from launch.plan import candidates, tiled_mlp
 from launch.plan.candidates import CHUNKED
 from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
@@ -62,6 +62,7 @@ def build(
     _check_packing(recipe, family)
     _check_chunks(recipe, config["model_type"])
     _check_logits(recipe, config["model_type"])
+    tiled_mlp.check(recipe, config["model_type"])
     states = optimizers.model_state(
         parameters,
         recipe.model.freeze,

@@ -305,6 +305,8 @@ def _batch_changes(
         " compute twice"
     )
     in_parts = f"{missed}; the loss is the same sum, its logits made in parts"
+    shards = candidate.tiled_mlp_num_shards
+    in_tiles = f"{missed}; each MLP makes the same of a part of the tokens at a time"
     eval_misses = f"evaluating {asked_eval} samples at once does not fit; the result is the same"
     rows = (
         (asked != runs, "per_device_train_batch_size", asked, runs, split),
@@ -318,6 +320,13 @@ def _batch_changes(
             kept_where,
         ),
         (chunks > (training.num_output_chunks or 1), "num_output_chunks", 1, chunks, in_parts),
+        (
+            shards > (training.tiled_mlp_num_shards or 1),
+            "tiled_mlp_num_shards",
+            1,
+            shards,
+            in_tiles,
+        ),
         (
             asked_eval not in (None, runs_eval),
             "per_device_eval_batch_size",

@@ -77,6 +77,7 @@ class Fit:
             ),
             ("on the host", runs.activation_checkpointing and runs.activation_offloading),
             ("chunks", runs.num_output_chunks > 1),
+            ("tiled MLP", runs.tiled_mlp_num_shards > 1),
         )
         return tuple(name for name, differs in names if differs)
 

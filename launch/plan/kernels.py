@@ -269,6 +269,9 @@ def switches(
     logits = f"logits in {chunks} parts" if chunks > 1 else "logits whole"
     of_loss = _by(training.num_output_chunks is not None, chunks > 1, "parts are not needed")
     yield Switch("loss", logits, of_loss)
+    if (shards := chosen.tiled_mlp_num_shards) > 1:
+        of_mlp = _by(training.tiled_mlp_num_shards is not None, True)
+        yield Switch("mlp", f"tokens in {shards} parts", of_mlp)
     of_optimizer = next((text for name, text in OF_OPTIMIZERS if name in training.optim), None)
     yield Switch("optimizer", training.optim, of_optimizer or "asked for")
     recomputes = chosen.activation_checkpointing

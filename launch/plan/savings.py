@@ -72,11 +72,13 @@ def _ways(candidate: Strategy) -> Mapping[str, str]:
     """The ways of saving memory in words, by name."""
     n = candidate.every_n_layers if candidate.activation_checkpointing else 0
     checkpointing = {0: "no checkpointing", 1: "checkpointing"}
+    tiled = candidate.tiled_mlp_num_shards > 1
     on_host = n > 0 and candidate.activation_offloading
     return {
         "mode": f"{candidate.mode} x{candidate.num_processes}",
         "micro-batch": f"{candidate.per_device_train_batch_size} at once",
         "checkpointing": checkpointing.get(n, f"checkpointing 1 layer in {n}"),
         "host": "activations on the host" if on_host else "activations on the device",
+        "mlp": f"MLPs in {candidate.tiled_mlp_num_shards} parts" if tiled else "MLPs at once",
         "logits": f"logits in {candidate.num_output_chunks} part(s)",
     }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from launch.plan import candidates
+from launch.plan import candidates, tiled_mlp
 from launch.plan.candidates import LaunchConstraints
 from launch.predict import estimate
 from launch.predict.estimate import Judged, PlanContext
@@ -113,7 +114,8 @@ def fastest(
     and chunks."""
     refuted: dict[Candidate, Judged] = {}  # by a replay of the allocator
     while True:
-        rough = _with_fewer_layers(context, _needed(context, wave, refuted), refuted, constraints)
+        rough = _with_tiled_mlp(context, _needed(context, wave, refuted), refuted)
+        rough = _with_fewer_layers(context, rough, refuted, constraints)
         order = _order(rough, constraints)
         first = next((each for each in order if each.misses is None), None)
         if first is None:
@@ -207,6 +209,29 @@ def _roughly(context: PlanContext, candidate: Candidate) -> Judged:
     return estimate.judge(context, reduced, exact=False)
 
 
+def _with_tiled_mlp(
+    context: PlanContext, rough: Sequence[Judged], refuted: Mapping[Candidate, Judged]
+) -> list[Judged]:
+    """Add candidates whose MLPs compute a part of the tokens at a time, where the same without does
+    not fit and nothing that fits is about as fast."""
+    quickest = min((each.seconds for each in rough if each.misses is None), default=math.inf)
+    added: dict[Candidate, Judged] = {}
+    for untiled in sorted(rough, key=lambda each: each.seconds):
+        if not untiled.misses or untiled.time is None or untiled.seconds * AS_FAST >= quickest:
+            continue
+        candidate = tiled_mlp.tiled(context, untiled)
+        if candidate is None:
+            continue
+        judged = _traced(context, candidate, refuted)
+        if judged is None:
+            continue
+        added[untiled.candidate] = judged
+        if judged.misses is None:
+            quickest = min(quickest, judged.seconds)
+    pairs = ([each, added.get(each.candidate)] for each in rough)
+    return [each for pair in pairs for each in pair if each is not None]
+
+
 def _with_fewer_layers(
     context: PlanContext,
     rough: Sequence[Judged],
@@ -240,16 +265,26 @@ def _with_fewer_layers(
             if seconds * AS_FAST >= quickest or _between(every, without, n) > every.budget_bytes:
                 continue
             candidate = replace(every.candidate, every_n_layers=n)
-            context.fetch([candidate])
-            if context.trace(candidate) is None:
+            judged = _traced(context, candidate, refuted)
+            if judged is None:
                 continue
-            judged = _roughly(context, candidate)
-            judged = added[every.candidate] = refuted.get(judged.candidate, judged)
+            added[every.candidate] = judged
             if judged.misses is None:
                 quickest = min(quickest, judged.seconds)
                 break
     pairs = ([added.get(each.candidate), each] for each in rough)
     return [each for pair in pairs for each in pair if each is not None]
+
+
+def _traced(
+    context: PlanContext, candidate: Candidate, refuted: Mapping[Candidate, Judged]
+) -> Judged | None:
+    """Judge one more candidate roughly; None if its step cannot be traced."""
+    context.fetch([candidate])
+    if context.trace(candidate) is None:
+        return None
+    judged = _roughly(context, candidate)
+    return refuted.get(judged.candidate, judged)
 
 
 def _between(every: Judged, without: Judged, n: int) -> float:
@@ -259,7 +294,11 @@ def _between(every: Judged, without: Judged, n: int) -> float:
 
 
 def _is_indirect(candidate: Candidate) -> bool:
-    return candidate.activation_checkpointing or candidate.num_output_chunks > 1
+    return (
+        candidate.activation_checkpointing
+        or candidate.num_output_chunks > 1
+        or candidate.tiled_mlp_num_shards > 1
+    )
 
 
 def _evaluated(context: PlanContext, candidate: Candidate) -> Candidate:

@@ -9,6 +9,7 @@ alone, and the plan says so.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
@@ -59,6 +60,7 @@ WIDTH_NAMES = ("hidden_size", "n_embd", "d_model")  # of a config: features of a
 LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers")
 # For backward, without checkpointing: inputs of the norms, of attention's and of the MLP's products
 KEPT_TENSORS_A_LAYER = 8
+INSIDE_MLP = 2  # of them, that an MLP in parts does not keep
 
 LEAST_LENGTH = 8  # tokens of a row that is worth a trace
 
@@ -284,7 +286,8 @@ def _least_activation_bytes(context: PlanContext, candidate: Strategy) -> int:
     element_bytes = 4 if candidate.mixed_precision == "no" else 2
     share = candidate.checkpointed_share
     on_device = 0 if candidate.activation_offloading else share
-    tensors = on_device + (1 - share) * KEPT_TENSORS_A_LAYER
+    stored = KEPT_TENSORS_A_LAYER - (candidate.tiled_mlp_num_shards > 1) * INSIDE_MLP
+    tensors = on_device + (1 - share) * stored
     of_layers = int(tensors * layers * width * element_bytes)
     rows = candidate.per_device_train_batch_size
     positions = rows * target // candidate.num_output_chunks
@@ -627,6 +630,18 @@ def _misses(
     return misses_host(context, candidate, memory)
 
 
+def missing_bytes(context: PlanContext, judged: Judged) -> int:
+    """The bytes by which a prediction exceeds the memory that its rows are in; what else it
+    exceeds counts as infinitely many."""
+    candidate, memory = judged.candidate, judged.memory
+    if candidate.device == "cpu":
+        budget = host_budget_bytes(context.recipe, context.machine)
+        return (host_bytes(candidate, memory) - budget) // candidate.processes_per_machine
+    if misses_host(context, candidate, memory):
+        return sys.maxsize
+    return memory.device_bytes - judged.budget_bytes
+
+
 def misses_host(context: PlanContext, candidate: Strategy, memory: MemoryEstimate) -> str | None:
     """The excess of the machine's RAM, with numbers; None when it fits."""
     budget = host_budget_bytes(context.recipe, context.machine)
@@ -661,8 +676,10 @@ def describe(candidate: Strategy) -> str:
     if checkpointing and candidate.activation_offloading:
         checkpointing += " on the host"
     chunks = candidate.num_output_chunks
+    shards = candidate.tiled_mlp_num_shards
     return (
         f"{candidate.mode} x{candidate.num_processes}, batch"
         f" {candidate.per_device_train_batch_size} x {candidate.gradient_accumulation_steps}"
         f"{checkpointing}{f', loss in {chunks} chunks' if chunks > 1 else ''}"
+        f"{f', MLPs in {shards} parts' if shards > 1 else ''}"
     )

@@ -110,6 +110,7 @@ class OomEvent:
             and candidate.per_device_train_batch_size < failed.per_device_train_batch_size
             and candidate.checkpointed_share >= failed.checkpointed_share
             and candidate.num_output_chunks >= failed.num_output_chunks
+            and candidate.tiled_mlp_num_shards >= failed.tiled_mlp_num_shards
         )
 
 

@@ -94,6 +94,12 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
             " full copies of the weights, or train without lora",
         ),
     }
+    if strategy.tiled_mlp_num_shards > 1 and strategy.launch_mode.shards_parameters:
+        asked = f"training.tiled_mlp_num_shards {strategy.tiled_mlp_num_shards}"
+        reason = f"would gather the weights of an MLP for each part of {asked}"
+        if strategy.launch_mode.engine == "fsdp2":
+            reason = f"has not been tested with {asked}"
+        return f"{strategy.mode} {reason}; leave one out"
     texts = (refusals[name] for name in strategy.launch_mode.refuses)
     return next((f"{strategy.mode} {text}" for applies, text in texts if applies), None)
 

@@ -397,6 +397,7 @@ class Traces:
             "attention": [strategy.attn_implementation, question.documents],
             "checkpointed": [strategy.checkpointed_share, strategy.activation_offloading],
             "logits": [strategy.num_output_chunks, strategy.logits_at_targets],
+            "mlp": strategy.tiled_mlp_num_shards,
             "torch_compile": strategy.torch_compile,
             "bucket_elements": BUCKET_ELEMENTS,
             "lengths": question.lengths,

@@ -107,6 +107,8 @@ class Strategy:
     # the positions are divided into this many parts, whose logits are computed one after another
     num_output_chunks: int = 1
     logits_at_targets: bool = False  # of the other positions, no logits are computed
+    # the tokens of a micro-batch go through each MLP in this many parts, one after another
+    tiled_mlp_num_shards: int = 1
     torch_compile: bool = False
     attn_implementation: AttnImplementation = "sdpa"
     tf32: bool = False  # products of float32 are rounded to 10 bits of mantissa

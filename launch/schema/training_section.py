@@ -146,6 +146,14 @@ class TrainingSection(BaseModel):
         description="Compute the logits only of positions that predict a token with a loss, not of"
         " prompts and padding. The loss is the same. null: planned.",
     )
+    tiled_mlp_num_shards: Annotated[int | None, affects("memory", "step_time", "planned")] = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Parts of the tokens that go through each layer's MLP one after another, and"
+        " again in backward, to save memory with long rows. The result is the same. 1: all tokens"
+        " at once. null: planned.",
+    )
     logging_steps: Annotated[int, affects("interruptions")] = Field(
         default=10, ge=1, description="Optimizer steps between two log lines."
     )

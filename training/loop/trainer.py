@@ -38,6 +38,7 @@ from training.engines import setup
 from training.loop import nan_guard
 from training.loop.callbacks import StepMeter
 from training.loop.memory_peaks import MemoryPeaks
+from training.model import tiled_mlp
 from training.model.chunked_loss import LossHead, target_loss_sum
 
 logger = logging.getLogger("lowmem")
@@ -75,6 +76,7 @@ class LowMemTrainer(OpenTrainer):
         strategy: Strategy | None = None,
         output_chunks: int = 1,
         logits_at_targets: bool = False,
+        mlp_shards: int = 1,
         peaks: MemoryPeaks | None = None,
         **kwargs: Any,
     ) -> None:
@@ -91,6 +93,8 @@ class LowMemTrainer(OpenTrainer):
         self._shift = not self.model.config.is_encoder_decoder
         has_head = output_chunks > 1 or logits_at_targets
         self._head = LossHead(self.model, output_chunks, self._shift) if has_head else None
+        if mlp_shards > 1:
+            tiled_mlp.tile(self.model, mlp_shards)
         if guard is not None:
             guard.trainer = self
 

@@ -154,6 +154,7 @@ class Recorder(TorchDispatchMode):
         self._layers: list[Layer] = []  # that forward is in
         # sequence numbers of the autograd nodes that a layer made
         self._ranges: list[tuple[int, int, Layer]] = []
+        self._backward = 0  # number of the first node that backward itself makes
         self._last: Layer | None = None  # of the autograd node, or the update, that ran last
         # the layer that has just returned: no operator has run since
         self._returned: Layer | None = None
@@ -203,13 +204,18 @@ class Recorder(TorchDispatchMode):
                 for start, end, layer in self._ranges
                 if number is not None and start <= number < end
             )
-            self._last = next(owners, None)
+            owner = next(owners, None)
+            # a layer that computes a part of itself again in a node of its own goes back through it
+            if owner is not None or number is None or number < self._backward:
+                self._last = owner
         return self._last
 
     # ---- storages
 
     def mark(self, phase: str) -> None:
         self.phase = phase
+        if phase.startswith("backward"):
+            self._backward = torch_private.next_node_number()
 
     def point(self, op: str) -> None:
         """Record a moment: a block without bytes."""

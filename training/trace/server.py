@@ -92,6 +92,7 @@ def _shared(
         (strategy.checkpointed_share, strategy.activation_offloading),
         strategy.num_output_chunks,
         strategy.logits_at_targets,
+        strategy.tiled_mlp_num_shards,
         strategy.attn_implementation,
         question["documents"],
         strategy.per_device_train_batch_size == 1,

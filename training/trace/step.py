@@ -327,6 +327,7 @@ def _tracer(
         keep_checkpoints=2,
         output_chunks=strategy.num_output_chunks,
         logits_at_targets=strategy.logits_at_targets,
+        mlp_shards=strategy.tiled_mlp_num_shards,
         facts={},
         model=network,
         args=args,
@@ -340,9 +341,13 @@ def _tracer(
     if strategy.logits_at_targets:
         tracer.num_targets = TARGETS * strategy.num_output_chunks
     tracer.flattens = strategy.flattens
-    # a size that grows with the batch is recognised if each row has as many positions of each chunk
+    # a size that grows with the batch is recognised if each row has as many positions of each part
+    parts = math.lcm(
+        strategy.num_output_chunks if tracer.flattens else 1, strategy.tiled_mlp_num_shards
+    )
+    source, target = (-(-length // parts) * parts for length in (source, target))
     if tracer.flattens:
-        source = target = -(-source // strategy.num_output_chunks) * strategy.num_output_chunks
+        target = source
     mask = "position_ids" if recipe.data.packing or tracer.flattens else "attention_mask"
     tracer.widths = {"input_ids": source, mask: source, "labels": target}
     if plan.shape.is_encoder_decoder:

@@ -108,6 +108,7 @@ def mean_split(
         activation_offloading=False,
         num_output_chunks=1,
         logits_at_targets=False,
+        tiled_mlp_num_shards=1,
         dataloader_num_workers=0,
     )
     rows = counts["rows"] if data.group_by_length else None

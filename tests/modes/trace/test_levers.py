@@ -102,7 +102,7 @@ def test_a_transformers_that_cannot_leave_layers_out_checkpoints_all_and_the_pla
 
 
 def test_activations_are_kept_on_the_host_where_nothing_else_fits(tmp_path):
-    parts = {"num_output_chunks": 64}
+    parts = {"num_output_chunks": 64, "tiled_mlp_num_shards": 1}
     on_card = chosen(tmp_path, 3, **parts).plan
     least = on_card.estimate.device_bytes
     assert not on_card.strategy.activation_offloading
@@ -173,6 +173,44 @@ def test_logits_at_targets_fit_where_those_of_all_positions_do_not(tmp_path):
     for refused in ({}, {"most_targets": targets, "logits_at_targets": False}):
         with pytest.raises(DoesNotFit):
             chosen(tmp_path, free_gib, **fixed, **refused)
+
+
+def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(tmp_path):
+    long: dict[str, Any] = {
+        "data": {"max_length": 8192},
+        "per_device_train_batch_size": 1,
+        "num_output_chunks": 64,  # the logits are not the peak
+        "activation_checkpointing_kwargs": {"offload": False},
+    }
+    whole = chosen(tmp_path, 5, **long).plan
+    assert whole.strategy.tiled_mlp_num_shards == 1
+    assert not any("MLPs in" in line for line in whole.table)  # nor was it traced
+    free_gib = (whole.estimate.device_bytes - 256 * MIB) / 0.95 / GIB  # launch.vram_fraction
+    parts = chosen(tmp_path, free_gib, **long).plan
+    assert parts.strategy.tiled_mlp_num_shards == 8
+    saved = whole.estimate.allocated_bytes - parts.estimate.allocated_bytes
+    inner = 8192 * 4864 * 2  # a tensor of the MLP's inner size
+    assert 4 * inner < saved < 8 * inner
+    # a checkpointed layer computes its MLP twice, in parts or not; smaller products take longer
+    assert 1 < parts.seconds_per_step / whole.seconds_per_step < 1.05
+    values = {change.key: change.effective for change in parts.changes}
+    assert values["training.tiled_mlp_num_shards"] == "8"
+    (line,) = (line for line in parts.savings if line.startswith("MLPs in 8 parts instead of"))
+    assert "less" in line
+    (switch,) = (each for each in parts.switches if each.name == "mlp")
+    assert switch.runs == "tokens in 8 parts"
+    with pytest.raises(DoesNotFit, match=r"checkpointing, .* GiB in backward, budget"):
+        chosen(tmp_path, free_gib, **long, tiled_mlp_num_shards=1)
+    asked = chosen(tmp_path, free_gib, **long, tiled_mlp_num_shards=6).plan
+    assert asked.strategy.tiled_mlp_num_shards == 6
+    assert not any(change.key == "training.tiled_mlp_num_shards" for change in asked.changes)
+
+
+def test_mlps_in_parts_are_not_traced_where_logits_are_the_peak(tmp_path):
+    long: dict[str, Any] = {"data": {"max_length": 8192}, "per_device_train_batch_size": 1}
+    plan = chosen(tmp_path, 4, **long).plan
+    assert plan.strategy.activation_offloading
+    assert not any("MLPs in" in line for line in plan.table)
 
 
 def test_offloading_is_refused_on_a_cpu():
