@@ -21,6 +21,7 @@ from launch.base.files import write_json
 from launch.base.processes import die_with_launcher, settle_process
 from launch.base.text import shown
 from launch.commands import attach
+from launch.predict.memory import onednn
 from launch.probe import packages
 from launch.recipe.guides import chatlm_flags
 from launch.recipe.guides.chatlm_flags import Request
@@ -45,6 +46,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
     # Threads that spin lose their core to a busy neighbour: 600 ms a step, asleep 86; alone 26.8
     # and 27.5 (2 cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.update(onednn.settings(os.environ))
     if {"WORLD_SIZE", "LOWMEM_SUPERVISED", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
         # torchrun passes signals on before it ends. accelerate's launcher of one process ends
         # without passing them on, and so do both for signals that they do not know: this rank saves

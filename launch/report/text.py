@@ -276,11 +276,6 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
             f"  host RAM   {size(estimate.host_bytes)} in {estimate.host_phase}:"
             f" {_parts(estimate.host)}"
         )
-        if (plan.strategy.device, plan.strategy.mixed_precision) == ("cpu", "bf16"):
-            yield (
-                "             not counted: oneDNN's bf16 kernels, 1 to 4 MiB for each new shape of"
-                " a micro-batch (0.7 GiB after 60 steps were seen)"
-            )
 
 
 def length_text(plan: Plan) -> str:

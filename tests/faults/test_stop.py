@@ -361,6 +361,23 @@ def test_a_second_start_is_refused_while_the_first_runs(tmp_path):
     assert took < 4  # 2 s where no other test runs beside it
 
 
+@pytest.mark.shows("F25", "the same line twenty times at once")
+def test_of_twenty_starts_at_once_one_trains_and_the_others_name_it(tmp_path):
+    recipe = str(builders.recipe(tmp_path))
+    argv, env = (*stopping.RUN, recipe), builders.environment(tmp_path / "workspace")
+    starts = [
+        subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(20)
+    ]
+    said = [start.communicate(timeout=300) for start in starts]
+    assert sorted(start.returncode for start in starts) == [0] + [9] * 19, said
+    (trained,) = (start.pid for start in starts if start.returncode == 0)
+    refused = [err for (_, err), start in zip(said, starts, strict=True) if start.returncode]
+    assert all(f"is in use by process {trained} on " in err for err in refused), refused
+    assert (tmp_path / "model/config.json").exists()
+    builders.only_run(tmp_path / "workspace")
+
+
 @pytest.mark.shows("F11", "a limit below what the job takes; the verdict names it")
 def test_before_the_host_runs_out_of_ram_the_ranks_save_and_stop(tmp_path):
     """The limit is set below what the job takes once it trains."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launch.data.files import shards
-from launch.predict.memory import malloc
+from launch.predict.memory import malloc, onednn
 from launch.probe.import_memory import Imports
 from launch.schema.data_section import DataSection
 from launch.schema.machine import MIB
@@ -140,6 +140,7 @@ def estimate(job: Job, import_memory: Imports) -> HostEstimate:
         **_processes(job, import_memory),
         **_data(job),
         **_offloaded(job),
+        "bf16 kernels": job.ranks * onednn.kept_bytes(job.strategy, job.recipe.model.dtype),
         "offloaded activations": job.ranks * sum(map(rounded_pinned, job.offloaded_activations)),
         "pinned copies of Gloo": job.ranks * sum(map(rounded_pinned, _copied_by_gloo(job))),
     }

@@ -237,13 +237,14 @@ CLOCK = r"""
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
-/* Once the file PYTHON_CLOCK exists, the wall clock is a day behind. */
+/* Once the file PYTHON_CLOCK exists, the wall clock is PYTHON_CLOCK_S seconds further. */
 int clock_gettime(clockid_t id, struct timespec *now) {
     static int (*real)(clockid_t, struct timespec *);
     if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
     int code = real(id, now);
     const char *file = getenv("PYTHON_CLOCK");
-    if (id == CLOCK_REALTIME && file && access(file, F_OK) == 0) now->tv_sec -= 86400;
+    if (id == CLOCK_REALTIME && file && access(file, F_OK) == 0)
+        now->tv_sec += atol(getenv("PYTHON_CLOCK_S"));
     return code;
 }
 """
@@ -251,14 +252,15 @@ int clock_gettime(clockid_t id, struct timespec *now) {
 
 @pytest.mark.shows(
     "F23",
-    "clock_gettime a day back while it trains, by LD_PRELOAD; the events' times go back by that"
-    " much",
+    "clock_gettime a day back or forward while it trains, by LD_PRELOAD; the events' times go by"
+    " that much",
 )
-def test_a_clock_that_goes_back_costs_no_checkpoint_and_is_no_hang(tmp_path, injected):
+@pytest.mark.parametrize("by_s", [-86400, 86400], ids=["back", "forward"])
+def test_a_clock_that_jumps_costs_no_checkpoint_and_is_no_hang(tmp_path, injected, by_s):
     source, library, moved = tmp_path / "clock.c", tmp_path / "clock.so", tmp_path / "moved"
     source.write_text(CLOCK)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    extra = {"LD_PRELOAD": str(library), "PYTHON_CLOCK": str(moved)}
+    extra = {"LD_PRELOAD": str(library), "PYTHON_CLOCK": str(moved), "PYTHON_CLOCK_S": str(by_s)}
     with stopping.launched(tmp_path, extra=extra, launch={"hang_floor_s": 20}) as child:
         child.until("two checkpoints", lambda: len(child.committed()) >= 2)
         before = child.committed()[-1]

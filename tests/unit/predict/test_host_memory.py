@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from launch.base import environment
 from launch.base.errors import ResourceError
 from launch.predict import parameters
-from launch.predict.memory import malloc
+from launch.predict.memory import malloc, onednn
 from launch.predict.memory.host_memory import Job, estimate, pinned_bytes, rounded_pinned
 from launch.probe import import_memory
 from launch.probe.import_memory import ASSUMED, Imports
@@ -70,6 +71,34 @@ def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **k
         **known,
     }
     return Job(recipe, chosen, shape, values.pop("states", states), **values)
+
+
+def test_each_rank_keeps_kernels_of_bf16_from_the_first_step_on() -> None:
+    chosen = replace(strategy("multi_cpu", ranks=2), mixed_precision="bf16")
+    phases = estimate(job(chosen), IMPORTS).by_phase
+    kept = 2 * onednn.KERNELS * onednn.KERNEL_BYTES
+    assert {name: parts.get("bf16 kernels", 0) for name, parts in phases.items()} == {
+        "prepare": 0,
+        "load": 0,
+        **dict.fromkeys(("step", "first_step", "save"), kept),
+    }
+    for other in (replace(chosen, device="cuda"), strategy("multi_cpu", ranks=2)):
+        parts = estimate(job(other), IMPORTS).by_phase["step"]
+        assert "bf16 kernels" not in parts
+
+
+@pytest.mark.parametrize(
+    ("users", "added"),
+    [
+        ({}, {onednn.ONEDNN: "64", onednn.IDEEP: "64"}),
+        ({onednn.ONEDNN: "1024"}, {onednn.IDEEP: "64"}),
+        ({onednn.ITS_OLD_NAME: "8", onednn.IDEEP: "8"}, {}),
+    ],
+)
+def test_the_users_own_number_of_kernels_is_left_alone(users, added) -> None:
+    assert onednn.settings(users) == added
+    passed = environment.passed(users, [])
+    assert users.items() <= passed.items()
 
 
 def test_libraries_are_in_ram_once_however_many_ranks_map_them() -> None:
