@@ -78,11 +78,11 @@ cuda-build-memory: cuda-build ## predicted beside measured memory of 70 configur
 families: ## every family of models on the CPU: planned, trained, cut off, resumed, exported, loaded by plain transformers; an hour, goes on where it was cut off
 	$(IN_VENV) "$$PYTHON" -m benchmarks.families
 
-fuzz: ## damaged files of runs and caches, read by each command; ten minutes
+fuzz: ## damaged files of runs, caches and data, and hostile recipes, read by each command; ten minutes
 	$(IN_VENV) "$$PYTHON" -m benchmarks.fuzz --record
 
-fuzz-fast: ## two minutes of it
-	$(IN_VENV) "$$PYTHON" -m benchmarks.fuzz --seconds 100
+fuzz-fast: ## a minute and a half of it
+	$(IN_VENV) "$$PYTHON" -m benchmarks.fuzz --seconds 40
 
 bench: ## side by side with peers; figures go to benchmarks/results
 	$(IN_VENV) "$$PYTHON" -m benchmarks.run

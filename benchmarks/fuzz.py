@@ -1,12 +1,17 @@
-"""Damaged files of runs and caches: no command may end in a traceback, hang, or train something
-else.
+"""Damaged files of runs, caches, models and data sets, and hostile values of recipes: no command
+may end in a traceback, hang, or train something else in silence.
 
-A tiny run is trained, another is cut off, and their files are damaged one at a time (cut short, a
-bit flipped, JSON of another type, a key dropped, nested deeply, replaced by a FIFO, a link or a
-folder, given to another user). After each damage a command reads them: `report`, `samples`,
-`compare`, or `run --dry-run`, which decides whether the run goes on. They are called in a child
-process, which is ended and started again where a command hangs. Exit codes are the documented
-ones; None is a traceback. Cases are drawn from `--seed`.
+A tiny run is trained on prompts, another on chats, a third goes on from the first's model, and one
+is cut off. Their files are damaged one at a time (cut short, a bit flipped, JSON of another type, a
+key dropped, nested deeply, replaced by a FIFO, a link or a folder, given to another user). After
+each damage a command reads them: `report`, `samples`, `compare`, `show`, `plan --json`, `fit`,
+`merge`, `selfcheck`, the child that tokenises, or `run --dry-run`, which decides whether the run
+goes on. Some cases plan with a hostile value instead. They are called in a child process, which is
+ended and started again where a command hangs. Exit codes are the documented ones; None is a
+traceback. A plan of the same run that says something else, with exit code 0 and without a word on
+the damaged file, is a fault too. Cases are drawn from `--seed`.
+
+Recipes with hostile values are read besides, without a plan (fuzz_recipes.py).
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import re
 import select
 import shutil
 import subprocess
@@ -26,7 +32,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import recording
+import yaml
+
+from benchmarks import fuzz_recipes, recording
 from launch.run_folder.layout import RunDir
 from tests import builders
 
@@ -35,11 +43,21 @@ LARGEST = 1 << 20  # bytes of a file that is damaged; tensors are the checkpoint
 DOCUMENTED = frozenset({0, 1, 2, 3, 4, 5, 9, 10})
 OTHER_USER = 12345
 WRONG_JSON = ("[]", "{}", "1", "null", '"text"', "[" * 3000, '{"a":' * 3000, "NaN", '{"step": []}')
+VALUES = 10_000  # hostile recipes, or as many as there is time for
+VALUES_SHARE = 0.25  # of the time, for them
+PLAN_A_VALUE = 0.1  # of the cases
+# lines of a dry run that say what is trained
+DECIDED = re.compile(r"^  (model|data|tokens|batch|run) +(.*)$", re.MULTILINE)
 CHILD = """
-import json, sys
+import json, os, sys
 from tests.process.commands import many_starts
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # where children of a command print
 for line in sys.stdin:
-    print(json.dumps(many_starts.one(many_starts.main, json.loads(line))), flush=True)
+    words = json.loads(line)
+    is_prepare = words[0] == "prepare"
+    start = many_starts.prepare if is_prepare else many_starts.main
+    print(json.dumps(many_starts.one(start, words[is_prepare:])), file=answers, flush=True)
 """
 
 Damage = Callable[[Path, random.Random], None]
@@ -157,7 +175,7 @@ class Commands:
     def _start(self) -> subprocess.Popen[bytes]:
         self._child = subprocess.Popen(
             [sys.executable, "-c", CHILD],
-            env=builders.environment(self._workspace),
+            env=builders.environment(self._workspace, **own_traces(self._workspace)),
             cwd=builders.CODE,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -173,27 +191,73 @@ class Commands:
 
 
 def trained(root: Path) -> tuple[Path, list[list[str]]]:
-    """A workspace with a complete run and one that was cut off, and the commands that read them."""
+    """A workspace with complete runs and one that was cut off, and the commands that read them.
+
+    Everything lies below the workspace: data sets and models too."""
     workspace = root / "workspace"
-    recipe = builders.recipe(root, training={"num_train_epochs": 1})
-    other = root / "other.yaml"
-    other.write_text(recipe.read_text("utf-8").replace("name: tiny", "name: other"), "utf-8")
-    for file in (recipe, other):
-        words = [f"--output_dir={root / file.stem}"]
-        done = builders.launch(workspace, "run", str(file), *words)
+    files = recipes(workspace)
+    for name, file in files.items():
+        words = ["run", str(file), f"--output_dir={workspace / name}"]
+        done = builders.launch(workspace, *words, **own_traces(workspace))
         assert done.returncode == 0, done.stdout + done.stderr
-    runs = {name: next((workspace / "runs" / name).glob("[0-9]*")) for name in ("tiny", "other")}
-    begun = RunDir(runs["tiny"])
+    runs = {name: str(next((workspace / "runs" / name).glob("[0-9]*"))) for name in files}
+    begun = RunDir(Path(runs["tiny"]))
     begun.attempts()[-1].outcome_file.unlink()
     shutil.rmtree(sorted(begun.checkpoints.glob("checkpoint-*"))[-1])
-    return workspace, [
-        ["run", str(recipe), f"--output_dir={root / 'tiny'}", "--dry-run"],
-        ["run", str(other), f"--output_dir={root / 'other'}", "--dry-run"],
-        ["report", "--calibration"],
-        ["samples", str(runs["tiny"])],
-        ["samples", str(runs["other"])],
-        ["compare", str(runs["tiny"]), str(runs["other"]), "--anyway"],
+    tokenised = next(Path(runs["chat"]).glob("attempts/*/tokenising.json")).parent
+    starts = [
+        ["run", str(files[name]), f"--output_dir={workspace / name}", "--dry-run"] for name in files
     ]
+    return workspace, [
+        *starts,
+        *(["samples", runs[name]] for name in files),
+        ["report", "--calibration"],
+        ["compare", runs["tiny"], runs["other"], "--anyway"],
+        *(["show", str(files[name]), "--rows", "3"] for name in files),
+        *(["plan", str(files[name]), "--json"] for name in files),
+        ["plan", str(files["other"]), "--explain", "--gpu", "RTX 4090", "--ram", "64"],
+        ["fit", "--gpu", "RTX 4090", "--ram", "64", "--model", "llama-tiny", "--length", "64"],
+        ["merge", runs["adapter"], "--out", str(workspace / "merged")],
+        ["prepare", str(tokenised), "1"],
+    ]
+
+
+def own_traces(workspace: Path) -> dict[str, str]:
+    """The variable that keeps the traces below the workspace, where they are damaged too."""
+    return {"LOWMEM_TRACES": str(workspace / "traces")}
+
+
+def recipes(folder: Path) -> dict[str, Path]:
+    """Recipes by name: prompts, twice; chats; an adapter on the model of the second."""
+    first = builders.recipe(folder, training={"num_train_epochs": 1})
+    content = yaml.safe_load(first.read_text("utf-8"))
+    chats = [
+        {"messages": [{"role": "user", "content": row["prompt"]}, {"role": "assistant", **answer}]}
+        for row in builders.rows(45)
+        if (answer := {"content": row["response"]})
+    ]
+    lines = "".join(json.dumps(chat, ensure_ascii=False) + "\n" for chat in chats)
+    (folder / "chat.jsonl").write_text(lines, encoding="utf-8")
+    data = {"train_file": str(folder / "chat.jsonl"), "max_length": 64, "validation_size": 0.2}
+    changes: dict[str, dict[str, Any]] = {
+        "other": {},
+        "chat": {"data": data},
+        "adapter": {"model": {"path": str(folder / "other")}, "lora": {"r": 4}},
+    }
+    files = {"tiny": first}
+    for name, change in changes.items():
+        files[name] = folder / f"{name}.yaml"
+        files[name].write_text(yaml.safe_dump({**content, **change, "name": name}), "utf-8")
+    return files
+
+
+def is_silent(before: dict[str, Any], after: dict[str, Any], file: Path) -> bool:
+    """True if a dry run of the damaged file decides something else and does not name the file, or
+    any cause."""
+    if after["code"] != 0 or DECIDED.findall(before["out"]) == DECIDED.findall(after["out"]):
+        return False
+    said = set((after["out"] + after["err"]).splitlines()) - set(before["out"].splitlines())
+    return not any(file.name in line or "damaged" in line for line in said)
 
 
 def campaign(seed: int, seconds: float) -> dict[str, Any]:
@@ -208,34 +272,56 @@ def campaign(seed: int, seconds: float) -> dict[str, Any]:
             if path.is_file() and path.stat().st_size <= LARGEST
         )
         draw, child = random.Random(seed), Commands(workspace)
+        undamaged = {}
         for argv in commands:
             answer = child.answer(argv)
             assert answer is not None and answer["code"] == 0, (argv, answer)
+            undamaged[tuple(argv)] = answer
+            _restore(workspace, pristine)
         codes: Counter[int | None] = Counter()
         faults, began, cases = [], time.monotonic(), 0
-        while time.monotonic() - began < seconds:
+        while time.monotonic() - began < seconds * (1 - VALUES_SHARE):
             cases += 1
             file, damage, argv = draw.choice(files), draw.choice(DAMAGES), draw.choice(commands)
-            damage(workspace / file, draw)
+            if is_value := draw.random() < PLAN_A_VALUE:
+                recipe = str(workspace / "other.yaml")
+                argv = ["plan", recipe, fuzz_recipes.override(draw), fuzz_recipes.override(draw)]
+                case = ["value", " ".join(argv[2:])[:300]]
+            else:
+                damage(workspace / file, draw)
+                case = [damage.__name__, str(file)]
             answer = child.answer(argv)
             code: int | None = answer["code"] if answer else None
             codes[code] += 1
-            if answer is None or code not in DOCUMENTED:
-                what = (
-                    "hangs or dies" if answer is None else answer["err"].strip().splitlines()[-1:]
-                )
-                faults.append([cases, damage.__name__, str(file), argv[0], what])
+            what: object = None
+            if answer is None:
+                what = "hangs or dies"
+            elif code not in DOCUMENTED:
+                what = answer["err"].strip().splitlines()[-1:]
+            elif not is_value and argv[0] == "run" and file.suffix not in (".parquet", ".jsonl"):
+                before = undamaged[tuple(argv)]
+                what = "another run, in silence" if is_silent(before, answer, file) else None
+            if what:
+                faults.append([cases, *case, argv[0], what])
                 print(*faults[-1], flush=True)
-            shutil.rmtree(workspace)
-            shutil.copytree(pristine, workspace, symlinks=True)
+            _restore(workspace, pristine)
         child.close()
+        left_s = seconds - (time.monotonic() - began)
+        values = fuzz_recipes.campaign(pristine / "tiny.yaml", pristine, seed, VALUES, left_s)
     return {
         "seed": seed,
         "files": len(files),
         "cases": cases,
         "exit_codes": {str(code): number for code, number in sorted(codes.items(), key=str)},
-        "faults": faults,
+        "hostile_recipes": values["values"],
+        "verdicts": values["verdicts"],
+        "faults": faults + values["faults"],
     }
+
+
+def _restore(workspace: Path, pristine: Path) -> None:
+    shutil.rmtree(workspace)
+    shutil.copytree(pristine, workspace, symlinks=True)
 
 
 def main() -> int:

@@ -28,7 +28,11 @@ def write_atomic(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        aside.replace(path)
+    except IsADirectoryError as error:
+        aside.unlink()
+        raise ResourceError(f"{path}: is a folder, expected a file; move it away") from error
 
 
 def sync(path: Path) -> None:

@@ -292,9 +292,12 @@ class FileFacts:
         self._file, self._racy_s = file, racy_s
         self._is_new = False
         self._entries: dict[str, dict[str, Any]] = {}
-        if file is not None and file.exists():
-            with contextlib.suppress(ValueError):  # damaged: read all again
-                self._entries = json.loads(file.read_text(encoding="utf-8"))
+        if file is not None:
+            # missing, damaged, or of another version: read all again
+            with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
+                written = json.loads(base_files.regular_bytes(file))
+                if written["sha256"] == _seal(written["entries"]):
+                    self._entries = written["entries"]
 
     def get(self, path: Path, what: str, read: Callable[[], Any]) -> Any:
         """A fact of this file. `read` is called only if it is not remembered."""
@@ -314,8 +317,14 @@ class FileFacts:
         """Write the facts to their file, for later starts."""
         if self._file is not None and self._is_new:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            base_files.write_atomic(self._file, json.dumps(self._entries))
+            sealed = {"sha256": _seal(self._entries), "entries": self._entries}
+            base_files.write_atomic(self._file, json.dumps(sealed))
             self._is_new = False
+
+
+def _seal(entries: Any) -> str:
+    """A hash by which a damaged fact is found: one that is only of another value looks whole."""
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
 def _stamp(path: Path) -> list[int]:

@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from launch.base.errors import DataError
+from launch.base import files
+from launch.base.errors import DataError, ResourceError
 from launch.data import columns, sniff, token_cache
 from launch.data.files import shards
 from launch.data.rows import BadRows, Slice, read_samples, samples_of
@@ -267,3 +268,40 @@ def test_a_file_is_read_once_until_it_changes(tmp_path):
     path.write_bytes(b"2")
     os.utime(path, (0, 0))
     assert again.get(path, "size", lambda: 4) == 4
+
+
+def _changed(file: Path) -> None:
+    file.write_text(file.read_text().replace('"size": 3', '"size": 4'))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _changed,
+        lambda file: file.write_text("[]"),
+        lambda file: file.write_text("[" * 5000),
+        lambda file: file.write_text('{"sha256": "", "entries": {"a": 1}}'),
+        lambda file: file.write_bytes(b"\xff"),
+        lambda file: (file.unlink(), os.mkfifo(file)),
+    ],
+    ids=["another value", "another type", "deep", "no entries", "no text", "FIFO"],
+)
+def test_damaged_facts_are_read_again(tmp_path, damage):
+    path, file = tmp_path / "a.jsonl", tmp_path / "files.json"
+    path.write_bytes(b"1")
+    known = shards.FileFacts(file, racy_s=-60)
+    known.get(path, "size", lambda: 3)
+    known.keep()
+    damage(file)
+    again = shards.FileFacts(file, racy_s=-60)
+    assert again.get(path, "size", lambda: 5) == 5
+    again.keep()
+    assert shards.FileFacts(file).get(path, "size", lambda: 6) == 5
+
+
+def test_a_folder_in_place_of_a_file_that_is_written_is_named(tmp_path):
+    file = tmp_path / "files.json"
+    file.mkdir()
+    with pytest.raises(ResourceError, match=r"files\.json: is a folder, expected a file"):
+        files.write_atomic(file, "{}")
+    assert list(tmp_path.iterdir()) == [file]
