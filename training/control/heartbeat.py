@@ -24,6 +24,8 @@ class Heartbeat:
     name."""
 
     def __init__(self, file: Path) -> None:
+        if file.exists() and not file.is_file():  # a FIFO would wait for a reader
+            file.unlink()
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT, 0o644)
         self._boot, self._rank = processes.boot_id(), int(file.parent.name)
         self._section = ""

@@ -120,3 +120,12 @@ def test_host_pressure_is_told_by_what_is_left_by_the_job_and_by_stalls(tmp_path
     assert "the job takes" in (host_guard.pressure(limit, 0.99, limit, root) or "")
     (root / "proc/pressure/memory").write_text("some avg10=90.00\nfull avg10=61.50 avg60=0.00\n")
     assert "61.50 %" in (host_guard.pressure(limit, 0.99, 0, root) or "")
+
+
+def test_a_fifo_in_place_of_a_heartbeat_is_replaced(tmp_path):
+    file = AttemptDir(tmp_path / "attempts" / "01").heartbeat_file(0)
+    os.mkfifo(file)
+    with Heartbeat(file) as heartbeat:
+        heartbeat.beat("step", 3, 9)
+    (found,) = heartbeats.read_all(AttemptDir(tmp_path / "attempts" / "01"))
+    assert (found.section, found.step) == ("step", 3)
