@@ -80,8 +80,7 @@ PINNED = ["configuration", "predicted MiB", "measured", "difference, MiB"]
 
 def on_one_card(name: str, config: Mapping[str, Any], batch: int = 4, **fields: Any) -> Case:
     """A case with sdpa, unless it names another attention, and logits of all positions, unless its
-    rows have prompts: of flattened rows and of targets the most is predicted, and few steps need
-    not have it."""
+    rows have prompts."""
     model = {**SDPA, **fields.pop("model", {})}
     everywhere = {} if fields.get("prompted") else EVERYWHERE
     training = {**everywhere, **fields.pop("training", {})}
@@ -128,6 +127,14 @@ CASES = (
     ),
     on_one_card("qwen2, SGD", QWEN, training={**AUTOCAST, "optim": "sgd"}),
     on_one_card("qwen2, prompts", QWEN, training=AUTOCAST, padded=False, prompted=True),
+    on_one_card(
+        "qwen2, prompts, ragged rows",
+        QWEN,
+        8,
+        training=AUTOCAST,
+        ragged=True,
+        prompted=True,
+    ),
     on_one_card(
         "gpt2, prompts, logits in parts",
         GPT2,
@@ -219,6 +226,14 @@ CASES = (
         training=AUTOCAST,
         model=VARLEN,
         padded=False,
+    ),
+    on_one_card(
+        "qwen2, varlen_attn, flattened ragged rows",
+        QWEN,
+        8,
+        training=AUTOCAST,
+        model=VARLEN,
+        ragged=True,
     ),
     on_one_card(
         "llama, LoRA, varlen_attn, checkpointing, packed rows",
@@ -417,13 +432,13 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
 def again(folder: Path, case: Case, row: dict[str, Any] | None) -> dict[str, Any] | None:
     """The row of a case whose measured part is of today's code, with today's predictions; None if
     the case has to be trained. A dry run has no tokenised rows, and does not know that all have one
-    length."""
+    length, nor the order of rows of many lengths."""
     today = sources.digests(RESULT)
     if row is None or row.get(sources.MEASURED) != today[sources.MEASURED]:
         return None
     if today.items() <= row.items():
         return row
-    is_known = case.padded and case.batch > 1
+    is_known = case.padded and case.batch > 1 and not case.ragged
     return predicted_again(folder, case, row) if is_known else None
 
 
@@ -432,13 +447,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def has(row: Mapping[str, Any], phase: str) -> bool:
-    """True if a part of the run was measured. Of ragged rows only the load and later steps count:
-    what is predicted is a step of the longest rows, and the first step and the evaluation may have
-    none."""
+    """True if a part of the run was measured."""
     if phase == "load" and row["strategy"]["mode"] == RESETS:
         return False
-    is_of_any_rows = phase in ("load", "step")
-    return phase in row["phases"] and (is_of_any_rows or "ragged" not in row["case"])
+    return phase in row["phases"]
 
 
 def off(row: Mapping[str, Any], phase: str, figure: str) -> float:

@@ -35,12 +35,8 @@ from launch.run_folder.steps import STEADY_FROM, events
 from training.compat.python_private import end_what_cannot_send
 from training.control.heartbeat import p99
 from training.data import stored_rows
-from training.data.batches import (
-    Collator,
-    EpochLoader,
-    NumberedRows,
-    SampleOrder,
-)
+from training.data.batches import Collator, EpochLoader, NumberedRows
+from training.data.sample_order import SampleOrder
 
 GOAL = 20.0
 WORKERS = (0, 1, 2)

@@ -250,7 +250,8 @@ def same_losses(
     case: Case, ways: Sequence[Way], made: Made, steps: int, place: Path
 ) -> dict[str, list[float]]:
     """The loss of every step of every way on the rows of our order, not packed."""
-    from training.data.batches import SampleOrder, TokenRows
+    from training.data.batches import TokenRows
+    from training.data.sample_order import SampleOrder
 
     case = replace(case, packs=False)
     order = SampleOrder(len(TokenRows(made.tokens)), case.batch, 1, 1, 0, SEED)

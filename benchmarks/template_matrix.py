@@ -30,10 +30,11 @@ from benchmarks import recording
 from launch.base.errors import DataError
 from launch.data.conversation import Conversation, Sample
 from launch.data.rows import IGNORED
-from training.data.batches import Collator, SampleOrder, TokenRows
+from training.data.batches import Collator, TokenRows
 from training.data.encode import Encoder, write_cache
 from training.data.length_batches import TokenBudget
 from training.data.packing import Packer
+from training.data.sample_order import SampleOrder
 
 Document = tuple[tuple[int, ...], tuple[int, ...]]  # input_ids, labels
 WAYS = ("plain", "packed", "by tokens")

@@ -117,7 +117,8 @@ def repetition(way: str, job: Job, folder: Path) -> dict[str, Any]:
 
 def job_of(batch: int, steps: int, rows: Path, model: Path, place: Path) -> Job:
     """Its plan and its tokens are made once, so that no repetition makes them."""
-    from training.data.batches import SampleOrder, TokenRows
+    from training.data.batches import TokenRows
+    from training.data.sample_order import SampleOrder
 
     training = {
         **OPTIMIZER,

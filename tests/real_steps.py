@@ -11,7 +11,8 @@ from transformers.trainer_callback import PrinterCallback
 from launch.data.rows import IGNORED
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
-from training.data.batches import TARGET_TENSORS, Collator, Row, SampleOrder, targets
+from training.data.batches import TARGET_TENSORS, Collator, Row, targets
+from training.data.sample_order import SampleOrder
 from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer

@@ -48,7 +48,8 @@ from training.control.stop_callback import StopCallback, StopConditions
 from training.control.stop_word import Control, Halted
 from training.data import dataset, prepare
 from training.data import tokenizer as data_tokenizer
-from training.data.batches import Collator, SampleOrder
+from training.data.batches import Collator
+from training.data.sample_order import SampleOrder
 from training.engines import setup
 from training.loop import arguments, evaluate, export, nan_guard
 from training.loop.callbacks import Reporter, StepMeter, start_logging

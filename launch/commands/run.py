@@ -9,6 +9,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,7 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool) -> in
         if start.is_first:
             locks.enter_context(layout.output_lock(facts.workspace, recipe))
         start.oom_history = _earlier_shortages(start, resume)
+        start.context = replace(start.context, continues_another=_continues_another(start, resume))
         new_run = start.new_run(dry_run)
         try:
             planner.refuse_hopeless(facts.context, facts.constraints)
@@ -138,6 +140,17 @@ def _earlier_shortages(start: Start, resume: str) -> OomHistory:
         return NO_OOM_HISTORY
     earlier = oom_record.of_unfinished(start.workspace.runs, recipe.name, recipe.output_dir)
     return oom_record.counting(earlier, machine)
+
+
+def _continues_another(start: Start, resume: str) -> bool:
+    """True if the run may begin with the rows that another run has left, in another order."""
+    recipe = start.context.recipe
+    if resume == "never":
+        return False
+    if {"data", "effective_batch_size"} & set(recipe.resume.allow):
+        return True
+    earlier = oom_record.unfinished(start.workspace.runs, recipe.name, recipe.output_dir)
+    return earlier is not None and earlier.continues_file.exists()
 
 
 def _open(

@@ -15,6 +15,7 @@ from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.predict.estimate import PlanContext, host_budget_bytes
 from launch.predict.memory import host_memory
+from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.target_counts import AT_TARGETS
 from launch.predict.trained_parameters import COPY
 from launch.schema.machine import Machine
@@ -105,6 +106,7 @@ def with_recipe(context: PlanContext, recipe: Recipe) -> PlanContext:
             lengths=(source, target),
             counts=None,
             eval_counts=None,
+            largest_batches=None,
             cache_bytes=None,
         )
     )
@@ -116,7 +118,8 @@ def with_rows(context: PlanContext) -> PlanContext:
     assert context.tokens is not None
     if context.rows_of is not None:
         return context
-    counts = token_hashes.counts(context.tokens.folder)
+    folder = context.tokens.folder
+    counts = token_hashes.counts(folder)
     if counts is None or "train" not in counts:
         return context
     parts = [part for part in counts.values() if isinstance(part, dict)]
@@ -128,7 +131,8 @@ def with_rows(context: PlanContext) -> PlanContext:
         counts=counts["train"],
         held_out_rows=counts["validation"]["rows"] if "validation" in counts else None,
         eval_counts=counts.get("validation"),
-        cache_bytes=sum(file.stat().st_size for file in context.tokens.folder.glob("*.arrow")),
+        largest_batches=LargestBatches(folder, folder.parent.parent / "micro_batches"),
+        cache_bytes=sum(file.stat().st_size for file in folder.glob("*.arrow")),
     )
 
 
@@ -153,6 +157,7 @@ def with_rows_of(context: PlanContext, tokens: int) -> PlanContext:
         is_ragged=False,
         counts=None,
         eval_counts=None,
+        largest_batches=None,
         cache_bytes=None,
     )
 

@@ -47,7 +47,7 @@ def switches(
     )
     config = context.model.config
     of_kernels = kernels.switches(context.recipe, config, candidate, gpus, *obstacles)
-    rows = [*of_kernels, _logits(context, candidate)]
+    rows = [*of_kernels, _logits(context, candidate), *_rows(context, candidate)]
     settings = context.allocator_settings(candidate)
     if not settings:
         return tuple(rows)
@@ -68,12 +68,33 @@ def _logits(context: PlanContext, candidate: Candidate) -> Switch:
     most, rows = context.most_targets(candidate), candidate.per_device_train_batch_size
     positions = rows * most.length
     planned = (
-        f"memory for {most.of(rows):,} of the {positions:,} positions of a micro-batch: no"
-        f" {rows} row(s) have more targets"
-        if most.is_known
-        else f"memory for all {positions:,} positions of a micro-batch until the rows are tokenised"
+        f"memory for all {positions:,} positions of a micro-batch until the rows are tokenised"
     )
+    if most.is_known:
+        planned = f"memory for {most.of(rows):,} of the {positions:,} positions of a micro-batch"
+        planned += (
+            f": the most in the run's order of rows (training.seed {context.recipe.training.seed})"
+            if rows in most.sizes
+            else f": no {rows} row(s) have more targets"
+        )
     return Switch("logits", "at targets", f"prompts and padding have no loss; {planned}")
+
+
+def _rows(context: PlanContext, candidate: Candidate) -> list[Switch]:
+    """The tokens of a micro-batch for which memory is planned, where rows differ in length."""
+    if context.counts is None or context.traces is None or not context.is_ragged:
+        return []
+    rows = candidate.per_device_train_batch_size
+    sizes = context.most_targets(candidate).sizes.get(rows)
+    if sizes is None:
+        why = context.no_order(candidate) or "the order of rows is not known"
+        return [Switch("memory", f"{rows} of the longest rows", why)]
+    most = max(batch.tokens for batch in sizes)
+    if not candidate.flattens:
+        most = max(batch.rows * (batch.source + batch.target) for batch in sizes)
+        most //= 1 if context.model.is_encoder_decoder else 2
+    why = f"the most in the run's order of rows (training.seed {context.recipe.training.seed})"
+    return [Switch("memory", f"{most:,} tokens of a micro-batch", why)]
 
 
 def changes(

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from launch.base.text import size
 from launch.data.token_cache import TokenCache
@@ -25,6 +25,7 @@ from launch.predict.memory import context as memory_context
 from launch.predict.memory import host_memory, malloc
 from launch.predict.memory import phases as memory_phases
 from launch.predict.memory.allocator_config import EXPANDABLE
+from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
 from launch.predict.target_counts import MostTargets
 from launch.predict.time import padding as time_padding
@@ -36,6 +37,7 @@ from launch.predict.trained_parameters import trainable_shapes
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import GIB, NOT_MEASURED, CardFigures, Link, Machine
+from launch.schema.micro_batches import Division, LargestMicroBatches, MicroBatchSize
 from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.phases import DeviceMemory, DevicePhases, MemoryPhases
 from launch.schema.plan import (
@@ -63,8 +65,21 @@ KEPT_TENSORS_A_LAYER = 8
 INSIDE_MLP = 2  # of them, that an MLP in parts does not keep
 
 LEAST_LENGTH = 8  # tokens of a row that is worth a trace
+MOST_ORDERED = 10_000_000  # rows of all epochs whose order is made while a plan waits, in seconds
 
 NO_PHASES = MemoryPhases()
+
+
+class TracedStep(NamedTuple):
+    """A step that a peak may be of."""
+
+    question: Question
+    rows: int  # of its micro-batch
+    sizes: tuple[MicroBatchSize, ...] = ()  # of the micro-batch, if they are known
+
+
+def _all_targets(batch: MicroBatchSize, flattens: bool) -> MicroBatchSize:
+    return replace(batch, targets=batch.tokens if flattens else batch.rows * batch.target)
 
 
 @dataclass(frozen=True)
@@ -96,6 +111,8 @@ class PlanContext:
     held_out_rows: int | None = None  # None: not counted yet
     eval_counts: Mapping[str, Any] | None = None  # of the tokenised held-out rows
     counts_targets: bool = True  # False: as if every position had a target
+    largest_batches: LargestBatches | None = None  # None: the rows are not tokenised
+    continues_another: bool = False  # with rows in another order than a run from the beginning
     error_margin: Margin = NO_MARGIN  # by which past predictions were exceeded
     oom_history: OomHistory = NO_OOM_HISTORY  # and that of this very run
     assume_fits: bool = False  # budgets do not count, only what ran out
@@ -154,17 +171,108 @@ class PlanContext:
         )
         return 1 << max(math.ceil(mean) - 1, 0).bit_length()
 
-    def traced_steps(self, candidate: Strategy) -> list[tuple[Question, int]]:
-        """(step, rows of its micro-batch) of all that the highest peak may be of: the longest rows.
-        By tokens also the most rows that such a budget can hold, which are a whole step's.
+    def no_order(self, candidate: Strategy) -> str | None:
+        """The reason why the micro-batches of the run are not known before it; None: they are."""
+        data, training = self.recipe.data, self.recipe.training
+        if data.streaming:
+            return "a stream's rows are not counted"
+        if self.counts is None or self.largest_batches is None:
+            return "the rows are not tokenised yet"
+        if self.traces is None:
+            return "nothing is traced"
+        if data.batch_by_tokens:
+            return "data.batch_by_tokens divides each step by its own rows"
+        if self.continues_another:
+            return "a run that continues another has the rows that remain"
+        epochs = training.num_train_epochs
+        if training.max_steps > 0:
+            epochs = training.max_steps * candidate.effective_batch_size / self.counts["rows"]
+        if self.counts["rows"] * epochs > MOST_ORDERED:
+            return f"an order of more than {MOST_ORDERED:,} rows is not made in advance"
+        return self.largest_batches.failure
 
+    def _divisions(self, candidate: Strategy) -> tuple[Division, list[Division]]:
+        """The divisions of the rows of a training, and of evaluations with its batch and smaller
+        ones, of which a plan may choose one."""
+        assert self.counts is not None
+        training, data = self.recipe.training, self.recipe.data
+        epoch_steps = -(-self.counts["rows"] // candidate.effective_batch_size)
+        num_steps = math.ceil(training.num_train_epochs * epoch_steps)
+        trained = Division(
+            "train",
+            candidate.per_device_train_batch_size,
+            candidate.gradient_accumulation_steps,
+            candidate.num_processes,
+            data.group_by_length,
+            MULTIPLE[candidate.device],
+            candidate.flattens,
+            training.seed,
+            training.max_steps if training.max_steps > 0 else num_steps,
+        )
+        evaluated = []
+        count = candidate.per_device_eval_batch_size if self.eval_counts else 0
+        while count:
+            evaluated.append(
+                replace(
+                    trained,
+                    part="validation",
+                    micro_batch=count,
+                    accumulation=1,
+                    seed=0,
+                    num_steps=0,
+                )
+            )
+            count //= 2
+        return trained, evaluated
+
+    def order(self, candidates: Iterable[Strategy]) -> None:
+        """Have the largest micro-batches of these candidates found, unless they are stored."""
+        ordered = [each for each in candidates if self.no_order(each) is None]
+        if not ordered:
+            return
+        assert self.largest_batches is not None
+        divisions = (self._divisions(each) for each in ordered)
+        self.largest_batches.fetch(
+            each for trained, evaluated in divisions for each in (trained, *evaluated)
+        )
+
+    def _largest(self, candidate: Strategy) -> LargestMicroBatches:
+        """The largest micro-batches of a training; without sizes if they are not known."""
+        if self.no_order(candidate) is not None:
+            return LargestMicroBatches()
+        assert self.largest_batches is not None
+        largest = self.largest_batches.get(self._divisions(candidate)[0])
+        return largest or LargestMicroBatches()
+
+    def _evaluated_sizes(self, candidate: Strategy) -> Mapping[int, Sequence[MicroBatchSize]]:
+        """The largest micro-batches of its evaluations, by their rows."""
+        if self.no_order(candidate) is not None:
+            return {}
+        assert self.largest_batches is not None
+        sizes: dict[int, Sequence[MicroBatchSize]] = {}
+        for division in self._divisions(candidate)[1]:
+            largest = self.largest_batches.get(division)
+            count = self.evaluated_samples(
+                replace(candidate, per_device_eval_batch_size=division.micro_batch)
+            )
+            if largest:
+                sizes[count] = largest.sizes
+        return sizes
+
+    def traced_steps(self, candidate: Strategy) -> list[TracedStep]:
+        """All steps that the highest peak may be of. If the order of rows is known: of the
+        micro-batch that takes most, and of the longest rows. Else of the longest rows.
+
+        By tokens also the most rows that such a budget can hold, which are a whole step's.
         Between the two no part of a peak is higher than at one of them: at so many padded tokens
         what grows with them is the same, attention's squares fall with the length, what a row takes
         by itself grows with the rows."""
         question, rows = self.question(candidate), candidate.per_device_train_batch_size
         parts = candidate.gradient_accumulation_steps
+        if sizes := self._largest(candidate).sizes:
+            return self._steps_of(question, sizes)
         if not self.recipe.data.batch_by_tokens or parts == 1 or self.rows_of is not None:
-            return [(question, rows)]
+            return [TracedStep(question, rows)]
         multiple = MULTIPLE[candidate.device]
         shorter = tuple(
             max(length // parts // multiple * multiple, LEAST_LENGTH) for length in question.lengths
@@ -175,13 +283,40 @@ class PlanContext:
         most = max(min(most, rows * parts), 1)
         short = replace(question, lengths=shorter, is_padded=True)
         return [
-            (question, rows),
-            (replace(short, strategy=replace(candidate, per_device_train_batch_size=most)), most),
+            TracedStep(question, rows),
+            TracedStep(
+                replace(short, strategy=replace(candidate, per_device_train_batch_size=most)), most
+            ),
         ]
+
+    def _steps_of(self, question: Question, sizes: Sequence[MicroBatchSize]) -> list[TracedStep]:
+        """The steps of the micro-batch that takes most by the trace of the longest rows, and of
+        that with the longest rows."""
+        candidate, multiple = question.strategy, MULTIPLE[question.strategy.device]
+        if question.documents and self.recipe.data.packing:  # sequences of about one length
+            return [TracedStep(question, candidate.per_device_train_batch_size, tuple(sizes))]
+        rows = candidate.per_device_train_batch_size
+        chosen = {max(sizes, key=lambda each: (each.source + each.target, each.rows, each.targets))}
+        if (trace := self.trace(candidate)) is not None:
+            batches = trace.targets.batches(rows)
+            most = sizes[batches.index(trace.highest(batches))]
+            chosen = {most} if candidate.flattens else {*chosen, most}
+        steps = []
+        for batch in chosen:
+            lengths = batch.source, batch.target
+            if candidate.flattens:
+                mean = -(-batch.tokens // batch.rows // multiple) * multiple
+                lengths = mean, mean
+            strategy = replace(candidate, per_device_train_batch_size=batch.rows)
+            asked = replace(question, strategy=strategy, lengths=lengths)
+            steps.append(TracedStep(asked, batch.rows, (batch,)))
+        return steps
 
     def fetch(self, candidates: Iterable[Strategy]) -> None:
         """Have the steps of these candidates traced, of the longest rows, unless their traces are
-        stored."""
+        stored, and their largest micro-batches found."""
+        candidates = list(candidates)
+        self.order(candidates)
         self.fetch_steps(self.question(candidate) for candidate in candidates)
 
     def fetch_steps(self, questions: Iterable[Question]) -> None:
@@ -194,22 +329,51 @@ class PlanContext:
 
     def trace(self, candidate: Strategy) -> Trace | None:
         """The trace of a step of the longest rows, if it is stored."""
-        return self.trace_of(self.question(candidate))
-
-    def trace_of(self, question: Question) -> Trace | None:
+        question = self.question(candidate)
         trace = self.traces.get(question) if self.traces is not None else None
         if trace is None:
             return None
-        return with_targets(trace, question, *map(self._largest, (self.counts, self.eval_counts)))
+        return with_targets(
+            trace, self.most_targets(candidate), self._evaluated_targets(candidate, question)
+        )
 
-    def _largest(self, counts: Mapping[str, Any] | None) -> Sequence[int]:
-        """The most targets of a row, in descending order; (): not known."""
-        return counts["most_targets"] if counts and self.counts_targets else ()
+    def trace_of(self, step: TracedStep, candidate: Strategy) -> Trace | None:
+        """The trace of one of the candidate's steps, if it is stored."""
+        trace = self.traces.get(step.question) if self.traces is not None else None
+        if trace is None:
+            return None
+        largest = self._largest(candidate)
+        sizes = {step.rows: step.sizes} if step.sizes else {}
+        most = self._targets(step.question, self.counts, sizes, largest.first_step)
+        return with_targets(trace, most, self._evaluated_targets(candidate, step.question))
 
     def most_targets(self, candidate: Strategy) -> MostTargets:
-        """The most targets of a training micro-batch."""
-        _, length = self.question(candidate).lengths
-        return MostTargets(length, tuple(self._largest(self.counts)), candidate.num_output_chunks)
+        """The largest training micro-batches."""
+        largest = self._largest(candidate)
+        rows = candidate.per_device_train_batch_size
+        sizes = {rows: largest.sizes} if largest.sizes else {}
+        return self._targets(self.question(candidate), self.counts, sizes, largest.first_step)
+
+    def _evaluated_targets(self, candidate: Strategy, question: Question) -> MostTargets:
+        return self._targets(question, self.eval_counts, self._evaluated_sizes(candidate))
+
+    def _targets(
+        self,
+        question: Question,
+        counts: Mapping[str, Any] | None,
+        sizes: Mapping[int, Sequence[MicroBatchSize]],
+        first_step: Sequence[MicroBatchSize] = (),
+    ) -> MostTargets:
+        """Micro-batches with these counts and sizes, as far as they are known, in rows of a
+        question's lengths."""
+        (source, target), strategy = question.lengths, question.strategy
+        if not self.counts_targets:
+            flat = bool(question.documents)
+            sizes = {rows: [_all_targets(each, flat) for each in of] for rows, of in sizes.items()}
+            first_step = [_all_targets(each, flat) for each in first_step]
+        largest = counts["most_targets"] if counts and self.counts_targets else ()
+        parts, flattens = strategy.num_output_chunks, bool(question.documents)
+        return MostTargets(target, tuple(largest), parts, source, flattens, sizes, first_step)
 
     def mean_targets(self, candidate: Strategy, micro_steps: float) -> float | None:
         """The mean number of targets of a rank's micro-batch; None until the rows are tokenised."""
@@ -290,10 +454,12 @@ def _least_activation_bytes(context: PlanContext, candidate: Strategy) -> int:
     tensors = on_device + (1 - share) * stored
     of_layers = int(tensors * layers * width * element_bytes)
     rows = candidate.per_device_train_batch_size
-    positions = rows * target // candidate.num_output_chunks
+    most = context.most_targets(candidate)
+    tokens = max(batch.rows for batch in most.batches(rows)) * target
+    positions = int(tokens) // candidate.num_output_chunks
     if candidate.logits_at_targets:
-        positions = context.most_targets(candidate).of_part(rows)
-    return rows * target * of_layers + positions * config["vocab_size"] * 4
+        positions = most.of_part(rows)
+    return int(tokens * of_layers) + positions * config["vocab_size"] * 4
 
 
 def judge(context: PlanContext, candidate: Strategy, exact: bool = True) -> Judged:
@@ -301,11 +467,12 @@ def judge(context: PlanContext, candidate: Strategy, exact: bool = True) -> Judg
     traces what else than the longest rows the highest peak may be of, which takes longer."""
     states = _states(context, candidate)
     trace = context.trace(candidate)
-    steps = [(context.question(candidate), candidate.per_device_train_batch_size)]
+    rows = candidate.per_device_train_batch_size
+    traces = [(trace, rows)]
     if exact:
         steps = context.traced_steps(candidate)
-        context.fetch_steps(question for question, _ in steps)
-    traces = [(context.trace_of(question), rows) for question, rows in steps]
+        context.fetch_steps(step.question for step in steps)
+        traces = [(context.trace_of(step, candidate), step.rows) for step in steps]
     predictions = [
         _with_peak(context, candidate, states, step_trace, rows, exact)
         for step_trace, rows in traces
@@ -316,6 +483,9 @@ def judge(context: PlanContext, candidate: Strategy, exact: bool = True) -> Judg
     memory, of_highest = max(
         predictions, key=lambda each: (each[0].device_bytes, each[0].host_bytes)
     )
+    fullest, _ = max(predictions, key=lambda each: each[0].host_bytes)
+    pinned = max(memory.pinned_bytes for memory, _ in predictions)
+    memory = replace(memory, host=fullest.host, host_phase=fullest.host_phase, pinned_bytes=pinned)
     judged = _judged(
         context, candidate, memory, _time(context, candidate, trace, context.mean_split(candidate))
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.predict.time.timing import Affine
-from launch.predict.traces import Question, Trace, Traces, with_targets
+from launch.predict.traces import Question, Trace, Traces, of_any_rows, with_targets
 from launch.schema.plan import ModelSize, Strategy
 from launch.schema.recipe import Recipe
 
@@ -37,7 +37,7 @@ class ScaledTraces(Traces):
         factor = question.lengths[0] // traced.lengths[0]
         if trace is None or factor == 1:
             return trace
-        return with_targets(_scaled(trace, factor), question)
+        return with_targets(_scaled(trace, factor), of_any_rows(question))
 
     def _unused(self) -> set[str]:
         """Only packages that no training uses: methods share a child, which takes longer to start

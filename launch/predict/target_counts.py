@@ -1,13 +1,15 @@
 """Positions with a target: where the output head computes logits for these alone, and how many of
-them a micro-batch has. Pure."""
+them and of all tokens a micro-batch has. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
+from launch.schema.micro_batches import MicroBatchSize
 from launch.schema.recipe import Recipe
 
 # Their forward gives the output head's result on, position by position:
@@ -25,8 +27,18 @@ AT_TARGETS = (
 
 
 @dataclass(frozen=True)
+class BatchCounts:
+    """Rows of a micro-batch and targets of a part of its logits. Of shorter rows as many of the
+    longest as have as many tokens."""
+
+    rows: int | Fraction
+    targets: int
+
+
+@dataclass(frozen=True)
 class MostTargets:
-    """The most targets of any micro-batch of some rows, whatever their order.
+    """The largest micro-batches of some rows: those that a run will have, or the most targets that
+    any could have, whatever the order of rows.
 
     `largest` are the most targets of a row, in descending order; (): not known, so that every
     position may have a target."""
@@ -34,13 +46,20 @@ class MostTargets:
     length: int  # positions of a row
     largest: tuple[int, ...] = ()
     parts: int = 1  # in which the head makes logits one after another
+    source: int = 0  # tokens of a row's source, of which `length` is a target; 0: the same
+    flattens: bool = False  # rows follow one another without padding
+    # of so many rows: the largest micro-batches of the run, if its order is known
+    sizes: Mapping[int, Sequence[MicroBatchSize]] = field(default_factory=dict)
+    first_step: Sequence[MicroBatchSize] = ()  # the largest of the run's first step, likewise
 
     @property
     def is_known(self) -> bool:
-        return bool(self.largest)
+        return bool(self.largest or self.sizes)
 
     def of(self, num_samples: int) -> int:
         """Targets of a micro-batch of so many rows, at most."""
+        if num_samples in self.sizes:
+            return max(size.targets for size in self.sizes[num_samples])
         positions = num_samples * self.length
         if not self.largest:
             return positions
@@ -51,6 +70,27 @@ class MostTargets:
     def of_part(self, num_samples: int) -> int:
         """Positions of a part of the logits, at most."""
         return math.ceil(self.of(num_samples) / self.parts)
+
+    def batches(self, num_samples: int) -> list[BatchCounts]:
+        """The largest micro-batches of so many rows, one of which takes the most memory."""
+        if num_samples not in self.sizes:
+            return [BatchCounts(num_samples, self.of_part(num_samples))]
+        return [self._counts(size) for size in self.sizes[num_samples]]
+
+    def batches_of_first_step(self, num_samples: int) -> list[BatchCounts]:
+        """The same of the first optimizer step."""
+        return list(map(self._counts, self.first_step)) or self.batches(num_samples)
+
+    def _counts(self, size: MicroBatchSize) -> BatchCounts:
+        return BatchCounts(self._rows(size), math.ceil(size.targets / self.parts))
+
+    def _rows(self, size: MicroBatchSize) -> int | Fraction:
+        source = self.source or self.length
+        if self.flattens:
+            return Fraction(size.tokens, source)
+        if (size.source, size.target) == (source, self.length):
+            return size.rows
+        return size.rows * (Fraction(size.source, source) + Fraction(size.target, self.length)) / 2
 
 
 NO_TARGETS = MostTargets(0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +27,7 @@ from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
 from launch.predict.memory.loading import Births, Load
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.sharding import BUCKET_ELEMENTS
-from launch.predict.target_counts import NO_TARGETS, MostTargets
+from launch.predict.target_counts import NO_TARGETS, BatchCounts, MostTargets
 from launch.predict.time.timing import Affine, WorkCost
 from launch.predict.trace_client import TracingChild
 from launch.probe import packages
@@ -46,8 +47,8 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionErr
 LOADED: tuple[Born, ...] = ("trained", "slice", "start")
 LASTING: tuple[Born, ...] = (*LOADED, "engine", "state", "paged", "workspace")
 EVALUATED: tuple[Born, ...] = ("evaluation", "kept")
-# (samples, targets of a part of the logits) of a training micro-batch, and of an evaluation's
-_Counts = tuple[tuple[int, int], tuple[int, int] | None]
+# of a training micro-batch, and of an evaluation's
+_Counts = tuple[BatchCounts, BatchCounts | None]
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 
 
@@ -98,23 +99,37 @@ class Trace:
             count = eval_samples if section == "evaluation" else num_samples
             if count is None:
                 continue
-            targets = self._targets(section, count)
-            parts = {name: _grown(sizes, count, targets) for name, sizes in moment["parts"].items()}
-            peak = Peak(section, moment["op"], parts)
-            if section not in peaks or peak.allocated_bytes > peaks[section].allocated_bytes:
-                peaks[section] = peak
+            for batch in self._largest(section).batches(count):
+                parts = {name: _grown(sizes, batch) for name, sizes in moment["parts"].items()}
+                peak = Peak(section, moment["op"], parts)
+                if section not in peaks or peak.allocated_bytes > peaks[section].allocated_bytes:
+                    peaks[section] = peak
         return peaks
 
-    def _targets(self, section: str, num_samples: int) -> int:
-        most = self.eval_targets if section == "evaluation" else self.targets
-        return most.of_part(num_samples)
+    def _largest(self, section: str) -> MostTargets:
+        return self.eval_targets if section == "evaluation" else self.targets
+
+    def highest(self, batches: Sequence[BatchCounts], in_evaluation: bool = False) -> BatchCounts:
+        """The micro-batch that takes the most memory."""
+        if len(batches) == 1:
+            return batches[0]
+        moments = [
+            moment["parts"].values()
+            for moment in self.moments
+            if (moment["section"] == "evaluation") == in_evaluation
+        ]
+
+        def peak_bytes(batch: BatchCounts) -> int:
+            return max(sum(_grown(sizes, batch) for sizes in parts) for parts in moments)
+
+        return max(batches, key=peak_bytes)
 
     def _counts(self, num_samples: int, eval_samples: int | None) -> _Counts:
-        """(samples, targets of a part) of a training micro-batch, and of an evaluation's."""
-        trained = num_samples, self._targets("step", num_samples)
+        """Those of a training micro-batch, and of an evaluation's."""
+        trained = self.highest(self.targets.batches(num_samples))
         if eval_samples is None:
             return trained, None
-        return trained, (eval_samples, self._targets("evaluation", eval_samples))
+        return trained, self.highest(self.eval_targets.batches(eval_samples), in_evaluation=True)
 
     def events(self, num_samples: int, eval_samples: int | None) -> list[Event]:
         """Every allocation (block, bytes) and free (block, -1) of a step in the steady state and of
@@ -142,8 +157,10 @@ class Trace:
         states are not the allocator's.
 
         The optimizer makes its states in the update of the first step, between blocks of that step,
-        where they keep whole segments from being given back. What an engine has gathered for an
-        evaluation is there until a checkpoint is saved. `load`: the engine's own order of loading.
+        where they keep whole segments from being given back. That step has its own rows, if they
+        are known; all others have those that take the most memory. What an engine has gathered for
+        an evaluation is there until a checkpoint is saved. `load`: the engine's own order of
+        loading.
         """
         log = self._log()
         special = log.get("turns", {})
@@ -151,9 +168,10 @@ class Trace:
         evaluated = _first_of_evaluation(log) < len(log["events"]) and eval_samples is not None
         stride = max(len(each["blocks"]) for each in (log, first, again))
         counts = self._counts(num_samples, eval_samples)
+        opened = self.highest(self.targets.batches_of_first_step(num_samples))
         turns = [
             _Turn(log, 0, counts),
-            _Turn(first, stride, counts),
+            _Turn(first, stride, (opened, counts[1])),
             _Turn(again if evaluated else log, 2 * stride, counts),
         ]
         steady, opening, last = turns
@@ -290,14 +308,14 @@ def _size(block: LoggedBlock, counts: _Counts) -> int | None:
     count = counts[born in EVALUATED]
     if count is None:
         return None
-    size = _grown((fixed, sample, *rest[1:]), *count)
+    size = _grown((fixed, sample, *rest[1:]), count)
     return partial_sums_bytes(size, *rest[0]) if rest and rest[0] else size
 
 
-def _grown(sizes: Sequence[int], num_samples: int, targets: int) -> int:
+def _grown(sizes: Sequence[int], batch: BatchCounts) -> int:
     """Bytes of (fixed, per sample) or (fixed, per sample, per target)."""
     fixed, sample, *of_targets = sizes
-    return fixed + num_samples * sample + targets * sum(of_targets)
+    return fixed + math.ceil(batch.rows * sample) + batch.targets * sum(of_targets)
 
 
 class Traces:
@@ -376,7 +394,7 @@ class Traces:
             except DAMAGE:
                 return None
             self._cached[name] = trace
-        return with_targets(self._cached[name], question)
+        return with_targets(self._cached[name], of_any_rows(question))
 
     def name(self, question: Question) -> str:
         """A hash of all that a trace depends on."""
@@ -412,16 +430,16 @@ class Traces:
 
 
 def with_targets(
-    trace: Trace, question: Question, largest: Sequence[int] = (), in_evaluation: Sequence[int] = ()
+    trace: Trace, targets: MostTargets, in_evaluation: MostTargets | None = None
 ) -> Trace:
-    """The trace of micro-batches of rows with so many targets, in descending order; (): of which
-    nothing is known."""
-    length, parts = question.lengths[1], question.strategy.num_output_chunks
-    return replace(
-        trace,
-        targets=MostTargets(length, tuple(largest), parts),
-        eval_targets=MostTargets(length, tuple(in_evaluation), parts),
-    )
+    """The trace of micro-batches of these sizes."""
+    return replace(trace, targets=targets, eval_targets=in_evaluation or targets)
+
+
+def of_any_rows(question: Question) -> MostTargets:
+    """Micro-batches of which nothing is known: all positions may have a target."""
+    source, target = question.lengths
+    return MostTargets(target, parts=question.strategy.num_output_chunks, source=source)
 
 
 def read_work(work: Mapping[str, Any]) -> WorkCost:

@@ -117,16 +117,20 @@ def write(run: RunDir, ran_out: tuple[OomEvent, ...]) -> None:
 
 
 def of_unfinished(runs: Path, recipe_name: str, output_dir: str | None = None) -> OomHistory:
-    """The history of the recipe's newest run that writes to that folder; empty if it is
-    complete."""
-    for run in RunDir.all(runs, recipe_name):
-        with suppress(CheckpointError):  # resume.decide() says so, where it is the run that goes on
-            if output_dir is not None and not run.writes_to(output_dir):
-                continue
-            if run.outcome():
-                return OomHistory()
-            return OomHistory(ran_out=read(run))
+    """The history of the run that unfinished() finds; empty if there is none."""
+    run = unfinished(runs, recipe_name, output_dir)
+    with suppress(CheckpointError):  # resume.decide() says so, where it is the run that goes on
+        return OomHistory(ran_out=read(run)) if run else OomHistory()
     return OomHistory()
+
+
+def unfinished(runs: Path, recipe_name: str, output_dir: str | None = None) -> RunDir | None:
+    """The recipe's newest run that writes to that folder; None if it is complete."""
+    for run in RunDir.all(runs, recipe_name):
+        with suppress(CheckpointError):
+            if output_dir is None or run.writes_to(output_dir):
+                return None if run.outcome() else run
+    return None
 
 
 def counting(oom_history: OomHistory, machine: Machine) -> OomHistory:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from launch.schema.model_sections import TokenizerSection
 from tests import builders
 from training.data import tokenizer
-from training.data.batches import SampleOrder
+from training.data.sample_order import SampleOrder
 from training.loop import nan_guard
 
 BAD = "~"  # in no other row

@@ -15,8 +15,9 @@ from launch.plan.resolve import resolve
 from launch.render import write
 from launch.run_folder.layout import RunDir
 from tests import builders
-from training.data.batches import FILLER_LENGTH, NumberedRows, SampleOrder
+from training.data.batches import FILLER_LENGTH, NumberedRows
 from training.data.length_batches import TokenBudget
+from training.data.sample_order import SampleOrder
 
 HERE = Path(__file__).parent
 CUTS = {

@@ -18,7 +18,8 @@ from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from tests import builders
 from tests.real_steps import Loader
-from training.data.batches import NOTHING, Collator, Row, SampleOrder
+from training.data.batches import NOTHING, Collator, Row
+from training.data.sample_order import SampleOrder
 from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer

@@ -1,12 +1,10 @@
-"""The way from the token cache to the batches that a rank trains: mapped rows, the order of
-samples, and padding.
+"""The way from the token cache to the batches that a rank trains: mapped rows, and padding.
 
 The cache is memory-mapped, so a rank has no row in private memory."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from launch.data.rows import IGNORED
-from training.data import length_batches, stored_rows
+from training.data import stored_rows
 
 # of a batch: the tokens that have a loss, and the positions that predict them, counted over rows
 TARGET_IDS, TARGET_POSITIONS = TARGET_TENSORS = ("target_ids", "target_positions")
@@ -79,17 +77,7 @@ class TokenRows(Dataset):
     def lengths(self) -> np.ndarray:
         """The numbers of tokens of every row's input and labels, (rows, 2) int32. Only the file's
         offsets are read, not its tokens."""
-        import pyarrow.compute as pc
-
-        table = pa.Table.from_batches(self.batches, self.schema)
-        labels = "labels" if "labels" in table.column_names else "input_ids"
-        columns = [
-            np.from_dlpack(
-                pc.call_function("list_value_length", [table.column(name)]).combine_chunks()
-            )
-            for name in ("input_ids", labels)
-        ]
-        return np.stack(columns, axis=1)
+        return stored_rows.lengths(pa.Table.from_batches(self.batches, self.schema))
 
 
 class NumberedRows(TokenRows):
@@ -100,133 +88,6 @@ class NumberedRows(TokenRows):
         if not indices:
             return rows
         return [row._replace(number=number) for row, number in zip(rows, indices, strict=True)]
-
-
-class SampleOrder:
-    """Batch sampler for DataLoader: the samples of a rank in each micro-batch of an epoch.
-
-    The order of samples depends on the seed and the epoch alone. Micro-batch, accumulation and
-    ranks only divide it. An optimizer step covers the next effective_batch_size samples. The last
-    step of an epoch covers the remaining samples in as few micro-steps as possible, so no sample is
-    dropped or repeated. A rank without a sample in a micro-step gets []. A micro-step without any
-    sample is None. Such micro-steps come first in a step, because the ranks reduce their gradients
-    in its last micro-step.
-
-    With `lengths` of all samples (TokenRows.lengths) the samples of a step have similar lengths,
-    and those of a micro-batch even more so. The order then depends on `group_size` too, which is
-    the effective batch of the run that made the order. A run that continues it with another
-    effective batch keeps `group_size`, and so trains exactly the remaining samples.
-
-    With a `budget` micro-batches are limited by tokens: a step has at most `accumulation`
-    micro-batches if the budget covers `micro_batch` samples of any length.
-    """
-
-    def __init__(
-        self,
-        num_samples: int,
-        micro_batch: int,
-        accumulation: int,
-        world_size: int,
-        rank: int,
-        seed: int,
-        start: int = 0,
-        lengths: Callable[[], np.ndarray] | None = None,
-        group_size: int | None = None,
-        budget: length_batches.TokenBudget | None = None,
-    ) -> None:
-        self.num_samples, self.micro_batch, self.accumulation = (
-            num_samples,
-            micro_batch,
-            accumulation,
-        )
-        self.world_size, self.rank, self.seed = world_size, rank, seed
-        # samples of all epochs that an earlier run with another effective batch has trained
-        self.start = start
-        self.lengths = lengths  # None: the order is random
-        self.group_size = group_size or self.effective_batch_size
-        self.budget = budget  # None: every micro-batch has micro_batch samples
-        self.epoch = 0
-
-    @property
-    def effective_batch_size(self) -> int:
-        return self.micro_batch * self.accumulation * self.world_size
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return -(-self.num_samples // self.effective_batch_size)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def first_step(self, epoch: int) -> tuple[int, int]:
-        """(step, sample) of the epoch at which this run continues; (0, 0) except in the epoch of
-        `start`."""
-        if self.start == 0 or epoch != self.start // self.num_samples:
-            return 0, 0
-        offset = self.start % self.num_samples
-        return (
-            self.steps_per_epoch - -(-(self.num_samples - offset) // self.effective_batch_size),
-            offset,
-        )
-
-    def samples_seen(self, step: int) -> int:
-        """The number of samples of all epochs that are trained after `step` optimizer steps."""
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        first, offset = self.first_step(epoch)
-        return epoch * self.num_samples + min(
-            offset + max(step_in_epoch - first, 0) * self.effective_batch_size, self.num_samples
-        )
-
-    def rows_of(self, step: int, micro_batches: Iterable[int]) -> list[int]:
-        """The rows of this rank in these micro-batches (from 0) of an optimizer step (from 1)."""
-        epoch, step_in_epoch = divmod(step - 1, self.steps_per_epoch)
-        first, _ = self.first_step(epoch)
-        parts = next(itertools.islice(self._steps(epoch), step_in_epoch - first, None))
-        selected = (parts[micro] for micro in micro_batches if micro < len(parts))
-        return [row for part in selected for row in part[self.rank :: self.world_size].tolist()]
-
-    def _steps(self, epoch: int) -> Iterator[list[np.ndarray]]:
-        """Yield the micro-batches, of all ranks together, of each remaining optimizer step of an
-        epoch."""
-        order, width = self._order(epoch), self.micro_batch * self.world_size
-        lengths = self.budget.lengths() if self.budget else None
-        for start in range(self.first_step(epoch)[1], self.num_samples, self.effective_batch_size):
-            step = order[start : start + self.effective_batch_size]
-            if self.budget and lengths is not None:
-                yield self.budget.split(step, lengths, self.world_size, -(-len(step) // width))
-            else:
-                yield [step[begin : begin + width] for begin in range(0, len(step), width)]
-
-    def _order(self, epoch: int) -> np.ndarray:
-        # 4 bytes a row are all that a rank has in private memory
-        random = np.random.default_rng([self.seed, epoch])
-        order = random.permutation(np.arange(self.num_samples, dtype=np.int32))
-        if self.lengths is not None:
-            lengths = self.lengths()
-            length_batches.group(order, lengths, self.group_size, random)
-            length_batches.sort_steps(
-                order[self.first_step(epoch)[1] :], lengths, self.effective_batch_size
-            )
-        return order
-
-    def __len__(self) -> int:
-        """The number of micro-batches of an epoch on a rank."""
-        # the last step of the first epoch may be fuller than those of the others
-        if self.start:
-            return self.steps_per_epoch * self.accumulation
-        full = self.steps_per_epoch - 1
-        last = self.num_samples - full * self.effective_batch_size
-        return full * self.accumulation + -(-last // (self.micro_batch * self.world_size))
-
-    def __iter__(self) -> Iterator[list[int] | None]:
-        first, _ = self.first_step(self.epoch)
-        # these were trained before this run, and Trainer skips them
-        yield from [None] * (first * self.accumulation)
-        for step, parts in enumerate(self._steps(self.epoch), first):
-            micro_steps = min(self.accumulation, len(self) - step * self.accumulation)
-            yield from [None] * (micro_steps - len(parts))
-            for part in parts:
-                yield part[self.rank :: self.world_size].tolist()
 
 
 class EpochLoader(DataLoader):

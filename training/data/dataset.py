@@ -12,8 +12,9 @@ from launch.data import token_cache
 from launch.run_folder.layout import AttemptDir, RunDir, Start
 from launch.schema.plan import MULTIPLE
 from training.data import streaming
-from training.data.batches import NumberedRows, SampleOrder, TokenRows
+from training.data.batches import NumberedRows, TokenRows
 from training.data.length_batches import TokenBudget
+from training.data.sample_order import SampleOrder
 
 
 class Samples(NamedTuple):

@@ -66,6 +66,37 @@ def _borders(is_target: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.diff(is_target, prepend=False, append=False))
 
 
+def lengths(table: pa.Table) -> np.ndarray:
+    """The numbers of tokens of every row's input and labels, (rows, 2) int32. Only the file's
+    offsets are read, not its tokens."""
+    import pyarrow.compute as pc
+
+    labels = "labels" if "labels" in table.column_names else "input_ids"
+    columns = [
+        np.from_dlpack(pc.call_function("list_value_length", [table.column(name)]).combine_chunks())
+        for name in ("input_ids", labels)
+    ]
+    return np.stack(columns, axis=1)
+
+
+def targets(table: pa.Table) -> np.ndarray:
+    """The number of positions of every row that predict a token with a loss, (rows,) int32: nothing
+    predicts a decoder's first token."""
+    if "labels" in table.column_names:
+        return lengths(table)[:, 1]
+    counted = [_targets(chunk) for chunk in table.column("targets").chunks]
+    return np.concatenate(counted) if counted else np.empty(0, np.int32)
+
+
+def _targets(spans: pa.ListArray) -> np.ndarray:
+    # of a slice, offsets count from the beginning of the whole
+    ends = np.from_dlpack(spans.offsets)
+    borders = np.from_dlpack(spans.values)[ends[0] : ends[-1]].astype(np.int64)
+    starts = np.maximum(borders[::2], 1)
+    until = np.cumsum([0, *(np.maximum(borders[1::2], 1) - starts)])
+    return np.diff(until[(ends - ends[0]) // 2]).astype(np.int32)
+
+
 def read(table: pa.Table) -> list[dict[str, np.ndarray]]:
     """The rows of a table as integer arrays: input_ids and labels, and of packed sequences lengths
     and documents."""

@@ -32,7 +32,8 @@ from launch.data.files import shards
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from training.data import tokenise
-from training.data.batches import NOTHING, Row, SampleOrder, TokenRows
+from training.data.batches import NOTHING, Row, TokenRows
+from training.data.sample_order import SampleOrder
 from training.data.tokenise import TOKENIZER, Job
 from training.data.tokenise_pool import Child
 

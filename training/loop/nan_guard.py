@@ -26,7 +26,7 @@ from launch.base import files
 from launch.base.errors import NonFinite
 from training.compat import deepspeed_private, torch_private
 from training.compat.transformers_private import OpenTrainer
-from training.data.batches import SampleOrder
+from training.data.sample_order import SampleOrder
 
 logger = logging.getLogger("lowmem")
 

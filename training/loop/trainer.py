@@ -27,13 +27,8 @@ from training.compat.python_private import end_what_cannot_send
 from training.compat.transformers_private import Network, OpenTrainer
 from training.control.stop_callback import StopCallback
 from training.control.stop_word import Halted
-from training.data.batches import (
-    TARGET_TENSORS,
-    Collator,
-    EpochLoader,
-    SampleOrder,
-    TokenRows,
-)
+from training.data.batches import TARGET_TENSORS, Collator, EpochLoader, TokenRows
+from training.data.sample_order import SampleOrder
 from training.engines import setup
 from training.loop import nan_guard
 from training.loop.callbacks import StepMeter

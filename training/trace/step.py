@@ -27,7 +27,8 @@ from launch.schema.recipe import Recipe
 from training.compat import torch_private, transformers_private
 from training.compat.bitsandbytes_private import is_paged
 from training.compat.torch_private import FakeTensorMode, unset_fake_temporarily
-from training.data.batches import TARGET_TENSORS, SampleOrder
+from training.data.batches import TARGET_TENSORS
+from training.data.sample_order import SampleOrder
 from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer

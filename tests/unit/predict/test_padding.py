@@ -13,9 +13,9 @@ from launch.predict.time import padding
 from launch.report import first_screen, text
 from launch.schema.data_section import DataSection
 from tests import builders
-from training.data.batches import SampleOrder
 from training.data.encode import CacheCounts
 from training.data.length_batches import TokenBudget
+from training.data.sample_order import SampleOrder
 
 pytestmark = pytest.mark.unit
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from launch.base.errors import ConfigError
-from training.data.batches import SampleOrder
+from training.data.sample_order import SampleOrder
 from training.engines import setup
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer

@@ -15,7 +15,7 @@ import torch
 
 from launch.base import files
 from launch.base.errors import NonFinite
-from training.data.batches import SampleOrder
+from training.data.sample_order import SampleOrder
 from training.loop import nan_guard
 
 

@@ -14,7 +14,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir
-from training.data.batches import SampleOrder
+from training.data.sample_order import SampleOrder
 from training.loop.callbacks import Reporter, StepMeter
 from training.loop.memory_peaks import MemoryPeaks
 

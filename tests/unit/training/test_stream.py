@@ -15,7 +15,7 @@ from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
 from tests import builders
 from training.data import streaming, tokenise_pool, tokenizer
-from training.data.batches import SampleOrder
+from training.data.sample_order import SampleOrder
 from training.data.tokenise import Job
 
 pytestmark = pytest.mark.unit

@@ -1,0 +1,74 @@
+"""The largest micro-batches that a run will have: a child finds them in the order of the tokenised
+rows, once for each division of these."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+from launch.base import environment, files
+from launch.base.workspace import CODE
+from launch.schema.micro_batches import Division, LargestMicroBatches
+
+CHILD = (sys.executable, "-P", "-m", "training.data.largest_batches")
+
+
+class LargestBatches:
+    """The largest micro-batches of a token cache, from a folder or found now."""
+
+    def __init__(self, tokens: Path, folder: Path) -> None:
+        self._tokens, self._folder = tokens, folder
+        self._largest: dict[Division, LargestMicroBatches] = {}
+        self.failure: str | None = None  # why the rows could not be read
+
+    def fetch(self, divisions: Iterable[Division]) -> None:
+        """Have these found, as far as they are not."""
+        missing = [each for each in dict.fromkeys(divisions) if self._stored(each) is None]
+        if not missing or self.failure:
+            return
+        done = subprocess.run(
+            [*CHILD, str(self._tokens)],
+            input=json.dumps([asdict(each) for each in missing]).encode(),
+            env=environment.passed(os.environ) | {"PYTHONPATH": str(CODE)},
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode:
+            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            self.failure = f"the tokenised rows in {self._tokens} could not be read: {last}"
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for division, largest in zip(missing, json.loads(done.stdout), strict=True):
+            files.write_json(self._file(division), largest)
+
+    def get(self, division: Division) -> LargestMicroBatches | None:
+        """The largest of this division; None if the rows could not be read."""
+        self.fetch([division])
+        return self._stored(division)
+
+    def _stored(self, division: Division) -> LargestMicroBatches | None:
+        if division not in self._largest:
+            largest = files.read_or_none(self._file(division), LargestMicroBatches)
+            if largest is None:
+                return None
+            self._largest[division] = largest
+        return self._largest[division]
+
+    def _file(self, division: Division) -> Path:
+        facts = [self._tokens.name, asdict(division), _code()]
+        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+        return self._folder / f"{name}.json"
+
+
+@cache
+def _code() -> str:
+    """A hash of the code that orders rows."""
+    modules = sorted((CODE / "training" / "data").glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in modules)).hexdigest()[:16]

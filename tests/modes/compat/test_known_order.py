@@ -1,0 +1,144 @@
+"""Once the rows are tokenised, a plan is made for the micro-batches that the run will have."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch.plan import context as plan_context
+from launch.predict import estimate, model_config
+from launch.predict.estimate import PlanContext
+from launch.predict.memory.largest_batches import LargestBatches
+from launch.predict.traces import Traces
+from launch.schema.plan import DataFormat, Strategy
+from tests import builders
+from tests.builders import CODE, machine, recipe_of
+from tests.unit.predict.memory.test_largest_batches import write
+from training.data.batches import NumberedRows
+
+ROWS, BATCH = 90, 6
+DATA = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "")
+
+
+def context_of(folder: Path, attention: str, **data: Any) -> PlanContext:
+    """The context of rows that lie in a folder."""
+    recipe = recipe_of(
+        model={"shape": "llama-tiny", "dtype": "bfloat16", "attn_implementation": attention},
+        data={"train_file": "x", "max_length": 96, **data},
+        training={"bf16": True, "num_train_epochs": 1, "per_device_train_batch_size": BATCH},
+        launch={"mode": "single_gpu"},
+    )
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
+    context = plan_context.build(recipe, machine(gpus=1), config, parameters, family, DATA)
+    rows = NumberedRows(folder / "train.arrow")
+    lengths = rows.lengths()
+    targets = sorted((int((row.labels[1:] >= 0).sum()) for row in rows), reverse=True)
+    counts = {"rows": ROWS, "dropped": 0, "bad": 0, "tokens": int(lengths[:, 0].sum())}
+    counts |= {"lengths": lengths.tolist(), "most_targets": targets, "target_tokens": sum(targets)}
+    longest = int(lengths.max())
+    return replace(
+        context,
+        counts=counts,
+        lengths=(longest, longest),
+        largest_batches=LargestBatches(folder, folder / "kept"),
+        traces=Traces(recipe, context.model, context.lora_targets, folder / "traces"),
+    )
+
+
+def candidate_of(attention: str) -> Strategy:
+    chosen = builders.plan(
+        recipe_of(training={"bf16": True}, launch={"mode": "single_gpu"}), machine(gpus=1)
+    ).strategy
+    return replace(
+        chosen,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=1,
+        attn_implementation=attention,
+        logits_at_targets=True,
+        mixed_precision="bf16",
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("rows")
+    write(made, "train", ROWS, 2, is_pair=False)
+    return made
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "varlen_attn"])
+def test_a_plan_is_for_the_largest_micro_batch_of_the_run(folder, attention):
+    context, candidate = context_of(folder, attention), candidate_of(attention)
+    assert context.traces is not None
+    with closing(context.traces):
+        context.fetch([candidate])
+        known = estimate.judge(context, candidate)
+        steps = context.traced_steps(candidate)
+        bound = estimate.judge(replace(context, largest_batches=None), candidate)
+        assert known.memory.peak is not None
+        assert bound.memory.peak is not None
+        # the same as for rows that are all as long as those of that micro-batch
+        same = []
+        for step in steps:
+            (size,) = step.sizes
+            each = -(-size.targets // BATCH)
+            alike = {"most_targets": [size.targets - each * (BATCH - 1), *[each] * (BATCH - 1)]}
+            assert context.counts is not None
+            of_one_length = replace(
+                context,
+                largest_batches=None,
+                lengths=step.question.lengths,
+                counts={**context.counts, **alike},
+            )
+            of_one_length.fetch([candidate])
+            same.append(estimate.judge(of_one_length, candidate).memory.step_allocated_bytes)
+    most = max(same)
+    tolerance = 0 if attention == "sdpa" else 8 / 96 * most  # lengths are a multiple of 8
+    assert most - tolerance <= known.memory.step_allocated_bytes <= most
+    assert known.memory.step_allocated_bytes < bound.memory.step_allocated_bytes
+    first = known.phases.device.first_step
+    assert first is not None
+    assert first.allocated_bytes <= known.memory.step_allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("facts", "data", "words"),
+    [
+        ({"counts": None}, {}, "not tokenised yet"),
+        ({"continues_another": True}, {}, "continues another"),
+        ({}, {"batch_by_tokens": True}, "batch_by_tokens"),
+    ],
+)
+def test_where_the_order_is_not_known_a_bound_counts_and_the_plan_says_why(
+    folder, facts, data, words
+):
+    context = replace(context_of(folder, "sdpa", **data), **facts)
+    candidate = candidate_of("sdpa")
+    reason = context.no_order(candidate)
+    assert reason is not None
+    assert words in reason
+    most = context.most_targets(candidate)
+    assert not most.sizes
+    length = most.length
+    counted = sum(context.counts["most_targets"][:BATCH]) if context.counts else BATCH * length
+    assert most.of(BATCH) == min(counted, BATCH * length)
+
+
+def test_all_epochs_count_and_each_division_has_its_own_largest_micro_batch(folder):
+    context, candidate = context_of(folder, "sdpa"), candidate_of("sdpa")
+    most = [
+        context.most_targets(replace(candidate, per_device_train_batch_size=rows)).of(rows)
+        for rows in (1, 2, 6)
+    ]
+    assert most == sorted(most)
+    targets = np.array(context.counts["most_targets"]) if context.counts else np.empty(0)
+    assert most[0] == targets[0]  # the row with most is trained alone
+    assert most[2] < targets[:6].sum()
+    more = context.recipe.training.model_copy(update={"num_train_epochs": 40.0})
+    longer = replace(context, recipe=context.recipe.model_copy(update={"training": more}))
+    assert longer.most_targets(candidate).of(6) > most[2]

@@ -1,0 +1,149 @@
+"""The largest micro-batches are those that the trainer's order of rows gives its collator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.data.rows import IGNORED
+from launch.predict.memory.largest_batches import LargestBatches
+from launch.schema.micro_batches import Division
+from training.data import largest_batches, stored_rows
+from training.data.batches import TARGET_IDS, Collator, NumberedRows
+from training.data.sample_order import SampleOrder
+
+CUT = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    samples=st.integers(1, 60),
+    cut=CUT,
+    epoch=st.integers(0, 2),
+    steps=st.integers(1, 70),
+    grouped=st.booleans(),
+)
+def test_the_micro_batches_that_are_counted_are_those_of_the_ranks(
+    samples, cut, epoch, steps, grouped
+):
+    lengths = np.random.default_rng(samples).integers(1, 100, (samples, 2), dtype=np.int32)
+
+    def order(rank: int) -> SampleOrder:
+        return SampleOrder(samples, *cut, rank, 7, lengths=(lambda: lengths) if grouped else None)
+
+    trained = []
+    for rank in range(cut[2]):
+        ranks = order(rank)
+        ranks.set_epoch(epoch)
+        trained += [batch for batch in list(ranks)[: steps * cut[1]] if batch]
+    counted = [row.tolist() for batches in order(0).micro_batches(epoch, steps) for row in batches]
+    assert sorted(counted) == sorted(trained)
+
+
+def write(folder: Path, part: str, count: int, seed: int, is_pair: bool) -> None:
+    """Rows of many lengths, some of which begin with a target or have several spans of them."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        length = int(random.integers(2, 90))
+        ids = random.integers(0, 200, length)
+        labels = np.where(random.random(length) < 0.4, ids, IGNORED)
+        if is_pair:
+            labels = random.integers(0, 200, int(random.integers(1, 60)))
+        rows.append({"input_ids": ids, "labels": labels})
+    schema = stored_rows.schema(255, is_pair, False)
+    with pa.ipc.new_stream(folder / f"{part}.arrow", schema) as stream:
+        for start in range(0, count, 40):  # batches of a file
+            stream.write_batch(stored_rows.batch(rows[start : start + 40], schema))
+
+
+def collated(folder: Path, division: Division, is_pair: bool) -> np.ndarray:
+    """(micro-batches, 2) elements of the tensors and targets of each micro-batch of the run."""
+    rows = NumberedRows(folder / f"{division.part}.arrow")
+    collator = Collator(
+        0,
+        0 if is_pair else None,
+        division.multiple,
+        flattens=division.flattens,
+        names_targets=True,
+    )
+    sizes = []
+    for rank in range(division.world_size):
+        order = SampleOrder(
+            len(rows),
+            division.micro_batch,
+            division.accumulation,
+            division.world_size,
+            rank,
+            division.seed,
+            lengths=rows.lengths if division.groups_by_length else None,
+        )
+        for step in range(1, division.num_steps + 1):
+            for micro in range(division.accumulation):
+                if numbers := order.rows_of(step, [micro]):
+                    batch = collator(rows.__getitems__(numbers))
+                    tokens = batch["input_ids"].numel() + is_pair * batch["labels"].numel()
+                    sizes.append((tokens, len(batch[TARGET_IDS])))
+    return np.array(sizes)
+
+
+# an encoder-decoder's rows are never flattened
+@pytest.mark.parametrize(("is_pair", "flattens"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("by_length", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_micro_batch_of_the_run_is_larger(tmp_path, is_pair, by_length, flattens, ranks):
+    write(tmp_path, "train", 150, 3, is_pair)
+    # two epochs and the first step of the third
+    steps = 2 * -(-150 // (4 * 3 * ranks)) + 1
+    division = Division("train", 4, 3, ranks, by_length, 8, flattens, seed=11, num_steps=steps)
+    found = LargestBatches(tmp_path, tmp_path / "kept").get(division)
+    assert found is not None
+    trained = collated(tmp_path, division, is_pair).astype(float)
+    sides = 1 if flattens or is_pair else 2  # a decoder's target is its source
+    counted = np.array([(size.tokens / sides, size.targets) for size in found.sizes])
+    if is_pair:
+        counted[:, 0] = [size.rows * (size.source + size.target) for size in found.sizes]
+    assert {*map(tuple, counted)} <= {*map(tuple, trained)}
+    most = trained.max(axis=0)
+    for weight in np.linspace(0, 1, largest_batches.MIXTURES + 1):
+        mixture = (1 - weight) / most[0], weight / most[1]
+        assert (counted @ mixture).max() == pytest.approx((trained @ mixture).max())
+    # and between the weights that were counted, it is almost the largest
+    mixture = 0.53 / most[0], 0.47 / most[1]
+    assert (counted @ mixture).max() >= 0.99 * (trained @ mixture).max()
+    first = collated(tmp_path, replace(division, num_steps=1), is_pair)
+    assert max(size.targets for size in found.first_step) == first[:, 1].max()
+
+
+def test_an_evaluation_takes_rows_in_their_order_or_by_length(tmp_path):
+    write(tmp_path, "validation", 21, 5, False)
+    rows = NumberedRows(tmp_path / "validation.arrow")
+    lengths = rows.lengths()[:, 0]
+    for by_length in (False, True):
+        order = lengths.argsort(kind="stable") if by_length else np.arange(21)
+        batches = [order[start : start + 8][rank::2] for start in (0, 8, 16) for rank in (0, 1)]
+        division = Division("validation", 4, 1, 2, by_length, 1, False)
+        found = LargestBatches(tmp_path, tmp_path / "kept").get(division)
+        assert found is not None
+        widths = [int(lengths[batch].max()) for batch in batches if len(batch)]
+        assert max(size.source for size in found.sizes) == max(widths)
+        tokens = max(len(batch) * lengths[batch].max() for batch in batches if len(batch))
+        assert max(size.rows * size.source for size in found.sizes) == tokens
+
+
+def test_what_was_found_is_kept_and_rows_that_cannot_be_read_are_named(tmp_path):
+    write(tmp_path, "train", 12, 1, False)
+    division = Division("train", 2, 1, 1, False, 1, False, num_steps=6)
+    first = LargestBatches(tmp_path, tmp_path / "kept").get(division)
+    (tmp_path / "train.arrow").write_bytes(b"no arrow")
+    assert LargestBatches(tmp_path, tmp_path / "kept").get(division) == first
+    other = LargestBatches(tmp_path, tmp_path / "other")
+    assert other.get(division) is None
+    assert other.failure is not None
+    assert str(tmp_path) in other.failure

@@ -1,0 +1,146 @@
+"""The largest micro-batches of a run, from the order of its rows and their lengths. No torch.
+
+As a program it prints a list of LargestMicroBatches as JSON: `python -m
+training.data.largest_batches FOLDER` with the Divisions of the rows in this token cache as its
+input."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from pydantic import TypeAdapter
+
+from launch.base import processes
+from launch.data import token_cache
+from launch.schema.micro_batches import Division, LargestMicroBatches, MicroBatchSize
+from training.data import stored_rows
+from training.data.sample_order import SampleOrder
+
+MIXTURES = 16  # parts in which the weights of a mixture of tokens and targets are counted
+
+
+@dataclass(frozen=True)
+class RowSizes:
+    """The sizes of all rows of a part."""
+
+    lengths: np.ndarray  # (rows, 2) tokens of source and target
+    targets: np.ndarray  # (rows,)
+
+
+def row_sizes(files: Sequence[Path]) -> RowSizes:
+    """The sizes of the rows in files of a token cache."""
+    streams = [pa.ipc.open_stream(pa.memory_map(str(file))) for file in files]
+    table = pa.Table.from_batches(
+        [batch for stream in streams for batch in stream], streams[0].schema
+    )
+    return RowSizes(stored_rows.lengths(table), stored_rows.targets(table))
+
+
+def largest(rows: RowSizes, division: Division) -> LargestMicroBatches:
+    """The largest micro-batches of all ranks."""
+    sizes: list[MicroBatchSize] = []
+    first_step: list[MicroBatchSize] = []
+    for epoch, batches in enumerate(_epochs(rows, division)):
+        of_epoch = [_measured(rows, division, numbers) for numbers in batches if len(numbers)]
+        sizes = _of_mixtures([*sizes, *itertools.chain.from_iterable(map(_selected, of_epoch))])
+        if epoch == 0:
+            in_step = division.accumulation * division.world_size
+            first_step = _of_mixtures(_selected(of_epoch[0][:in_step]))
+    return LargestMicroBatches(sizes, first_step)
+
+
+def _epochs(rows: RowSizes, division: Division) -> Iterator[Iterable[np.ndarray]]:
+    """Yield the rows of the micro-batches of each epoch, (micro-batches, rows) of as many rows
+    together."""
+    count, width = len(rows.lengths), division.micro_batch * division.world_size
+    if division.part == "validation":
+        numbers = np.arange(count)
+        if division.groups_by_length:
+            numbers = rows.lengths.sum(axis=1).argsort(kind="stable")
+        yield _in_turns(numbers, width, division.world_size)
+        return
+    order = SampleOrder(
+        count,
+        division.micro_batch,
+        division.accumulation,
+        division.world_size,
+        rank=0,
+        seed=division.seed,
+        lengths=(lambda: rows.lengths) if division.groups_by_length else None,
+    )
+    remaining = division.num_steps
+    for epoch in itertools.count():
+        if remaining <= 0:
+            return
+        yield order.micro_batches(epoch, remaining)
+        remaining -= order.steps_per_epoch
+
+
+def _in_turns(numbers: np.ndarray, width: int, world_size: int) -> Iterator[np.ndarray]:
+    """Yield the micro-batches of an evaluation: the ranks take rows by turns."""
+    full = len(numbers) // width * width
+    by_place = numbers[:full].reshape(-1, width // world_size, world_size)
+    yield by_place.transpose(0, 2, 1).reshape(-1, width // world_size)
+    for rank in range(min(world_size, len(numbers) - full)):
+        yield numbers[full + rank :: world_size][None]
+
+
+def _measured(rows: RowSizes, division: Division, numbers: np.ndarray) -> np.ndarray:
+    """(micro-batches, 5) the fields of MicroBatchSize."""
+    lengths = rows.lengths[numbers].astype(np.int64)
+    padded = -(-lengths.max(axis=1) // division.multiple) * division.multiple
+    tokens = padded.sum(axis=1) * numbers.shape[1]
+    if division.flattens:
+        tokens = -(-lengths[:, :, 0].sum(axis=1) // division.multiple) * division.multiple
+    targets = np.maximum(rows.targets[numbers].sum(axis=1), 1)  # of none one position is computed
+    count = np.full(len(numbers), numbers.shape[1])
+    return np.stack([count, *padded.T, tokens, targets], axis=1)
+
+
+def _selected(sizes: np.ndarray) -> list[MicroBatchSize]:
+    """Those that have the most of some mixture of tokens of source, of target, and targets."""
+    rows, source, target, tokens, targets = sizes.T.astype(float)
+    shares = np.stack([rows * source, rows * target, tokens, targets])
+    shares /= shares.max(axis=1, keepdims=True)
+    # of flattened rows the tokens of all of them count, of padded rows both sides
+    source, target, tokens, targets = shares
+    chosen: set[int] = set()
+    for part in range(MIXTURES + 1):
+        weight = part / MIXTURES
+        for of_tokens in (tokens, source, target):
+            mixture = (1 - weight) * of_tokens + weight * targets
+            # of equals the longest
+            most = np.flatnonzero(mixture == mixture.max())
+            chosen.add(int(most[source[most].argmax()]))
+    return [MicroBatchSize(*map(int, sizes[number])) for number in sorted(chosen)]
+
+
+def _of_mixtures(sizes: Sequence[MicroBatchSize]) -> list[MicroBatchSize]:
+    """The same of sizes that were selected already."""
+    if not sizes:
+        return []
+    fields = [(each.rows, each.source, each.target, each.tokens, each.targets) for each in sizes]
+    return _selected(np.array(sorted(set(fields)), dtype=np.int64))
+
+
+def main() -> int:
+    processes.settle_process()
+    folder = Path(sys.argv[1])
+    divisions = TypeAdapter(list[Division]).validate_json(sys.stdin.buffer.read())
+    rows = {
+        part: row_sizes(token_cache.token_files(folder, part))
+        for part in {division.part for division in divisions}
+    }
+    answers = [largest(rows[division.part], division) for division in divisions]
+    sys.stdout.buffer.write(TypeAdapter(list[LargestMicroBatches]).dump_json(answers))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

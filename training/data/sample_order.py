@@ -1,0 +1,152 @@
+"""The order of samples of a training, and its division into steps, micro-batches and ranks. No
+torch: a plan asks for it too (training.data.largest_batches)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from training.data import length_batches
+
+
+class SampleOrder:
+    """Batch sampler for DataLoader: the samples of a rank in each micro-batch of an epoch.
+
+    The order of samples depends on the seed and the epoch alone. Micro-batch, accumulation and
+    ranks only divide it. An optimizer step covers the next effective_batch_size samples. The last
+    step of an epoch covers the remaining samples in as few micro-steps as possible, so no sample is
+    dropped or repeated. A rank without a sample in a micro-step gets []. A micro-step without any
+    sample is None. Such micro-steps come first in a step, because the ranks reduce their gradients
+    in its last micro-step.
+
+    With `lengths` of all samples (TokenRows.lengths) the samples of a step have similar lengths,
+    and those of a micro-batch even more so. The order then depends on `group_size` too, which is
+    the effective batch of the run that made the order. A run that continues it with another
+    effective batch keeps `group_size`, and so trains exactly the remaining samples.
+
+    With a `budget` micro-batches are limited by tokens: a step has at most `accumulation`
+    micro-batches if the budget covers `micro_batch` samples of any length.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        micro_batch: int,
+        accumulation: int,
+        world_size: int,
+        rank: int,
+        seed: int,
+        start: int = 0,
+        lengths: Callable[[], np.ndarray] | None = None,
+        group_size: int | None = None,
+        budget: length_batches.TokenBudget | None = None,
+    ) -> None:
+        self.num_samples, self.micro_batch, self.accumulation = (
+            num_samples,
+            micro_batch,
+            accumulation,
+        )
+        self.world_size, self.rank, self.seed = world_size, rank, seed
+        # samples of all epochs that an earlier run with another effective batch has trained
+        self.start = start
+        self.lengths = lengths  # None: the order is random
+        self.group_size = group_size or self.effective_batch_size
+        self.budget = budget  # None: every micro-batch has micro_batch samples
+        self.epoch = 0
+
+    @property
+    def effective_batch_size(self) -> int:
+        return self.micro_batch * self.accumulation * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_samples // self.effective_batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def first_step(self, epoch: int) -> tuple[int, int]:
+        """(step, sample) of the epoch at which this run continues; (0, 0) except in the epoch of
+        `start`."""
+        if self.start == 0 or epoch != self.start // self.num_samples:
+            return 0, 0
+        offset = self.start % self.num_samples
+        return (
+            self.steps_per_epoch - -(-(self.num_samples - offset) // self.effective_batch_size),
+            offset,
+        )
+
+    def samples_seen(self, step: int) -> int:
+        """The number of samples of all epochs that are trained after `step` optimizer steps."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        first, offset = self.first_step(epoch)
+        return epoch * self.num_samples + min(
+            offset + max(step_in_epoch - first, 0) * self.effective_batch_size, self.num_samples
+        )
+
+    def rows_of(self, step: int, micro_batches: Iterable[int]) -> list[int]:
+        """The rows of this rank in these micro-batches (from 0) of an optimizer step (from 1)."""
+        epoch, step_in_epoch = divmod(step - 1, self.steps_per_epoch)
+        first, _ = self.first_step(epoch)
+        parts = next(itertools.islice(self._steps(epoch), step_in_epoch - first, None))
+        selected = (parts[micro] for micro in micro_batches if micro < len(parts))
+        return [row for part in selected for row in part[self.rank :: self.world_size].tolist()]
+
+    def _steps(self, epoch: int) -> Iterator[list[np.ndarray]]:
+        """Yield the micro-batches, of all ranks together, of each remaining optimizer step of an
+        epoch."""
+        order, width = self._order(epoch), self.micro_batch * self.world_size
+        lengths = self.budget.lengths() if self.budget else None
+        for start in range(self.first_step(epoch)[1], self.num_samples, self.effective_batch_size):
+            step = order[start : start + self.effective_batch_size]
+            if self.budget and lengths is not None:
+                yield self.budget.split(step, lengths, self.world_size, -(-len(step) // width))
+            else:
+                yield [step[begin : begin + width] for begin in range(0, len(step), width)]
+
+    def micro_batches(self, epoch: int, num_steps: int) -> Iterator[np.ndarray]:
+        """Yield the samples of the micro-batches of all ranks, (micro-batches, rows), in the first
+        steps of an epoch that is not continued: those of as many rows together. There is no
+        `budget`."""
+        assert self.budget is None and self.start == 0
+        width = self.micro_batch * self.world_size
+        order = self._order(epoch)[: num_steps * self.effective_batch_size]
+        full = len(order) // width * width
+        # a rank has every world_size-th row
+        by_place = order[:full].reshape(-1, self.micro_batch, self.world_size)
+        yield by_place.transpose(0, 2, 1).reshape(-1, self.micro_batch)
+        for rank in range(min(self.world_size, len(order) - full)):
+            yield order[full + rank :: self.world_size][None]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        # 4 bytes a row are all that a rank has in private memory
+        random = np.random.default_rng([self.seed, epoch])
+        order = random.permutation(np.arange(self.num_samples, dtype=np.int32))
+        if self.lengths is not None:
+            lengths = self.lengths()
+            length_batches.group(order, lengths, self.group_size, random)
+            length_batches.sort_steps(
+                order[self.first_step(epoch)[1] :], lengths, self.effective_batch_size
+            )
+        return order
+
+    def __len__(self) -> int:
+        """The number of micro-batches of an epoch on a rank."""
+        # the last step of the first epoch may be fuller than those of the others
+        if self.start:
+            return self.steps_per_epoch * self.accumulation
+        full = self.steps_per_epoch - 1
+        last = self.num_samples - full * self.effective_batch_size
+        return full * self.accumulation + -(-last // (self.micro_batch * self.world_size))
+
+    def __iter__(self) -> Iterator[list[int] | None]:
+        first, _ = self.first_step(self.epoch)
+        # these were trained before this run, and Trainer skips them
+        yield from [None] * (first * self.accumulation)
+        for step, parts in enumerate(self._steps(self.epoch), first):
+            micro_steps = min(self.accumulation, len(self) - step * self.accumulation)
+            yield from [None] * (micro_steps - len(parts))
+            for part in parts:
+                yield part[self.rank :: self.world_size].tolist()
