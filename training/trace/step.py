@@ -50,7 +50,8 @@ from training.trace.recorder import (
     Recorder,
 )
 
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+# aten::linear: of weights that were dequantised inside an operator
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"}
 
 
 @dataclass

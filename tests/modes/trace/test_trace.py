@@ -497,3 +497,33 @@ def test_flash_attention_is_traced_as_pytorchs_own_flash_kernel_without_masks(pa
     varlen, varlen_work = step(4, True, no_varlen_attn=None)
     assert varlen == pytest.approx(flash, abs=1 << 10)
     assert varlen_work["attention_flops"] == flash_work["attention_flops"]
+
+
+@pytest.mark.parametrize("sections", [{}, {"quantization": {"load_in_4bit": True}}])
+def test_cublas_takes_its_workspace_behind_the_result_of_the_first_product(sections):
+    """There the weight of a 4-bit layer, dequantised just before, still lives."""
+    recipe, plan = recipe_of(
+        "llama-tiny",
+        lora={"r": 4},
+        model={"dtype": "bfloat16"},
+        training={"bf16": True},
+        **sections,
+    )
+    log = trace_step.step(recipe, plan, (LENGTH, LENGTH), target=Target("8.0"))
+    births = [index for index, event in enumerate(log.events) if event.birth]
+    blocks = [log.blocks[log.events[index].block] for index in births]
+    number = next(index for index, block in enumerate(blocks) if block.op == "cublas")
+    width = plan.shape.config["hidden_size"]
+    assert (blocks[number - 1].sample_bytes, blocks[number - 1].born) == (
+        LENGTH * width * 2,
+        "forward:0",
+    )
+    if sections:
+        weight = log.events[births[number - 2]].block
+        assert log.blocks[weight].fixed_bytes == width * width * 2
+        end = next(
+            index
+            for index, event in enumerate(log.events)
+            if event.block == weight and not event.birth
+        )
+        assert end > births[number]
