@@ -76,6 +76,8 @@ class TracedStep(NamedTuple):
     question: Question
     rows: int  # of its micro-batch
     sizes: tuple[MicroBatchSize, ...] = ()  # of the micro-batch, if they are known
+    # of the run's first step, if its rows are no fraction of these: source and target differ
+    first: Question | None = None
 
 
 def _all_targets(batch: MicroBatchSize, flattens: bool) -> MicroBatchSize:
@@ -309,8 +311,16 @@ class PlanContext:
                 lengths = mean, mean
             strategy = replace(candidate, per_device_train_batch_size=batch.rows)
             asked = replace(question, strategy=strategy, lengths=lengths)
-            steps.append(TracedStep(asked, batch.rows, (batch,)))
+            steps.append(TracedStep(asked, batch.rows, (batch,), self._first(candidate, asked)))
         return steps
+
+    def _first(self, candidate: Strategy, question: Question) -> Question | None:
+        """The run's first step in rows of its own lengths, of an encoder-decoder."""
+        sizes = self._largest(candidate).first_step
+        if not self.model.is_encoder_decoder or not sizes:
+            return None
+        largest = max(sizes, key=lambda each: each.rows * (each.source + each.target))
+        return replace(question, lengths=(largest.source, largest.target))
 
     def fetch(self, candidates: Iterable[Strategy]) -> None:
         """Have the steps of these candidates traced, of the longest rows, unless their traces are
@@ -345,7 +355,12 @@ class PlanContext:
         largest = self._largest(candidate)
         sizes = {step.rows: step.sizes} if step.sizes else {}
         most = self._targets(step.question, self.counts, sizes, largest.first_step)
-        return with_targets(trace, most, self._evaluated_targets(candidate, step.question))
+        trace = with_targets(trace, most, self._evaluated_targets(candidate, step.question))
+        first = self.traces.get(step.first) if self.traces is not None and step.first else None
+        if first is None or step.first is None:
+            return trace
+        most = self._targets(step.first, self.counts, {}, largest.first_step)
+        return replace(trace, first=with_targets(first, most))
 
     def most_targets(self, candidate: Strategy) -> MostTargets:
         """The largest training micro-batches."""
@@ -471,7 +486,9 @@ def judge(context: PlanContext, candidate: Strategy, exact: bool = True) -> Judg
     traces = [(trace, rows)]
     if exact:
         steps = context.traced_steps(candidate)
-        context.fetch_steps(step.question for step in steps)
+        context.fetch_steps(
+            question for step in steps for question in (step.question, step.first) if question
+        )
         traces = [(context.trace_of(step, candidate), step.rows) for step in steps]
     predictions = [
         _with_peak(context, candidate, states, step_trace, rows, exact)

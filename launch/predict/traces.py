@@ -83,6 +83,7 @@ class Trace:
     # targets of a training micro-batch, and of an evaluation's; of recorded traces there are none
     targets: MostTargets = NO_TARGETS
     eval_targets: MostTargets = NO_TARGETS
+    first: Trace | None = None  # of the run's first step, if that was traced for itself
 
     def peak(self, num_samples: int, eval_samples: int | None) -> Peak:
         """The highest moment at so many samples a micro-batch; `eval_samples` None: nothing is
@@ -164,11 +165,14 @@ class Trace:
         """
         log = self._log()
         special = log.get("turns", {})
-        first, again = special.get("first", log), special.get("after evaluation", log)
+        first, again = self.first_log(), special.get("after evaluation", log)
+        of_first: Trace = self
+        if self.first is not None and len(self.first.first_log()["blocks"]) == len(first["blocks"]):
+            of_first, first = self.first, self.first.first_log()  # blocks have the same numbers
         evaluated = _first_of_evaluation(log) < len(log["events"]) and eval_samples is not None
         stride = max(len(each["blocks"]) for each in (log, first, again))
         counts = self._counts(num_samples, eval_samples)
-        opened = self.highest(self.targets.batches_of_first_step(num_samples))
+        opened = of_first.highest(of_first.targets.batches_of_first_step(num_samples))
         turns = [
             _Turn(log, 0, counts),
             _Turn(first, stride, (opened, counts[1])),
@@ -192,6 +196,11 @@ class Trace:
             ("save", [steady.freed(number) for number in until_save]),
             ("step", [*steady.ended(), *last.events(steady)]),
         ]
+
+    def first_log(self) -> dict[str, Any]:
+        """The log of a run's first step."""
+        log = self._log()
+        return log.get("turns", {}).get("first", log)
 
     def _log(self) -> dict[str, Any]:
         file = self.file.with_suffix(".log")

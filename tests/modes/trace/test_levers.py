@@ -132,6 +132,7 @@ def test_packed_rows_fit_without_the_mask_of_sdpa(tmp_path):
         "num_output_chunks": 64,
         "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"offload": False},
+        "tiled_mlp_num_shards": 1,
     }
     with_mask = chosen(tmp_path, 19, **parts).plan
     least, mask = with_mask.estimate.device_bytes, rows * length**2 * 2
