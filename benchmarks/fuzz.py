@@ -5,7 +5,7 @@ A tiny run is trained on prompts, another on chats, a third goes on from the fir
 is cut off. Their files are damaged one at a time (cut short, a bit flipped, JSON of another type, a
 key dropped, nested deeply, replaced by a FIFO, a link or a folder, given to another user). After
 each damage a command reads them: `report`, `samples`, `compare`, `show`, `plan --json`, `fit`,
-`merge`, `selfcheck`, the child that tokenises, or `run --dry-run`, which decides whether the run
+`merge`, the child that tokenises, or `run --dry-run`, which decides whether the run
 goes on. Some cases plan with a hostile value instead. They are called in a child process, which is
 ended and started again where a command hangs. Exit codes are the documented ones; None is a
 traceback. A plan of the same run that says something else, with exit code 0 and without a word on
