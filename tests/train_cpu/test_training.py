@@ -260,13 +260,14 @@ def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with
     assert (chat.returncode, chat.stdout) == (0, "two\n"), chat.stderr
 
 
-def test_a_cold_start_traces_one_step_at_the_length_of_its_rows_and_writes_one_plan(tmp_path):
+def test_a_cold_start_traces_the_longest_rows_and_its_own_and_writes_one_plan(tmp_path):
+    """The longest row is held out: the micro-batches that are trained have another length."""
     traces = tmp_path / "traces"
     recipe = builders.recipe(tmp_path, training={"max_steps": 2, "warmup_steps": 0})
     done = builders.launch(tmp_path / "workspace", "run", str(recipe), LOWMEM_TRACES=str(traces))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"^tracing (\d+) step\(s\) of", done.stdout, re.MULTILINE) == ["1"]
-    assert len(list(traces.glob("*.json"))) == 1
+    assert re.findall(r"^tracing (\d+) step\(s\) of", done.stdout, re.MULTILINE) == ["1", "1"]
+    assert len(list(traces.glob("*.json"))) == 2
     run = RunDir(builders.only_run(tmp_path / "workspace"))
     assert max(run.read_plan().lengths) < run.read_recipe().data.max_length
     assert done.stdout.count("plan for tiny on") == 1
