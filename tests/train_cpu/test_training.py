@@ -261,7 +261,7 @@ def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with
 
 
 def test_a_cold_start_traces_the_longest_rows_and_its_own_and_writes_one_plan(tmp_path):
-    """The longest row is held out: the micro-batches that are trained have another length."""
+    """Two steps do not come to the longest row: their micro-batches have another length."""
     traces = tmp_path / "traces"
     recipe = builders.recipe(tmp_path, training={"max_steps": 2, "warmup_steps": 0})
     done = builders.launch(tmp_path / "workspace", "run", str(recipe), LOWMEM_TRACES=str(traces))
