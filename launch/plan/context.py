@@ -131,7 +131,9 @@ def with_rows(context: PlanContext) -> PlanContext:
         counts=counts["train"],
         held_out_rows=counts["validation"]["rows"] if "validation" in counts else None,
         eval_counts=counts.get("validation"),
-        largest_batches=LargestBatches(folder, folder.parent.parent / "micro_batches"),
+        largest_batches=LargestBatches(
+            folder, folder.parent.parent / "micro_batches", counts["train"]["rows"]
+        ),
         cache_bytes=sum(file.stat().st_size for file in folder.glob("*.arrow")),
     )
 

@@ -20,11 +20,16 @@ from launch.schema.micro_batches import Division, LargestMicroBatches
 CHILD = (sys.executable, "-P", "-m", "training.data.largest_batches")
 
 
-class LargestBatches:
-    """The largest micro-batches of a token cache, from a folder or found now."""
+# of a training whose order is made while a plan waits: two seconds
+MOST_EPOCHS, MOST_ROWS = 500, 2_000_000
 
-    def __init__(self, tokens: Path, folder: Path) -> None:
-        self._tokens, self._folder = tokens, folder
+
+class LargestBatches:
+    """The largest micro-batches of a token cache, from a folder or found now. `num_rows`: those
+    that are trained."""
+
+    def __init__(self, tokens: Path, folder: Path, num_rows: int) -> None:
+        self._tokens, self._folder, self._num_rows = tokens, folder, num_rows
         self._largest: dict[Division, LargestMicroBatches] = {}
         self.failure: str | None = None  # why the rows could not be read
 
@@ -32,6 +37,16 @@ class LargestBatches:
         """Have these found, as far as they are not."""
         missing = [each for each in dict.fromkeys(divisions) if self._stored(each) is None]
         if not missing or self.failure:
+            return
+        rows = max(
+            each.num_steps * each.micro_batch * each.accumulation * each.world_size
+            for each in missing
+        )
+        if rows > min(MOST_EPOCHS * self._num_rows, MOST_ROWS):
+            self.failure = (
+                f"an order of more than {MOST_EPOCHS} epochs, or {MOST_ROWS:,} rows, is not made in"
+                " advance"
+            )
             return
         done = subprocess.run(
             [*CHILD, str(self._tokens)],

@@ -45,7 +45,7 @@ def context_of(folder: Path, attention: str, **data: Any) -> PlanContext:
         context,
         counts=counts,
         lengths=(longest, longest),
-        largest_batches=LargestBatches(folder, folder / "kept"),
+        largest_batches=LargestBatches(folder, folder / "kept", ROWS),
         traces=Traces(recipe, context.model, context.lora_targets, folder / "traces"),
     )
 

@@ -102,7 +102,7 @@ def test_no_micro_batch_of_the_run_is_larger(tmp_path, is_pair, by_length, flatt
     # two epochs and the first step of the third
     steps = 2 * -(-150 // (4 * 3 * ranks)) + 1
     division = Division("train", 4, 3, ranks, by_length, 8, flattens, seed=11, num_steps=steps)
-    found = LargestBatches(tmp_path, tmp_path / "kept").get(division)
+    found = LargestBatches(tmp_path, tmp_path / "kept", 150).get(division)
     assert found is not None
     trained = collated(tmp_path, division, is_pair).astype(float)
     sides = 1 if flattens or is_pair else 2  # a decoder's target is its source
@@ -129,7 +129,7 @@ def test_an_evaluation_takes_rows_in_their_order_or_by_length(tmp_path):
         order = lengths.argsort(kind="stable") if by_length else np.arange(21)
         batches = [order[start : start + 8][rank::2] for start in (0, 8, 16) for rank in (0, 1)]
         division = Division("validation", 4, 1, 2, by_length, 1, False)
-        found = LargestBatches(tmp_path, tmp_path / "kept").get(division)
+        found = LargestBatches(tmp_path, tmp_path / "kept", 150).get(division)
         assert found is not None
         widths = [int(lengths[batch].max()) for batch in batches if len(batch)]
         assert max(size.source for size in found.sizes) == max(widths)
@@ -140,10 +140,19 @@ def test_an_evaluation_takes_rows_in_their_order_or_by_length(tmp_path):
 def test_what_was_found_is_kept_and_rows_that_cannot_be_read_are_named(tmp_path):
     write(tmp_path, "train", 12, 1, False)
     division = Division("train", 2, 1, 1, False, 1, False, num_steps=6)
-    first = LargestBatches(tmp_path, tmp_path / "kept").get(division)
+    first = LargestBatches(tmp_path, tmp_path / "kept", 150).get(division)
     (tmp_path / "train.arrow").write_bytes(b"no arrow")
-    assert LargestBatches(tmp_path, tmp_path / "kept").get(division) == first
-    other = LargestBatches(tmp_path, tmp_path / "other")
+    assert LargestBatches(tmp_path, tmp_path / "kept", 150).get(division) == first
+    other = LargestBatches(tmp_path, tmp_path / "other", 150)
     assert other.get(division) is None
     assert other.failure is not None
     assert str(tmp_path) in other.failure
+
+
+def test_an_order_of_very_many_epochs_is_not_made_while_a_plan_waits(tmp_path):
+    write(tmp_path, "train", 12, 1, False)
+    division = Division("train", 2, 1, 1, False, 1, False, num_steps=500 * 6)
+    found = LargestBatches(tmp_path, tmp_path / "kept", 12)
+    assert found.get(division) is not None and found.failure is None
+    assert found.get(replace(division, num_steps=500 * 6 + 1)) is None
+    assert found.failure is not None and "500 epochs" in found.failure
