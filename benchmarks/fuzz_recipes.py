@@ -93,7 +93,7 @@ def campaign(
             verdicts["taken"] += 1
         except LaunchError as error:
             verdicts[f"refused with exit code {error.exit_code}"] += 1
-        except Exception as error:  # noqa: BLE001  that is what is looked for
+        except Exception as error:  # noqa: BLE001  no input may raise another error: it is counted as a fault
             verdicts["traceback"] += 1
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}:{last.lineno}"

@@ -24,7 +24,7 @@ RUN = (sys.executable, "-m", "launch", "run")
 
 
 def is_launcher(words: list[str]) -> bool:
-    """Whether a command line is accelerate's, started by its name or by a child of ours."""
+    """True if a command line is accelerate's, started by its name or by a child of ours."""
     ours = ("on_loopback.py", "accelerate_launch.py")
     return "accelerate.commands.launch" in words or any(word.endswith(ours) for word in words)
 
