@@ -535,7 +535,7 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
         candidate = replace(
             cut, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=parts
         )
-        for question, rows, _ in known.traced_steps(candidate):
+        for question, rows, *_ in known.traced_steps(candidate):
             assert 1 <= rows <= micro_batch * parts
             assert all(
                 rows * length <= micro_batch * most
