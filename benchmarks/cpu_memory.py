@@ -34,7 +34,7 @@ from launch.plan import context as plan_context
 from launch.plan.planner import Choice
 from launch.plan.resolve import resolve
 from launch.predict import estimate
-from launch.predict.estimate import PlanContext
+from launch.predict.facts import PlanContext
 from launch.render import command as render_command
 from launch.run_folder import layout
 from launch.run_folder.layout import AttemptDir

@@ -15,8 +15,8 @@ from launch.plan import context as plan_context
 from launch.plan import planner
 from launch.plan.candidates import LaunchConstraints
 from launch.plan.planner import Choice
-from launch.predict import estimate
-from launch.predict.estimate import PlanContext
+from launch.predict import budgets
+from launch.predict.facts import PlanContext
 from launch.predict.history import calibration
 from launch.predict.history.calibration import Comparison
 from launch.predict.oom_history import NO_OOM_HISTORY, OomEvent, OomHistory
@@ -156,7 +156,7 @@ class Attempts:
 
     def _check(self, measured: SecondStep) -> bool:
         """Compare a second step with its plan; False: stop and make another plan."""
-        budget = estimate.host_budget_bytes(self.choice.recipe, self.choice.machine)
+        budget = budgets.host_budget_bytes(self.choice.recipe, self.choice.machine)
         self._comparison = calibration.compare(self.choice.plan, measured, budget)
         for line in self._comparison.lines:
             self._screen.say(line)

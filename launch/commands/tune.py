@@ -38,7 +38,8 @@ from launch.plan import planner, resolve, search
 from launch.plan.planner import Choice
 from launch.plan.resolve import Facts
 from launch.predict import estimate
-from launch.predict.estimate import PlanContext, describe
+from launch.predict.estimate import describe
+from launch.predict.facts import PlanContext
 from launch.predict.history import cache_keys
 from launch.predict.history.ledger import Ledger, Tuned
 from launch.render import command as render_command

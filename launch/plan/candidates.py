@@ -11,7 +11,7 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
 from launch.plan import kernels
 from launch.predict import sharding, target_counts
-from launch.predict.estimate import PlanContext
+from launch.predict.facts import PlanContext
 from launch.predict.oom_history import CLEARLY_BELOW, NO_OOM_HISTORY, OomHistory
 from launch.probe import architectures
 from launch.recipe.strict_yaml import show

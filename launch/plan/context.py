@@ -13,7 +13,8 @@ from launch.plan import candidates, tiled_mlp
 from launch.plan.candidates import CHUNKED
 from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
-from launch.predict.estimate import PlanContext, host_budget_bytes
+from launch.predict.budgets import host_budget_bytes
+from launch.predict.facts import PlanContext
 from launch.predict.memory import host_memory
 from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.target_counts import AT_TARGETS

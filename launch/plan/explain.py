@@ -9,7 +9,8 @@ from launch.base.text import size
 from launch.plan import candidates, kernels
 from launch.plan.candidates import LaunchConstraints
 from launch.predict import target_counts
-from launch.predict.estimate import Judged, PlanContext, card_figures, describe
+from launch.predict.estimate import Judged, card_figures, describe
+from launch.predict.facts import PlanContext
 from launch.probe import architectures
 from launch.recipe.strict_yaml import show
 from launch.schema.machine import GIB, Link, Machine

@@ -20,7 +20,8 @@ from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.search import search, table_order
 from launch.plan.ways_to_fit import MAX_WAYS, does_not_fit_message, ways_to_fit
 from launch.predict import estimate
-from launch.predict.estimate import Judged, PlanContext
+from launch.predict.estimate import Judged
+from launch.predict.facts import PlanContext
 from launch.predict.oom_history import CLEARLY_BELOW
 from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan, Rendezvous

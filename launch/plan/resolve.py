@@ -20,7 +20,7 @@ from launch.plan import new_tokens, planner
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.planner import Choice
 from launch.predict import model_config
-from launch.predict.estimate import PlanContext
+from launch.predict.facts import PlanContext
 from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
 from launch.predict.traces import Traces

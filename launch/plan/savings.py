@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from launch.base.text import size
 from launch.predict import estimate
-from launch.predict.estimate import Judged, PlanContext
+from launch.predict.estimate import Judged
+from launch.predict.facts import PlanContext
 from launch.schema.machine import MIB
 from launch.schema.plan import Strategy
 

@@ -9,8 +9,9 @@ from itertools import groupby
 
 from launch.plan import candidates, tiled_mlp
 from launch.plan.candidates import LaunchConstraints
-from launch.predict import estimate
-from launch.predict.estimate import Judged, PlanContext
+from launch.predict import budgets, estimate
+from launch.predict.estimate import Judged
+from launch.predict.facts import PlanContext
 from launch.schema.plan import Strategy as Candidate
 
 TABLE_ROWS = 10
@@ -311,7 +312,7 @@ def _evaluated(context: PlanContext, candidate: Candidate) -> Candidate:
     trace = context.trace(candidate)
     if trace is None or not context.recipe.evaluates:
         return replace(candidate, per_device_eval_batch_size=count)
-    budget = estimate.budget_bytes(context, candidate)
+    budget = budgets.budget_bytes(context, candidate)
     is_asked = context.recipe.training.per_device_eval_batch_size is not None
 
     def evaluated(count: int) -> int:
@@ -332,7 +333,7 @@ def _with_fewer_workers(context: PlanContext, candidate: Candidate) -> Candidate
     fewer = candidate
     while fewer.dataloader_num_workers:
         memory = estimate.judge(context, fewer, exact=False).memory
-        if estimate.misses_host(context, fewer, memory) is None:
+        if budgets.misses_host(context, fewer, memory) is None:
             break
         fewer = replace(fewer, dataloader_num_workers=fewer.dataloader_num_workers - 1)
     return fewer

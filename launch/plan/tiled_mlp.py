@@ -9,7 +9,8 @@ from typing import Any
 
 from launch.base.errors import ConfigError
 from launch.predict import estimate
-from launch.predict.estimate import WIDTH_NAMES, Judged, PlanContext
+from launch.predict.estimate import WIDTH_NAMES, Judged
+from launch.predict.facts import PlanContext
 from launch.schema.plan import Strategy as Candidate
 from launch.schema.recipe import Recipe
 

@@ -13,7 +13,8 @@ from launch.plan.candidates import LaunchConstraints
 from launch.plan.relax import smaller_states
 from launch.plan.search import fastest
 from launch.predict import optimizers
-from launch.predict.estimate import Judged, PlanContext, describe
+from launch.predict.estimate import Judged, describe
+from launch.predict.facts import PlanContext
 from launch.predict.trained_parameters import trainable_shapes
 from launch.schema.model_sections import LoraSection, QuantizationSection
 from launch.schema.recipe import Recipe

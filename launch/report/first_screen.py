@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from launch.base.text import size
-from launch.predict.estimate import host_budget_bytes
+from launch.predict.budgets import host_budget_bytes
 from launch.report.text import batch, length_text, notes
 from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan

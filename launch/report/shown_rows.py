@@ -9,7 +9,7 @@ from rich.text import Text
 
 from launch.base.text import shown
 from launch.data import sources
-from launch.predict.estimate import PlanContext
+from launch.predict.facts import PlanContext
 from launch.report import row_facts
 from launch.schema.shown_rows import ShownRow, ShownRows
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from launch.base import files
 from launch.base.errors import CheckpointError
 from launch.base.text import size
-from launch.predict import estimate, oom_history
+from launch.predict import budgets, estimate, oom_history
 from launch.predict.history.calibration import Comparison
 from launch.predict.oom_history import OomEvent, OomHistory, available_bytes
 from launch.probe import machine as probe_machine
@@ -32,7 +32,7 @@ def of_attempt(
     memory = plan.estimate
     predicted = memory.device_bytes - memory.margin_bytes
     if of_host:
-        predicted = estimate.host_bytes(plan.strategy, memory)
+        predicted = budgets.host_bytes(plan.strategy, memory)
     elif section in oom_history.WRITING:
         predicted = memory.model_state_bytes
     of, now = "host" if of_host else "device", probe_machine.machine(run_dir=run.root)
@@ -92,7 +92,7 @@ def add_refuted(
     memory = plan.estimate
     predicted = {
         "device": memory.device_bytes - memory.margin_bytes,
-        "host": estimate.host_bytes(plan.strategy, memory),
+        "host": budgets.host_bytes(plan.strategy, memory),
     }
     for of, measured in compared.needs.items():
         available = available_bytes(of, planned_on, plan.strategy)

@@ -17,7 +17,7 @@ from launch.base.workspace import CODE
 from launch.data import token_hashes
 from launch.data.token_cache import TokenCache
 from launch.plan import context as plan_context
-from launch.predict.estimate import PlanContext
+from launch.predict.facts import PlanContext
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import Failure, RunResult
 from launch.supervise import attempt as supervise_attempt

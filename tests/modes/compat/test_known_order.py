@@ -12,7 +12,7 @@ import pytest
 
 from launch.plan import context as plan_context
 from launch.predict import estimate, model_config
-from launch.predict.estimate import PlanContext
+from launch.predict.facts import PlanContext
 from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.traces import Traces
 from launch.schema.plan import DataFormat, Strategy

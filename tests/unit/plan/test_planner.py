@@ -13,7 +13,7 @@ from launch.base.workspace import Workspace
 from launch.plan import candidates, planner
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
-from launch.predict import estimate, model_config
+from launch.predict import budgets, estimate, model_config
 from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory.allocator_config import EXPANDABLE, AllocatorConfig
 from launch.probe import architectures
@@ -273,7 +273,7 @@ def test_the_users_share_of_a_card_limits_the_budget_too(share, budget):
     context = plan_context.build(recipe, on, config, parameters, family, DATA_FORMAT)
     context = replace(context, allocator=AllocatorConfig(per_process_memory_fraction=share))
     strategy = plan(recipe, on).strategy
-    assert estimate.budget_bytes(context, strategy) / GIB == pytest.approx(budget, abs=0.2)
+    assert budgets.budget_bytes(context, strategy) / GIB == pytest.approx(budget, abs=0.2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from launch.base.workspace import CODE
 from launch.plan import context as plan_context
-from launch.predict import estimate, model_config
+from launch.predict import budgets, estimate, model_config
 from launch.predict.history.calibration import Comparison
 from launch.predict.oom_history import CLEARLY_BELOW, MUCH_BELOW, OomEvent, OomHistory
 from launch.run_folder.layout import RunDir
@@ -138,7 +138,7 @@ def host_misses(oom_history: OomHistory, needed_bytes: int) -> str | None:
     memory = MemoryEstimate(
         1, 1, 1, peak=Peak("backward", "mm", {"weights": 1}), host={"model": needed_bytes}
     )
-    return estimate.misses_host(context, STRATEGY, memory)
+    return budgets.misses_host(context, STRATEGY, memory)
 
 
 def test_a_plan_that_step_2_has_refuted_bounds_the_next_one_also_where_it_is_assumed_to_fit(

@@ -1,0 +1,390 @@
+"""The facts that all candidates of a plan have in common, and what follows from them for one: the
+steps that are traced for it, its largest micro-batches, its padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from launch.data.token_cache import TokenCache
+from launch.predict import parameters as predict_parameters
+from launch.predict import target_counts
+from launch.predict.history.calibration import NO_MARGIN, Margin
+from launch.predict.memory import allocator as memory_allocator
+from launch.predict.memory.allocator_config import EXPANDABLE
+from launch.predict.memory.largest_batches import LargestBatches
+from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
+from launch.predict.target_counts import MostTargets
+from launch.predict.time import padding as time_padding
+from launch.predict.time.padding import StepSplit
+from launch.predict.traces import Question, Trace, Traces, with_targets
+from launch.probe import architectures
+from launch.probe.import_memory import ASSUMED, Imports
+from launch.schema.machine import Link, Machine
+from launch.schema.micro_batches import Division, LargestMicroBatches, MicroBatchSize
+from launch.schema.plan import (
+    MULTIPLE,
+    Change,
+    DataFormat,
+    MemoryEstimate,
+    ModelSize,
+    Padding,
+    Strategy,
+)
+from launch.schema.recipe import Recipe
+
+USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
+LEAST_LENGTH = 8  # tokens of a row that is worth a trace
+MOST_ORDERED = 10_000_000  # rows of all epochs whose order is made while a plan waits, in seconds
+
+
+class TracedStep(NamedTuple):
+    """A step that a peak may be of."""
+
+    question: Question
+    rows: int  # of its micro-batch
+    sizes: tuple[MicroBatchSize, ...] = ()  # of the micro-batch, if they are known
+    # of the run's first step, if its rows are no fraction of these: source and target differ
+    first: Question | None = None
+
+
+def _all_targets(batch: MicroBatchSize, flattens: bool) -> MicroBatchSize:
+    return replace(batch, targets=batch.tokens if flattens else batch.rows * batch.target)
+
+
+@dataclass(frozen=True)
+class PlanContext:
+    """The facts that all candidates of one recipe on one machine have in common."""
+
+    recipe: Recipe
+    machine: Machine
+    model: ModelSize
+    parameters: predict_parameters.Shapes
+    full_copy: MemoryEstimate  # states of a full copy of the model
+    data_format: DataFormat
+    lora_targets: tuple[str, ...] = ()
+    lengths: tuple[int, int] = (0, 0)  # of the longest source and target; (0, 0): max_length
+    is_ragged: bool = True  # some row is shorter than the longest, so that a batch may be padded
+    rows_of: int | None = None  # tokens of every row, if the plan is for such rows
+    link: Link | None = None
+    traces: Traces | None = None  # None: states only
+    allocator: memory_allocator.AllocatorConfig = memory_allocator.TORCH_DEFAULTS
+    may_expand: bool = False  # the cards can grow the allocator's segments, and the user names none
+    import_memory: Imports = ASSUMED  # what the job's processes hold before there is a model
+    base_fingerprint: str | None = None  # of the weights that an adapter is trained for
+    changes: tuple[Change, ...] = ()  # values that the recipe replaced before planning
+    rows: int | None = None  # of the training file
+    tokens: TokenCache | None = None  # where the tokenised rows are, or will be
+    cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
+    # of the tokenised training file, as tokenising wrote them
+    counts: Mapping[str, Any] | None = None
+    held_out_rows: int | None = None  # None: not counted yet
+    eval_counts: Mapping[str, Any] | None = None  # of the tokenised held-out rows
+    counts_targets: bool = True  # False: as if every position had a target
+    largest_batches: LargestBatches | None = None  # None: the rows are not tokenised
+    continues_another: bool = False  # with rows in another order than a run from the beginning
+    error_margin: Margin = NO_MARGIN  # by which past predictions were exceeded
+    oom_history: OomHistory = NO_OOM_HISTORY  # and that of this very run
+    assume_fits: bool = False  # budgets do not count, only what ran out
+    # the fastest strategy in real trials of a recipe on this machine
+    recall: Callable[[ModelSize, Recipe], Strategy | None] = lambda model, recipe: None
+
+    def allocator_settings(self, candidate: Strategy) -> str:
+        """Settings that a plan adds to the allocator's. Micro-batches of many lengths, or of many
+        numbers of targets, leave segments that no later step fits into, unless segments grow.
+        Packed rows are padded to one length, unless they are flattened."""
+        varies = self.is_ragged and (candidate.flattens or not self.recipe.data.packing)
+        varies |= candidate.logits_at_targets and target_counts.vary(self.counts)
+        is_added = self.may_expand and varies and candidate.device == "cuda"
+        return EXPANDABLE if is_added else ""
+
+    def evaluated_samples(self, candidate: Strategy) -> int:
+        """Samples of the largest batch that a rank evaluates: there may be fewer held-out rows."""
+        count = candidate.per_device_eval_batch_size
+        if not self.held_out_rows:
+            return count
+        return min(count, -(-self.held_out_rows // candidate.num_processes))
+
+    def question(self, candidate: Strategy) -> Question:
+        multiple = MULTIPLE[candidate.device]
+        max_length = self.recipe.data.max_length
+        source, target = (
+            -(-(length or max_length) // multiple) * multiple for length in self.lengths
+        )
+        rounds_up = self.lengths[0] != source  # to the multiple, or nothing is known of the rows
+        is_padded = rounds_up or (self.is_ragged and candidate.per_device_train_batch_size > 1)
+        is_padded |= self.recipe.data.packing  # masks keep documents apart
+        if candidate.device == "cpu":
+            return Question(candidate, (source, target), is_padded)
+        card = self.machine.gpus[0]
+        is_fused = architectures.of(card).attention != "math"
+        return Question(
+            candidate,
+            (source, target),
+            is_padded,
+            card.architecture,
+            is_fused,
+            self._documents(candidate, source),
+        )
+
+    def _documents(self, candidate: Strategy, length: int) -> int:
+        """Documents of a row that attention gets one by one, up to the next power of two; 0 if it
+        gets whole rows."""
+        if not candidate.flattens:
+            return 0
+        if not self.recipe.data.packing:
+            return 1
+        mean = (
+            self.counts["documents"] / self.counts["rows"]
+            if self.counts
+            else length / USUAL_DOCUMENT
+        )
+        return 1 << max(math.ceil(mean) - 1, 0).bit_length()
+
+    def no_order(self, candidate: Strategy) -> str | None:
+        """The reason why the micro-batches of the run are not known before it; None: they are."""
+        data, training = self.recipe.data, self.recipe.training
+        if data.streaming:
+            return "a stream's rows are not counted"
+        if self.counts is None or self.largest_batches is None:
+            return "the rows are not tokenised yet"
+        if self.traces is None:
+            return "nothing is traced"
+        if data.batch_by_tokens:
+            return "data.batch_by_tokens divides each step by its own rows"
+        if self.continues_another:
+            return "a run that continues another has the rows that remain"
+        epochs = training.num_train_epochs
+        if training.max_steps > 0:
+            epochs = training.max_steps * candidate.effective_batch_size / self.counts["rows"]
+        if self.counts["rows"] * epochs > MOST_ORDERED:
+            return f"an order of more than {MOST_ORDERED:,} rows is not made in advance"
+        return self.largest_batches.failure
+
+    def _divisions(self, candidate: Strategy) -> tuple[Division, list[Division]]:
+        """The divisions of the rows of a training, and of evaluations with its batch and smaller
+        ones, of which a plan may choose one."""
+        assert self.counts is not None
+        training, data = self.recipe.training, self.recipe.data
+        epoch_steps = -(-self.counts["rows"] // candidate.effective_batch_size)
+        num_steps = math.ceil(training.num_train_epochs * epoch_steps)
+        trained = Division(
+            "train",
+            candidate.per_device_train_batch_size,
+            candidate.gradient_accumulation_steps,
+            candidate.num_processes,
+            data.group_by_length,
+            MULTIPLE[candidate.device],
+            candidate.flattens,
+            training.seed,
+            training.max_steps if training.max_steps > 0 else num_steps,
+        )
+        evaluated = []
+        count = candidate.per_device_eval_batch_size if self.eval_counts else 0
+        while count:
+            evaluated.append(
+                replace(
+                    trained,
+                    part="validation",
+                    micro_batch=count,
+                    accumulation=1,
+                    seed=0,
+                    num_steps=0,
+                )
+            )
+            count //= 2
+        return trained, evaluated
+
+    def order(self, candidates: Iterable[Strategy]) -> None:
+        """Have the largest micro-batches of these candidates found, unless they are stored."""
+        ordered = [each for each in candidates if self.no_order(each) is None]
+        if not ordered:
+            return
+        assert self.largest_batches is not None
+        divisions = (self._divisions(each) for each in ordered)
+        self.largest_batches.fetch(
+            each for trained, evaluated in divisions for each in (trained, *evaluated)
+        )
+
+    def _largest(self, candidate: Strategy) -> LargestMicroBatches:
+        """The largest micro-batches of a training; without sizes if they are not known."""
+        if self.no_order(candidate) is not None:
+            return LargestMicroBatches()
+        assert self.largest_batches is not None
+        largest = self.largest_batches.get(self._divisions(candidate)[0])
+        return largest or LargestMicroBatches()
+
+    def _evaluated_sizes(self, candidate: Strategy) -> Mapping[int, Sequence[MicroBatchSize]]:
+        """The largest micro-batches of its evaluations, by their rows."""
+        if self.no_order(candidate) is not None:
+            return {}
+        assert self.largest_batches is not None
+        sizes: dict[int, Sequence[MicroBatchSize]] = {}
+        for division in self._divisions(candidate)[1]:
+            largest = self.largest_batches.get(division)
+            count = self.evaluated_samples(
+                replace(candidate, per_device_eval_batch_size=division.micro_batch)
+            )
+            if largest:
+                sizes[count] = largest.sizes
+        return sizes
+
+    def traced_steps(self, candidate: Strategy) -> list[TracedStep]:
+        """All steps that the highest peak may be of. If the order of rows is known: of the
+        micro-batch that takes most, and of the longest rows. Else of the longest rows.
+
+        By tokens also the most rows that such a budget can hold, which are a whole step's.
+        Between the two no part of a peak is higher than at one of them: at so many padded tokens
+        what grows with them is the same, attention's squares fall with the length, what a row takes
+        by itself grows with the rows."""
+        question, rows = self.question(candidate), candidate.per_device_train_batch_size
+        parts = candidate.gradient_accumulation_steps
+        if sizes := self._largest(candidate).sizes:
+            return self._steps_of(question, sizes)
+        if not self.recipe.data.batch_by_tokens or parts == 1 or self.rows_of is not None:
+            return [TracedStep(question, rows)]
+        multiple = MULTIPLE[candidate.device]
+        shorter = tuple(
+            max(length // parts // multiple * multiple, LEAST_LENGTH) for length in question.lengths
+        )
+        most = min(
+            rows * length // short for length, short in zip(question.lengths, shorter, strict=True)
+        )
+        most = max(min(most, rows * parts), 1)
+        short = replace(question, lengths=shorter, is_padded=True)
+        return [
+            TracedStep(question, rows),
+            TracedStep(
+                replace(short, strategy=replace(candidate, per_device_train_batch_size=most)), most
+            ),
+        ]
+
+    def _steps_of(self, question: Question, sizes: Sequence[MicroBatchSize]) -> list[TracedStep]:
+        """The steps of the micro-batch that takes most by the trace of the longest rows, and of
+        that with the longest rows."""
+        candidate, multiple = question.strategy, MULTIPLE[question.strategy.device]
+        if question.documents and self.recipe.data.packing:  # sequences of about one length
+            return [TracedStep(question, candidate.per_device_train_batch_size, tuple(sizes))]
+        rows = candidate.per_device_train_batch_size
+        chosen = {max(sizes, key=lambda each: (each.source + each.target, each.rows, each.targets))}
+        if (trace := self.trace(candidate)) is not None:
+            batches = trace.targets.batches(rows)
+            most = sizes[batches.index(trace.highest(batches))]
+            chosen = {most} if candidate.flattens else {*chosen, most}
+        steps = []
+        for batch in chosen:
+            lengths = batch.source, batch.target
+            if candidate.flattens:
+                mean = -(-batch.tokens // batch.rows // multiple) * multiple
+                lengths = mean, mean
+            strategy = replace(candidate, per_device_train_batch_size=batch.rows)
+            asked = replace(question, strategy=strategy, lengths=lengths)
+            steps.append(TracedStep(asked, batch.rows, (batch,), self._first(candidate, asked)))
+        return steps
+
+    def _first(self, candidate: Strategy, question: Question) -> Question | None:
+        """The run's first step in rows of its own lengths, of an encoder-decoder."""
+        sizes = self._largest(candidate).first_step
+        if not self.model.is_encoder_decoder or not sizes:
+            return None
+        largest = max(sizes, key=lambda each: each.rows * (each.source + each.target))
+        return replace(question, lengths=(largest.source, largest.target))
+
+    def fetch(self, candidates: Iterable[Strategy]) -> None:
+        """Have the steps of these candidates traced, of the longest rows, unless their traces are
+        stored, and their largest micro-batches found."""
+        candidates = list(candidates)
+        self.order(candidates)
+        self.fetch_steps(self.question(candidate) for candidate in candidates)
+
+    def fetch_steps(self, questions: Iterable[Question]) -> None:
+        if self.traces is not None:
+            self.traces.fetch(list(questions))
+
+    def asking(self) -> AbstractContextManager[Traces | None]:
+        """Hold the tracing child while steps are traced; end it afterwards."""
+        return closing(self.traces) if self.traces is not None else nullcontext()
+
+    def trace(self, candidate: Strategy) -> Trace | None:
+        """The trace of a step of the longest rows, if it is stored."""
+        question = self.question(candidate)
+        trace = self.traces.get(question) if self.traces is not None else None
+        if trace is None:
+            return None
+        return with_targets(
+            trace, self.most_targets(candidate), self._evaluated_targets(candidate, question)
+        )
+
+    def trace_of(self, step: TracedStep, candidate: Strategy) -> Trace | None:
+        """The trace of one of the candidate's steps, if it is stored."""
+        trace = self.traces.get(step.question) if self.traces is not None else None
+        if trace is None:
+            return None
+        largest = self._largest(candidate)
+        sizes = {step.rows: step.sizes} if step.sizes else {}
+        most = self._targets(step.question, self.counts, sizes, largest.first_step)
+        trace = with_targets(trace, most, self._evaluated_targets(candidate, step.question))
+        first = self.traces.get(step.first) if self.traces is not None and step.first else None
+        if first is None or step.first is None:
+            return trace
+        most = self._targets(step.first, self.counts, {}, largest.first_step)
+        return replace(trace, first=with_targets(first, most))
+
+    def most_targets(self, candidate: Strategy) -> MostTargets:
+        """The largest training micro-batches."""
+        largest = self._largest(candidate)
+        rows = candidate.per_device_train_batch_size
+        sizes = {rows: largest.sizes} if largest.sizes else {}
+        return self._targets(self.question(candidate), self.counts, sizes, largest.first_step)
+
+    def _evaluated_targets(self, candidate: Strategy, question: Question) -> MostTargets:
+        return self._targets(question, self.eval_counts, self._evaluated_sizes(candidate))
+
+    def _targets(
+        self,
+        question: Question,
+        counts: Mapping[str, Any] | None,
+        sizes: Mapping[int, Sequence[MicroBatchSize]],
+        first_step: Sequence[MicroBatchSize] = (),
+    ) -> MostTargets:
+        """Micro-batches with these counts and sizes, as far as they are known, in rows of a
+        question's lengths."""
+        (source, target), strategy = question.lengths, question.strategy
+        if not self.counts_targets:
+            flat = bool(question.documents)
+            sizes = {rows: [_all_targets(each, flat) for each in of] for rows, of in sizes.items()}
+            first_step = [_all_targets(each, flat) for each in first_step]
+        largest = counts["most_targets"] if counts and self.counts_targets else ()
+        parts, flattens = strategy.num_output_chunks, bool(question.documents)
+        return MostTargets(target, tuple(largest), parts, source, flattens, sizes, first_step)
+
+    def mean_targets(self, candidate: Strategy, micro_steps: float) -> float | None:
+        """The mean number of targets of a rank's micro-batch; None until the rows are tokenised."""
+        if self.counts is None or not self.counts_targets:
+            return None
+        of_step = (
+            candidate.effective_batch_size * self.counts["target_tokens"] / self.counts["rows"]
+        )
+        return of_step / candidate.num_processes / micro_steps
+
+    def padding(self, candidate: Strategy) -> Padding | None:
+        """The padding of a step; None until the rows are tokenised."""
+        if self.counts is None:
+            return None
+        lengths = self.question(candidate).lengths
+        return time_padding.of(
+            self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths
+        )
+
+    def mean_split(self, candidate: Strategy) -> StepSplit | None:
+        """The mean split of a step, in rows as long as the longest; None until the rows are
+        tokenised, and where they are packed and fill it."""
+        if self.counts is None or self.recipe.data.packing:
+            return None
+        lengths = self.question(candidate).lengths
+        return time_padding.mean_split(
+            self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths
+        )
