@@ -3,7 +3,6 @@ codes."""
 
 from __future__ import annotations
 
-import signal
 import sys
 
 from launch.base import interpreter
@@ -22,7 +21,6 @@ from typing import NoReturn
 
 from launch.base import processes
 from launch.base.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError
-from launch.base.interpreter import STOPS
 from launch.base.text import nearest, shown
 from launch.base.workspace import CHECKOUT, CODE
 from launch.supervise import stop_signals
@@ -113,6 +111,5 @@ def _version() -> str:
 
 if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
-    # the interpreter takes handlers away before it ends; a signal then would replace the exit code
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*STOPS, signal.SIGUSR2})
+    interpreter.ignore_stop_signals()
     sys.exit(exit_code)

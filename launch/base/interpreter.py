@@ -55,6 +55,16 @@ def end_on_stop_signals() -> None:
             signal.signal(number, end)
 
 
+def ignore_stop_signals() -> None:
+    """Ignore stop signals, and SIGUSR2, from here to the end of this process.
+
+    The interpreter takes handlers away before it ends, and a signal then would replace the exit
+    code. To block signals is not enough: they reach threads of libraries (pyarrow's), which do not
+    block them."""
+    for number in (*STOPS, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def go_on_with_packages() -> None:
     """Run the same command line with .venv's Python if this Python lacks a package. .venv is made
     first if it is missing."""

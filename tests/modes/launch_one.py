@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from launch.__main__ import main
+from launch.base import interpreter
 from launch.base.workspace import CODE, Workspace
 from launch.plan.resolve import resolve
 from launch.predict import sharding
@@ -58,7 +59,11 @@ def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    interpreter.end_on_stop_signals()
     mode, recipe_name, *words = sys.argv[1:]
     if mode == "fsdp2" and not machine.machine().gpus:
-        sys.exit(fsdp2(recipe_name, words))
-    sys.exit(main(["run", recipe_name, f"--launch.mode={mode}", *words]))
+        exit_code = fsdp2(recipe_name, words)
+    else:
+        exit_code = main(["run", recipe_name, f"--launch.mode={mode}", *words])
+    interpreter.ignore_stop_signals()
+    sys.exit(exit_code)
