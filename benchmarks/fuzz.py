@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,10 @@ LARGEST = 1 << 20  # bytes of a file that is damaged; tensors are the checkpoint
 DOCUMENTED = frozenset({0, 1, 2, 3, 4, 5, 9, 10})
 OTHER_USER = 12345
 WRONG_JSON = ("[]", "{}", "1", "null", '"text"', "[" * 3000, '{"a":' * 3000, "NaN", '{"step": []}')
+RUNS = ("tiny", "chat", "other", "adapter")  # --fast trains the first two
+LEAST = 10  # cases, however long the preparation took
 VALUES = 10_000  # hostile recipes, or as many as there is time for
-VALUES_SHARE = 0.25  # of the time, for them
+VALUES_SHARE, VALUES_S = 0.25, 3.0  # of the time for them, and the least seconds
 PLAN_A_VALUE = 0.1  # of the cases
 # lines of a dry run that say what is trained
 DECIDED = re.compile(r"^  (model|data|tokens|batch|run) +(.*)$", re.MULTILINE)
@@ -190,12 +192,12 @@ class Commands:
         self._child = None
 
 
-def trained(root: Path) -> tuple[Path, list[list[str]]]:
+def trained(root: Path, names: Sequence[str]) -> tuple[Path, list[list[str]]]:
     """A workspace with complete runs and one that was cut off, and the commands that read them.
 
     Everything lies below the workspace: data sets and models too."""
     workspace = root / "workspace"
-    files = recipes(workspace)
+    files = {name: file for name, file in recipes(workspace).items() if name in names}
     for name, file in files.items():
         words = ["run", str(file), f"--output_dir={workspace / name}"]
         done = builders.launch(workspace, *words, **own_traces(workspace))
@@ -205,6 +207,7 @@ def trained(root: Path) -> tuple[Path, list[list[str]]]:
     begun.attempts()[-1].outcome_file.unlink()
     shutil.rmtree(sorted(begun.checkpoints.glob("checkpoint-*"))[-1])
     tokenised = next(Path(runs["chat"]).glob("attempts/*/tokenising.json")).parent
+    adapters = [runs["adapter"]] if "adapter" in runs else []
     starts = [
         ["run", str(files[name]), f"--output_dir={workspace / name}", "--dry-run"] for name in files
     ]
@@ -212,12 +215,12 @@ def trained(root: Path) -> tuple[Path, list[list[str]]]:
         *starts,
         *(["samples", runs[name]] for name in files),
         ["report", "--calibration"],
-        ["compare", runs["tiny"], runs["other"], "--anyway"],
+        ["compare", runs["tiny"], runs[names[1]], "--anyway"],
         *(["show", str(files[name]), "--rows", "3"] for name in files),
         *(["plan", str(files[name]), "--json"] for name in files),
-        ["plan", str(files["other"]), "--explain", "--gpu", "RTX 4090", "--ram", "64"],
+        ["plan", str(files["tiny"]), "--explain", "--gpu", "RTX 4090", "--ram", "64"],
         ["fit", "--gpu", "RTX 4090", "--ram", "64", "--model", "llama-tiny", "--length", "64"],
-        ["merge", runs["adapter"], "--out", str(workspace / "merged")],
+        *(["merge", run, "--out", str(workspace / "merged")] for run in adapters),
         ["prepare", str(tokenised), "1"],
     ]
 
@@ -260,10 +263,11 @@ def is_silent(before: dict[str, Any], after: dict[str, Any], file: Path) -> bool
     return not any(file.name in line or "damaged" in line for line in said)
 
 
-def campaign(seed: int, seconds: float) -> dict[str, Any]:
+def campaign(seed: int, seconds: float, names: Sequence[str] = RUNS) -> dict[str, Any]:
     """Damage one file after the other, until the time is up; counts and faults."""
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        workspace, commands = trained(Path(name))
+        workspace, commands = trained(Path(name), names)
         pristine = Path(name) / "pristine"
         shutil.copytree(workspace, pristine, symlinks=True)
         files = sorted(
@@ -279,12 +283,12 @@ def campaign(seed: int, seconds: float) -> dict[str, Any]:
             undamaged[tuple(argv)] = answer
             _restore(workspace, pristine)
         codes: Counter[int | None] = Counter()
-        faults, began, cases = [], time.monotonic(), 0
-        while time.monotonic() - began < seconds * (1 - VALUES_SHARE):
+        faults, cases = [], 0
+        while cases < LEAST or time.monotonic() - began < seconds * (1 - VALUES_SHARE):
             cases += 1
             file, damage, argv = draw.choice(files), draw.choice(DAMAGES), draw.choice(commands)
             if is_value := draw.random() < PLAN_A_VALUE:
-                recipe = str(workspace / "other.yaml")
+                recipe = str(workspace / "chat.yaml")
                 argv = ["plan", recipe, fuzz_recipes.override(draw), fuzz_recipes.override(draw)]
                 case = ["value", " ".join(argv[2:])[:300]]
             else:
@@ -306,7 +310,7 @@ def campaign(seed: int, seconds: float) -> dict[str, Any]:
                 print(*faults[-1], flush=True)
             _restore(workspace, pristine)
         child.close()
-        left_s = seconds - (time.monotonic() - began)
+        left_s = max(seconds - (time.monotonic() - began), VALUES_S)
         values = fuzz_recipes.campaign(pristine / "tiny.yaml", pristine, seed, VALUES, left_s)
     return {
         "seed": seed,
@@ -319,6 +323,23 @@ def campaign(seed: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def table(measured: dict[str, Any]) -> str:
+    counts = {
+        "exit codes": {f"exit code {code}": n for code, n in measured["exit_codes"].items()},
+        "hostile recipes": {"all": measured["hostile_recipes"], **measured["verdicts"]},
+    }
+    rows = [
+        ["files that are damaged, one at a time", measured["files"]],
+        ["commands after a damage, or with a hostile value", measured["cases"]],
+        *(
+            [key, ", ".join(f"{what}: {n}" for what, n in values.items())]
+            for key, values in counts.items()
+        ),
+        ["tracebacks, hangs, other runs in silence", len(measured["faults"])],
+    ]
+    return recording.table(["what", f"seed {measured['seed']}"], rows)
+
+
 def _restore(workspace: Path, pristine: Path) -> None:
     shutil.rmtree(workspace)
     shutil.copytree(pristine, workspace, symlinks=True)
@@ -328,13 +349,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--fast", action="store_true", help=f"with {RUNS[0]} and {RUNS[1]} only")
     parser.add_argument("--record", action="store_true", help="write the figures to results/")
     asked = parser.parse_args()
-    measured = campaign(asked.seed, asked.seconds)
+    measured = campaign(asked.seed, asked.seconds, RUNS[:2] if asked.fast else RUNS)
     if asked.record:
-        rows = [[key, str(value)] for key, value in measured.items() if key != "faults"]
-        text = recording.table(["", ""], rows)
-        recording.write("fuzz", measured, text, "fuzz")
+        recording.write("fuzz", measured, table(measured), "fuzz")
     print(json.dumps({key: value for key, value in measured.items() if key != "faults"}))
     return 1 if measured["faults"] else 0
 

@@ -16,11 +16,11 @@ from launch.base.workspace import FILES
 from launch.plan import candidates, planner
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS
+from launch.plan.scaled_traces import ScaledTraces
 from launch.plan.search import search
 from launch.predict import model_config
 from launch.predict.estimate import Judged
 from launch.predict.facts import PlanContext
-from launch.predict.scaled_traces import ScaledTraces
 from launch.probe import architectures
 from launch.probe.import_memory import Imports
 from launch.schema.machine import Machine

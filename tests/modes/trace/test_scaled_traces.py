@@ -11,8 +11,8 @@ import pytest
 from launch.plan import candidates, fit
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS
+from launch.plan.scaled_traces import ScaledTraces
 from launch.predict import estimate, model_config
-from launch.predict.scaled_traces import ScaledTraces
 from launch.predict.traces import Traces
 from launch.probe import described
 from tests import builders
