@@ -215,7 +215,7 @@ def trained(root: Path, names: Sequence[str]) -> tuple[Path, list[list[str]]]:
         *starts,
         *(["samples", runs[name]] for name in files),
         ["report", "--calibration"],
-        ["compare", runs["tiny"], runs[names[1]], "--anyway"],
+        ["compare", runs["tiny"], runs["chat"], "--anyway"],
         *(["show", str(files[name]), "--rows", "3"] for name in files),
         *(["plan", str(files[name]), "--json"] for name in files),
         ["plan", str(files["tiny"]), "--explain", "--gpu", "RTX 4090", "--ram", "64"],

@@ -38,7 +38,7 @@ from launch.schema.modes import LAUNCH_MODES
 from tests import builders, stopping
 from tests.stopping import Child
 
-NAME = "kills_by_mode"
+NAME, SEED = "kills_by_mode", 1  # results of another seed have a file of their own
 MODES = tuple(mode for mode, row in LAUNCH_MODES.items() if row.device != "cuda")
 EVENTS_OF_A_RUN = 5
 TRAINING = {"max_steps": 90, "save_steps": 8, "eval_steps": 40, "logging_steps": 1}
@@ -46,7 +46,8 @@ LIMIT_S = 300.0  # of one start, on a busy machine
 LEFT_S = 20.0  # in which what a run was made of has to go
 LONG_AGO_S = 7200.0
 VICTIMS = ("everything", "the launcher", "accelerate", "one rank")
-MOMENTS = ("the start", "the first step", "a checkpoint", "a save")
+# the longest wait in seconds behind each
+MOMENTS = {"the start": 6.0, "the first step": 2.0, "a checkpoint": 2.0, "a save": 0.05}
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 Row = dict[str, Any]
 
@@ -159,7 +160,7 @@ def ended_with(child: Start) -> int | None:
 
 
 def judged(child: Start, event: Row) -> list[str]:
-    """What is wrong with the end of a start."""
+    """The faults of the end of a start: exit code, leftovers, tracebacks."""
     faults = []
     if event["code"] not in event["expected"]:
         faults.append(f"exit code {event['code']}, not {event['expected']}: {child.said()[-1500:]}")
@@ -176,8 +177,8 @@ def judged(child: Start, event: Row) -> list[str]:
 
 def killed(child: Start, mode: str, draw: random.Random) -> Row:
     """Kill -9 at a moment; the event, of the kind "none" if the run has ended before."""
-    victim, moment = draw.choice(VICTIMS), draw.choice(MOMENTS)
-    wait_s = draw.uniform(0, 0.05 if moment == "a save" else 6 if moment == "the start" else 2)
+    victim = draw.choice(VICTIMS)
+    moment, wait_s = drawn_moment(draw)
     event: Row = {"kind": "kill", "of": victim, "behind": moment, "after_s": round(wait_s, 3)}
     # a lost rank is started again at once, but not by the shim of FSDP2
     again = [1] if mode == "fsdp2" else [0]
@@ -191,8 +192,7 @@ def killed(child: Start, mode: str, draw: random.Random) -> Row:
 
 def stormed(child: Start, mode: str, draw: random.Random) -> Row:
     """Signals to processes of the run, one after the other; the event, as killed() has it."""
-    moment = draw.choice(MOMENTS)
-    wait_s = draw.uniform(0, 0.05 if moment == "a save" else 6 if moment == "the start" else 2)
+    moment, wait_s = drawn_moment(draw)
     number, pause_s = draw.randint(3, 20), draw.choice((0.0, 0.02, 0.2))
     drawn = [draw.choice((*STOPS, signal.SIGUSR2)) for _ in range(number)]
     drawn[draw.randrange(number)] = draw.choice(STOPS)
@@ -216,6 +216,11 @@ def stormed(child: Start, mode: str, draw: random.Random) -> Row:
     return event
 
 
+def drawn_moment(draw: random.Random) -> tuple[str, float]:
+    moment = draw.choice(tuple(MOMENTS))
+    return moment, draw.uniform(0, MOMENTS[moment])
+
+
 def descendants(child: Start) -> list[psutil.Process]:
     try:
         return psutil.Process(child.process.pid).children(recursive=True)
@@ -229,13 +234,9 @@ def at_moment(
     """The processes to hit, once the moment has come; none if the run has ended before."""
     newest = len(child.committed()) if stopping.runs_of(child.workspace) else 0
 
-    def accelerate() -> list[int]:
-        found = processes.tagged(child.run.tag)
-        return [one.pid for one in found if stopping.is_launcher(one.cmdline())]
-
     def of_victim() -> list[int]:
         if victim == "accelerate":
-            return accelerate()
+            return [child.launcher().pid]
         if victim == "one rank":
             return [draw.choice(child.ranks(num_ranks(mode))).pid]
         below = [one.pid for one in descendants(child)] if victim == "everything" else []
@@ -259,12 +260,12 @@ def catches(pid: int, number: int) -> bool:
     return False
 
 
-def reached(child: Start, found: Callable[[], Any]) -> Any:
-    """What `found` returns once it is something; nothing if the run ends before."""
+def reached(child: Start, condition: Callable[[], Any]) -> Any:
+    """The first true value of a condition; None if the run ends before."""
     until_s = time.monotonic() + LIMIT_S
     while child.process.poll() is None and time.monotonic() < until_s:
         try:
-            if value := found():
+            if value := condition():
                 return value
         except (ValueError, IndexError, AssertionError, FileNotFoundError, psutil.NoSuchProcess):
             pass  # no run folder, no attempt or no such process yet
@@ -284,7 +285,7 @@ def waited(child: Start, seconds: float) -> bool:
 
 
 def share(total: int, mode: str) -> int:
-    """How many of so many events are a mode's."""
+    """The number of a mode's events, of so many in all modes."""
     return total // len(MODES) + (MODES.index(mode) < total % len(MODES))
 
 
@@ -295,32 +296,34 @@ def missing(rows: Sequence[Row], mode: str, kills_in_all: int, storms_in_all: in
     return [kind for kind, count in wanted.items() for _ in range(count - seen[kind])]
 
 
-def compared(row: Row, alone: dict[str, Any]) -> Row:
+def compared(row: Row, reference: dict[str, Any]) -> Row:
     """The row, with a fault where it ended with other weights or trained rows; those that are the
     same are written once a mode."""
     for name in ("weights", "rows"):
-        if name in row and (found := row.pop(name)) != alone[name]:
-            row["faults"].append(f"other {name}: {found}")
+        if name in row and (value := row.pop(name)) != reference[name]:
+            row["faults"].append(f"other {name}: {value}")
     return row
 
 
 def campaign(kills_in_all: int, storms_in_all: int, seed: int, modes: Sequence[str]) -> list[Row]:
     """Run what is missing, mode by mode in turns, and write each row as it is made."""
-    file = recording.RESULTS / f"{NAME}.json"
-    kept = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    alone: dict[str, Any] = kept.get("alone", {}) if kept.get("seed") == seed else {}
-    rows: list[Row] = kept.get("runs", []) if kept.get("seed") == seed else []
+    name = NAME if seed == SEED else f"{NAME}_{seed}"
+    file = recording.RESULTS / f"{name}.json"
+    written = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    references: dict[str, Any] = written.get("references", {})
+    rows: list[Row] = written.get("runs", [])
     numbers = (kills_in_all, storms_in_all)
     while unfinished := [mode for mode in modes if missing(rows, mode, *numbers)]:
         for mode in unfinished:
-            alone[mode] = alone.get(mode) or undisturbed(mode)
+            references[mode] = references.get(mode) or undisturbed(mode)
             number = sum(row["mode"] == mode for row in rows)
             events = missing(rows, mode, *numbers)
             random.Random(f"{seed}/{mode}/{number}/order").shuffle(events)
             row = disturbed(mode, seed, number, events[:EVENTS_OF_A_RUN])
-            rows.append(compared(row, alone[mode]))
+            rows.append(compared(row, references[mode]))
             print(json.dumps(rows[-1]), flush=True)
-            recording.write(NAME, {"seed": seed, "alone": alone, "runs": rows}, table(rows))
+            measured = {"seed": seed, "references": references, "runs": rows}
+            recording.write(name, measured, table(rows), NAME)
     return rows
 
 
@@ -328,15 +331,15 @@ def table(rows: Sequence[Row]) -> str:
     head = ("mode", "runs", "kills", "storms", "ended as they must", "left behind", "other weights")
     lines = []
     for mode in MODES:
-        mine = [row for row in rows if row["mode"] == mode]
-        events = [event for row in mine for event in row["events"]]
+        runs = [row for row in rows if row["mode"] == mode]
+        events = [event for row in runs for event in row["events"]]
         kinds = Counter(event["kind"] for event in events)
         right = sum(event["code"] in event["expected"] for event in events)
-        faults = [fault for row in mine for fault in row["faults"]]
+        faults = [fault for row in runs for fault in row["faults"]]
         left = sum(fault.startswith("left") for fault in faults)
         other = sum(fault.startswith("other") for fault in faults)
         ended = f"{right} of {len(events)}"
-        lines.append((mode, len(mine), kinds["kill"], kinds["storm"], ended, left, other))
+        lines.append((mode, len(runs), kinds["kill"], kinds["storm"], ended, left, other))
     sums = [sum(line[i] for line in lines) for i in (1, 2, 3, 5, 6)]
     right = sum(e["code"] in e["expected"] for row in rows for e in row["events"])
     of_all = f"{right} of {sum(len(row['events']) for row in rows)}"
@@ -347,7 +350,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=100, help="in all modes together")
     parser.add_argument("--storms", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--mode", choices=MODES, action="append", help="only this one")
     asked = parser.parse_args()
     rows = campaign(asked.kills, asked.storms, asked.seed, asked.mode or MODES)

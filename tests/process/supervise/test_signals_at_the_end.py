@@ -14,15 +14,15 @@ from tests import builders
 
 pytestmark = pytest.mark.process
 
-LINES = ("-m", "launch", "keys", "training")
-PLAN = ("-m", "launch", "plan")  # it reads rows, for which pyarrow starts threads of its own
 STORM = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("lines", [LINES, PLAN])
-def test_a_storm_of_signals_after_the_last_line_leaves_a_documented_exit_code(tmp_path, lines):
+# plan reads rows, for which pyarrow starts threads of its own
+@pytest.mark.parametrize("command", ["keys", "plan"])
+def test_a_storm_of_signals_after_the_last_line_leaves_a_documented_exit_code(tmp_path, command):
     environment = builders.environment(tmp_path / "workspace")
-    argv = [sys.executable, *lines, *([str(builders.recipe(tmp_path))] if lines is PLAN else [])]
+    argument = {"keys": "training", "plan": str(builders.recipe(tmp_path))}[command]
+    argv = [sys.executable, "-m", "launch", command, argument]
     whole = subprocess.run(argv, env=environment, capture_output=True, check=True)
     ends: collections.Counter[int] = collections.Counter()
     for wait_s in (0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
