@@ -30,7 +30,7 @@ from training.control.stop_word import Halted
 from training.data.batches import TARGET_TENSORS, Collator, EpochLoader, TokenRows
 from training.data.sample_order import SampleOrder
 from training.engines import setup
-from training.loop import kept_from_workers, nan_guard
+from training.loop import data_worker_memory, nan_guard
 from training.loop.callbacks import StepMeter
 from training.loop.memory_peaks import MemoryPeaks
 from training.model import tiled_mlp
@@ -298,7 +298,7 @@ class LowMemTrainer(OpenTrainer):
         """Trainer's own method, which also loads optimizer and schedule."""
         prepared = self._prepared(library, resume_from_checkpoint)
         if self.args.dataloader_num_workers:  # they are forked after this
-            kept_from_workers.keep(kept_from_workers.states(self))
+            data_worker_memory.exclude_from_forks(data_worker_memory.state_tensors(self))
         return prepared
 
     def _prepared(

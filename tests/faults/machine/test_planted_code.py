@@ -282,7 +282,7 @@ def test_a_pickle_in_the_newest_checkpoint_is_not_opened_and_the_one_before_it_i
 def test_a_pickle_under_the_seal_of_another_key_is_refused_and_never_run_where_it_is_allowed(
     copied, canary, tmp_path, monkeypatch, name
 ):
-    mine = os.environ["XDG_STATE_HOME"]
+    state_home = os.environ["XDG_STATE_HOME"]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
     for checkpoint in checkpoints(copied):
         plant_pickle(checkpoint, name, canary)
@@ -292,7 +292,7 @@ def test_a_pickle_under_the_seal_of_another_key_is_refused_and_never_run_where_i
         described["seal"] = manifest.seal(described)
         files.write_json(checkpoint / manifest.FILE, described)
         assert manifest.fault(checkpoint) is None, "it is no valid seal of their key"
-    monkeypatch.setenv("XDG_STATE_HOME", mine)
+    monkeypatch.setenv("XDG_STATE_HOME", state_home)
     refused = again(copied)
     assert refused.returncode == 5, refused.stdout + refused.stderr
     assert refused.stderr.startswith("error: ")
@@ -311,7 +311,7 @@ def test_a_pickle_under_the_seal_of_another_key_is_refused_and_never_run_where_i
     ],
 )
 def test_code_in_the_files_of_a_run_folder_is_not_run(copied, canary, name, code):
-    """What a run reads again is data; its command line is made anew."""
+    """Files of a run are read as data; its command line is made anew."""
     (run,) = (copied / "workspace/runs/tiny").glob("[0-9]*")
     content = {".yaml": f"x: {canary.yaml}\n", ".sh": canary.script}
     write(run / name, content.get(Path(name).suffix, pickle.dumps(canary)))

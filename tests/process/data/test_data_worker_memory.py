@@ -1,4 +1,4 @@
-"""What a forked process has of its parent's weights and states."""
+"""Memory of a forked process whose parent writes to its states."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from tests import builders
 
 MIB = 1 << 20
-# Prints what a child holds alone after its parent has written to a tensor of 64 MiB.
+# Prints the private bytes of a child after its parent has written to a tensor of 64 MiB.
 FORKS = r"""
 import os, re, sys
 import torch
-from training.loop import kept_from_workers
+from training.loop import data_worker_memory
 
 state, rows = (torch.ones(size << 20, dtype=torch.uint8) for size in (64, 2))
-if sys.argv[1] == "kept":
-    kept_from_workers.keep([state[1:], torch.ones(3)])
+if sys.argv[1] == "excluded":
+    data_worker_memory.exclude_from_forks([state[1:], torch.ones(3)])
 reads, writes = os.pipe()
 child = os.fork()
 if not child:
@@ -32,7 +32,7 @@ assert int(state.sum()) == 2 * (64 << 20)
 """
 
 
-def held_by_child(how: str) -> int:
+def private_bytes(how: str) -> int:
     done = subprocess.run(
         [sys.executable, "-c", FORKS, how],
         cwd=builders.CODE,
@@ -44,6 +44,6 @@ def held_by_child(how: str) -> int:
     return int(done.stdout)
 
 
-def test_a_child_has_no_copy_of_what_is_kept_from_it():
-    assert held_by_child("shared") > 64 * MIB
-    assert held_by_child("kept") < 32 * MIB
+def test_a_child_has_no_copy_of_excluded_tensors():
+    assert private_bytes("shared") > 64 * MIB
+    assert private_bytes("excluded") < 32 * MIB

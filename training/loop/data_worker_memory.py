@@ -1,4 +1,4 @@
-"""A rank's weights and optimizer states, kept out of its data workers.
+"""Memory that data workers do not share: weights and optimizer states of their rank.
 
 A forked worker shares the pages of its rank until one of the two writes to a page; then the kernel
 copies it. A rank that steps on the host writes every state at every step, so that its workers
@@ -22,11 +22,11 @@ logger = logging.getLogger("lowmem")
 LEAST_BYTES = 1 << 20  # of a tensor; smaller ones share pages with other objects
 
 
-def keep(tensors: Iterable[torch.Tensor]) -> None:
-    """Leave the tensors in host RAM out of processes that are forked from now on, and what malloc
-    has kept of freed ones.
+def exclude_from_forks(tensors: Iterable[torch.Tensor]) -> None:
+    """Exclude tensors in host RAM from processes that are forked later, and return malloc's free
+    memory to the kernel.
 
-    Only whole pages inside a tensor are left out. A child that reads them ends with SIGSEGV; data
+    Only whole pages inside a tensor are excluded. A child that reads them ends with SIGSEGV; data
     workers have rows alone. Source: madvise(2), MADV_DONTFORK, which ibv_fork_init(3) uses too.
     """
     libc = ctypes.CDLL(None, use_errno=True)
@@ -43,29 +43,22 @@ def keep(tensors: Iterable[torch.Tensor]) -> None:
         libc.malloc_trim(0)
 
 
-def states(trainer: Any) -> Iterator[torch.Tensor]:
+def state_tensors(trainer: Any) -> Iterator[torch.Tensor]:
     """The weights and optimizer states that this rank holds, and the buffers of its engine."""
     for parameter in trainer.model.parameters():
-        yield _local(deepspeed_private.local_part(parameter))
+        yield from _tensors(deepspeed_private.local_part(parameter))
     optimizer = trainer.optimizer
     if trainer.is_deepspeed_enabled:
         zero = deepspeed_private.optimizer(trainer)
         optimizer = zero.optimizer
-        for flat in deepspeed_private.master_slices(zero):
-            yield from _tensors([flat, flat.grad])
-        for buffers in vars(zero).values():
-            yield from _tensors(buffers)
-    for state in optimizer.state.values():
-        yield from _tensors(state)
+        yield from _tensors(vars(zero))
+    yield from _tensors(optimizer.state)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensor, or those of a list or dict; of each the part on this rank."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    several = value if isinstance(value, list) else [value]
-    yield from (_local(each) for each in several if torch.is_tensor(each))
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+    """The tensor, or those in a list or dict; of each the part on this rank."""
+    if torch.is_tensor(value):
+        yield getattr(value, "to_local", lambda: value)().detach()
+    elif isinstance(value, (dict, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(each)
