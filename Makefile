@@ -72,7 +72,7 @@ test-cuda-build: cuda-build ## GPU paths with the CUDA build on a driver without
 cuda-build-modes: cuda-build ## every GPU mode in each precision, with the CUDA build, no card; about an hour
 	.cache/cuda_build/bin/python -m benchmarks.cuda_build_modes
 
-cuda-build-memory: cuda-build ## predicted beside measured memory of 72 configurations on the CUDA build, no card; half an hour; minutes where only predictions changed
+cuda-build-memory: cuda-build ## predicted beside measured memory of 73 configurations on the CUDA build, no card; half an hour; minutes where only predictions changed
 	.cache/cuda_build/bin/python -m benchmarks.cuda_build_memory
 
 families: ## every family of models on the CPU: planned, trained, cut off, resumed, exported, loaded by plain transformers; an hour, goes on where it was cut off

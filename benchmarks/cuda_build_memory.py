@@ -284,6 +284,14 @@ CASES = (
         "gpt2, ZeRO-2, offload, one card", GPT2, training=AUTOCAST, mode="deepspeed_zero2_offload"
     ),
     on_one_card(
+        "gpt2 of 12 layers, ZeRO-2, offload, one card, checkpointing",
+        {**GPT2, "n_layer": 12},
+        32,
+        training={**CHECKPOINTING, **AUTOCAST},
+        mode="deepspeed_zero2_offload",
+        length=32,
+    ),
+    on_one_card(
         "qwen2, ZeRO-3, offload, one card", QWEN, training=AUTOCAST, mode="deepspeed_zero3_offload"
     ),
     on_two_cards("qwen2, DDP", QWEN, training=AUTOCAST, mode="dual_gpu_nccl"),

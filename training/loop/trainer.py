@@ -30,7 +30,7 @@ from training.control.stop_word import Halted
 from training.data.batches import TARGET_TENSORS, Collator, EpochLoader, TokenRows
 from training.data.sample_order import SampleOrder
 from training.engines import setup
-from training.loop import nan_guard
+from training.loop import kept_from_workers, nan_guard
 from training.loop.callbacks import StepMeter
 from training.loop.memory_peaks import MemoryPeaks
 from training.model import tiled_mlp
@@ -296,6 +296,14 @@ class LowMemTrainer(OpenTrainer):
         self, library: Callable[[str | None], Any], resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
         """Trainer's own method, which also loads optimizer and schedule."""
+        prepared = self._prepared(library, resume_from_checkpoint)
+        if self.args.dataloader_num_workers:  # they are forked after this
+            kept_from_workers.keep(kept_from_workers.states(self))
+        return prepared
+
+    def _prepared(
+        self, library: Callable[[str | None], Any], resume_from_checkpoint: str | None
+    ) -> tuple[torch.nn.Module, DataLoader]:
         scaler = self.accelerator.scaler
         if scaler and resume_from_checkpoint:
             # Torch makes FSDP2's states, before it loads them, by a step without gradients, which

@@ -1,0 +1,33 @@
+"""A data worker of a rank that steps on the host holds no second copy of its states."""
+
+from __future__ import annotations
+
+import psutil
+
+from tests import stopping
+
+STATES_BYTES = 124_439_808 * 4 * 4  # gpt2-small: float32 weights, gradients and two moments
+OWN_BYTES = 100 << 20  # Python's objects, whose pages a worker writes to
+
+
+def test_a_worker_copies_no_states_of_a_rank_that_steps_on_the_host(tmp_path):
+    model, training = {"shape": "gpt2-small"}, {"dataloader_num_workers": 1, "save_steps": 100_000}
+    mode = ("--launch.mode=deepspeed_zero2_offload",)
+    with stopping.launched(tmp_path, 1, mode, model=model, training=training) as child:
+        (rank,) = child.ranks(1)
+        child.until("the third step", lambda: _step(child) >= 3)
+        forked = [each for each in rank.children() if each.cmdline() == rank.cmdline()]
+        (worker,) = forked
+        assert _private_bytes(rank) > STATES_BYTES
+        assert _private_bytes(worker) < OWN_BYTES
+        child.process.terminate()
+        assert child.wait() == 75, child.said()
+
+
+def _step(child: stopping.Child) -> int:
+    return len(child.run.attempts()[-1].events_file.read_text().splitlines())
+
+
+def _private_bytes(process: psutil.Process) -> int:
+    """Bytes of the process that no other has."""
+    return process.memory_full_info().uss
