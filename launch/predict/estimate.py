@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launch.base.text import size
-from launch.predict import budgets, load_order, sharding
+from launch.predict import budgets, sharding
 from launch.predict.facts import PlanContext
 from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import context as memory_context
-from launch.predict.memory import host_memory, malloc
+from launch.predict.memory import host_memory, load_order, malloc
 from launch.predict.memory import phases as memory_phases
 from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
@@ -257,6 +257,7 @@ def _with_peak(
         replays = memory_phases.replays(parts, config, available_bytes - paged)
         until_step = replays[: [phase for phase, _ in parts].index("step") + 1]
         memory = _in_blocks(memory, replays, until_step, paged)
+        memory = replace(memory, gives_cache_back=any(replay.retries for replay in replays))
         reserved = max(replay.peak_reserved_bytes for replay in replays) + paged
         of_step = max(replay.peak_reserved_bytes for replay in until_step)
         on_device = memory_phases.on_device(parts, replays, outside + paged)

@@ -267,6 +267,8 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         if any(above.values()):
             parts = [f"{size(count)} {name}" for name, count in above.items() if count]
             yield f"             + {', '.join(parts)}"
+        if estimate.gives_cache_back:
+            yield "             the allocator gives cached blocks back to stay within it"
         if estimate.outside_source:
             yield f"             {estimate.outside_source}"
     if estimate.offloaded_bytes:

@@ -186,6 +186,8 @@ class MemoryEstimate:
     offloaded_bytes: int = 0  # of one rank's states, in host RAM instead
     peak: Peak | None = None  # None: the step could not be traced, only the states are known
     fragmentation_bytes: int = 0  # reserved by the allocator beyond the allocated bytes
+    # it would reserve more, but gives cached blocks back where memory ends
+    gives_cache_back: bool = False
     outside_bytes: int = 0  # outside the allocator: context, communicators
     outside_source: str = ""  # of the context's bytes
     margin_bytes: int = 0  # by which past predictions were exceeded

@@ -92,12 +92,14 @@ class Comparison:
 def compare(plan: Plan, measured: SecondStep, host_budget_bytes: int) -> Comparison:
     """A steady step's figures beside the plan's of a training step:
     no evaluation has happened by then. The step's rows may be shorter than the longest: that it
-    took less says nothing."""
+    took less says nothing. Nor does what is reserved, where the allocator gives cached blocks back
+    only when memory ends."""
     estimate, budget = plan.estimate, plan.budget_bytes
     allocated, reserved = estimate.step_allocated_bytes, estimate.step_reserved_bytes
+    may_reserve = 0 if estimate.gives_cache_back else reserved
     of_step = estimate.device_bytes - estimate.reserved_bytes + reserved
     pairs = [
-        ("reserved", reserved, measured.reserved_bytes, of_step, budget),
+        ("reserved", may_reserve, measured.reserved_bytes, of_step, budget),
         ("allocated", allocated, measured.allocated_bytes, of_step, budget),
         (
             "host RAM",

@@ -31,7 +31,8 @@ RECORDED = Path(__file__).parents[2] / "data" / "traces" / "gpt2-small-512.json"
 # Reserved by torch 2.13.0+cu130, whose kernels did nothing: in the second step of 8 rows, in an
 # evaluation of 24 with an emptied cache (without that 14_145_290_240), in a step after one.
 STEP_BYTES, EVALUATION_BYTES, STEP_AGAIN_BYTES = 7_969_177_600, 9_030_336_512, 8_185_184_256
-CARD = machine(cards=(gpu(free_bytes=int(19.5 * GIB)),))
+FREE_BYTES, TIGHT_BYTES = int(19.5 * GIB), int(8.4 * GIB)
+CARD = machine(cards=(gpu(free_bytes=FREE_BYTES),))
 
 
 class Recorded:
@@ -63,18 +64,25 @@ def asked(**data: str) -> Recipe:
     )
 
 
-def judged(recipe: Recipe, eval_samples: int = 24) -> tuple[Strategy, MemoryEstimate]:
-    candidate, result = exactly_judged(recipe, eval_samples)
+def judged(
+    recipe: Recipe, eval_samples: int = 24, free_bytes: int = FREE_BYTES
+) -> tuple[Strategy, MemoryEstimate]:
+    candidate, result = exactly_judged(recipe, eval_samples, free_bytes=free_bytes)
     return candidate, result.memory
 
 
 def exactly_judged(
-    recipe: Recipe, eval_samples: int = 24, file: Path = RECORDED, held_out_rows: int | None = None
+    recipe: Recipe,
+    eval_samples: int = 24,
+    file: Path = RECORDED,
+    held_out_rows: int | None = None,
+    free_bytes: int = FREE_BYTES,
 ) -> tuple[Strategy, Judged]:
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     context = plan_context.build(recipe, CARD, config, parameters, family, DATA_FORMAT)
     candidate = replace(plan(recipe, CARD).strategy, per_device_eval_batch_size=eval_samples)
     context = replace(context, held_out_rows=held_out_rows)
+    context = replace(context, machine=machine(cards=(gpu(free_bytes=free_bytes),)))
     traced = replace(context, traces=Recorded(file))  # type: ignore[arg-type]  asked as Traces is
     return candidate, estimate.judge(traced, candidate)
 
@@ -264,6 +272,19 @@ def test_a_second_step_is_compared_with_the_step_that_was_planned_not_with_the_e
     assert found.over == ""  # the evaluation needs more than that, and fits
     tight = planned(recipe, memory, memory.outside_bytes + reserved - 1)
     assert "going on would exceed" in calibration.compare(tight, measured, GIB).over
+
+
+def test_where_cached_blocks_are_given_back_what_is_reserved_says_nothing():
+    _, roomy = judged(asked())
+    _, tight = judged(asked(), free_bytes=TIGHT_BYTES)
+    assert (roomy.gives_cache_back, tight.gives_cache_back) == (False, True)
+    assert tight.reserved_bytes < roomy.reserved_bytes
+    more_reserved = int(1.1 * tight.step_reserved_bytes)
+    measured = SecondStep(tight.step_allocated_bytes, more_reserved, host_pss_bytes=0)
+    plan = planned(asked(), tight, tight.device_bytes)
+    assert calibration.compare(plan, measured, GIB) == calibration.Comparison(())
+    more = replace(measured, allocated_bytes=int(1.1 * tight.step_allocated_bytes))
+    assert "step 2: allocated" in calibration.compare(plan, more, GIB).over
 
 
 def test_each_part_of_a_run_has_its_own_peaks():

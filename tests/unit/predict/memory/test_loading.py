@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from launch.predict import load_order, parameters
-from launch.predict.memory import allocator, loading
+from launch.predict import parameters
+from launch.predict.memory import allocator, load_order, loading
 from launch.predict.memory.allocator import EMPTY_CACHE, TORCH_DEFAULTS, Replay
 from launch.predict.memory.loading import Births
 from launch.predict.traces import Trace
