@@ -18,8 +18,9 @@ TABLE_ROWS = 10
 
 AS_FAST = 1.05  # smaller ratios of predicted seconds are no difference
 
-# of a step with checkpointing: the forward pass that it repeats is a quarter at most
-NOT_RECOMPUTED = 0.75
+# of a step with checkpointing: the forward pass that it repeats is a third at most, where backward
+# makes no gradients of weights, and so takes as long as forward
+NOT_RECOMPUTED = 2 / 3
 
 # layers of which one is checkpointed, from the fastest on: of more the seconds hardly differ
 EVERY_N_LAYERS = (4, 2)
@@ -152,17 +153,24 @@ def _order(rough: Sequence[Judged], constraints: LaunchConstraints) -> list[Judg
 def _needed(
     context: PlanContext, wave: Sequence[Candidate], refuted: Mapping[Candidate, Judged]
 ) -> list[Judged]:
-    """Judge a wave roughly, without those that would only be slower: a candidate that checkpoints,
-    or makes logits in parts, where the same without it fits. They are not traced, nor are those
-    whose least memory exceeds a budget."""
+    """Judge a wave roughly, mode by mode, without those that would only be slower: a candidate that
+    checkpoints, or makes logits in parts, where the same without it fits; and one of a mode whose
+    communication alone makes it slower. They are not traced, nor are those whose least memory
+    exceeds a budget."""
     judged: dict[Candidate, Judged] = {}
-    for _, level in groupby(sorted(wave, key=_savings), key=_savings):
+    place = {mode: number for number, mode in enumerate(dict.fromkeys(each.mode for each in wave))}
+
+    def level_of(candidate: Candidate) -> tuple[int, int]:
+        return place[candidate.mode], _savings(candidate)
+
+    for _, level in groupby(sorted(wave, key=level_of), key=level_of):
         open_ = [
             candidate
             for candidate in level
             if not any(
                 less in judged and judged[less].misses is None for less in _less_saving(candidate)
             )
+            and not _is_slower(context, candidate, judged)
         ]
         hopeless = {
             candidate: _hopeless(context, _evaluated(context, candidate)) for candidate in open_
@@ -172,6 +180,34 @@ def _needed(
             each = hopeless[candidate] or _roughly(context, candidate)
             judged[candidate] = refuted.get(each.candidate, each)
     return [judged[candidate] for candidate in wave if candidate in judged]
+
+
+def _is_slower(
+    context: PlanContext, candidate: Candidate, judged: Mapping[Candidate, Judged]
+) -> bool:
+    """True if an untraced candidate is slower than one that fits, whatever its trace says: it has
+    the work of another mode of the same engine, of which recomputation is a part, and its own
+    communication and offloading."""
+    fitting = [each.seconds for each in judged.values() if each.time and each.misses is None]
+    if not fitting or context.trace(candidate) is not None:
+        return False
+    engine = candidate.launch_mode.engine
+    alike = [
+        other
+        for other, each in judged.items()
+        if each.time and other.mode != candidate.mode and other.launch_mode.engine == engine
+    ]
+    at_least_s = (least_s(context, candidate, other) for other in alike)
+    return max(at_least_s, default=0.0) > min(fitting) * AS_FAST
+
+
+def least_s(context: PlanContext, candidate: Candidate, other: Candidate) -> float:
+    """Seconds of a step of an untraced candidate, at least, by the work of a traced one of the same
+    engine, of which a part may be recomputation that the candidate does without."""
+    recomputes_more = (
+        other.activation_checkpointing and not candidate.activation_checkpointing
+    ) or (other.num_output_chunks > candidate.num_output_chunks)
+    return estimate.at_least_s(context, candidate, other, NOT_RECOMPUTED if recomputes_more else 1)
 
 
 def _hopeless(context: PlanContext, candidate: Candidate) -> Judged | None:
@@ -253,7 +289,7 @@ def _with_fewer_layers(
     for every in sorted(rough, key=lambda each: each.seconds) if is_open else ():
         if every.misses or every.time is None or not every.candidate.activation_checkpointing:
             continue
-        none = replace(every.candidate, activation_checkpointing=False)
+        none = without_checkpointing(every.candidate)
         least = estimate.hopeless(context, none, with_step=True)
         if least and _between(every, least, min(EVERY_N_LAYERS)) > every.budget_bytes:
             continue
@@ -275,6 +311,12 @@ def _with_fewer_layers(
                 break
     pairs = ([added.get(each.candidate), each] for each in rough)
     return [each for pair in pairs for each in pair if each is not None]
+
+
+def without_checkpointing(candidate: Candidate) -> Candidate:
+    """The candidate that keeps every activation on the device: offloading moves only what is
+    checkpointed."""
+    return replace(candidate, activation_checkpointing=False, activation_offloading=False)
 
 
 def _traced(

@@ -145,6 +145,20 @@ def share_of_longest(context: PlanContext, candidate: Strategy) -> float:
     )
 
 
+def at_least_s(
+    context: PlanContext, candidate: Strategy, other: Strategy, least_share: float
+) -> float:
+    """Seconds of a step of a candidate that was not traced, at least, by the work of a traced one
+    of the same engine, of which it has `least_share` or more."""
+    trace = context.trace(other)
+    assert trace is not None, f"{other} was traced"
+    # targets are counted in the parts of the logits that were traced
+    like = replace(candidate, num_output_chunks=other.num_output_chunks)
+    time = _time(context, like, trace, context.mean_split(candidate))
+    busy_s = time.compute_s + time.memory_s
+    return time.step_s - time.launch_s - (1 - least_share) * busy_s
+
+
 def _time(
     context: PlanContext, candidate: Strategy, trace: Trace, split: StepSplit | None
 ) -> TimeEstimate:

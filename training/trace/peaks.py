@@ -52,8 +52,9 @@ def peaks(log: Log) -> list[dict[str, Any]]:
     changes[np.arange(len(blocks)), columns[blocks]] = sizes[blocks] * signs[:, None]
     live = changes.cumsum(axis=0)
     totals = live.sum(axis=1)
-    sections = np.array([event.phase.partition(":")[0] for event in log.events])
-    inside = {section: np.flatnonzero(sections == section) for section in SECTIONS}
+    numbers = {phase: _number(phase) for phase in {event.phase for event in log.events}}
+    sections = np.array([numbers[event.phase] for event in log.events])
+    inside = {section: np.flatnonzero(sections == n) for n, section in enumerate(SECTIONS)}
     return [
         {
             "section": section,
@@ -68,6 +69,12 @@ def peaks(log: Log) -> list[dict[str, Any]]:
         if len(positions)
         for moment in positions[_highest(totals[positions])]
     ]
+
+
+def _number(phase: str) -> int:
+    """The number of a phase's section; -1: none that has a peak of its own."""
+    section = phase.partition(":")[0]
+    return SECTIONS.index(section) if section in SECTIONS else -1
 
 
 def _highest(totals: np.ndarray) -> list[int]:

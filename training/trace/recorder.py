@@ -21,7 +21,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from training.compat import torch_private
-from training.compat.torch_private import FakeTensor, TorchDispatchMode, tree_iter
+from training.compat.torch_private import FakeTensor, TorchDispatchMode
 
 aten = torch.ops.aten
 DEVICE, UNSAFE_VIEW = torch.ops.prim.device.default, aten._unsafe_view.default
@@ -62,6 +62,11 @@ class Block:
     stream: int = 0  # on which it is made; others than 0 are an engine's own
     sum: Sum | None = None
     target_bytes: int = 0
+
+    def of_layer(self, layer: Layer) -> Block:
+        """A copy in another layer."""
+        own = self.fixed_bytes, self.sample_bytes, self.kind, self.op, self.born
+        return Block(*own, layer, self.stream, self.sum, self.target_bytes)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -398,7 +403,9 @@ class Recorder(TorchDispatchMode):
         work.kernels += 1
         is_attention = "scaled_dot_product" in schema.name or "_varlen_attn" in schema.name
         formula = flop_registry.get(torch_private.packet(func))
-        if formula is not None:
+        if "_varlen_attn" in schema.name:
+            flops = _flops_of_documents(args, "backward" in schema.name)
+        elif formula is not None:
             flops = formula(*args, **kwargs, out_val=out)
         elif is_attention:  # the CPU's kernel, which the registry leaves out
             sizes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
@@ -441,8 +448,30 @@ class Recorder(TorchDispatchMode):
         return log
 
 
+def _flops_of_documents(args: Any, is_backward: bool) -> int:
+    """FLOPs of varlen_attn, all of whose documents are as long as the longest. The same as torch's
+    formula, which adds the documents up one by one: half of the time of a trace."""
+    if is_backward:
+        _, query, key, value, _, _, starts, _, query_length, key_length, *_ = args
+    else:
+        query, key, value, starts, _, query_length, key_length, *_ = args
+    lengths = query_length, key_length, key_length
+    sizes = [
+        (1, tensor.shape[1], length, tensor.shape[2])
+        for tensor, length in zip((query, key, value), lengths, strict=True)
+    ]
+    document = (
+        sdpa_backward_flop_count(sizes[0], *sizes) if is_backward else sdpa_flop_count(*sizes)
+    )
+    return (starts.shape[0] - 1) * document
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_iter(values) if isinstance(value, torch.Tensor)]
+    if isinstance(values, torch.Tensor):
+        return [values]
+    inner = values.values() if isinstance(values, dict) else values
+    is_nested = isinstance(inner, list | tuple) or inner is not values
+    return [tensor for value in inner for tensor in _tensors(value)] if is_nested else []
 
 
 # Set behind the class: torch would wrap it so that torch.compile leaves it alone, which takes time

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from copy import copy as shallow_copy
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -144,9 +143,7 @@ def deepen(log: Log, stack: int, layers: int, period: int = 1) -> Log:
     for block in shallow.middle.values():
         for copy in range(1, copies + 1):
             clones[block, copy] = len(blocks)
-            twin = shallow_copy(log.blocks[block])
-            twin.layer = shallow.moved(layer_of[block], copy)
-            blocks.append(twin)
+            blocks.append(log.blocks[block].of_layer(shallow.moved(layer_of[block], copy)))
     repeated = replace(shallow, clones=clones)
     events = [event for phase in phases for event in repeated.repeat(phase)]
     for block in log.blocks:

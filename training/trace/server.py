@@ -58,10 +58,10 @@ def _reply(
 def _import_trace() -> None:
     """Import the modules of a trace, now that the packages that the run leaves out are known.
     Without collections, which would visit them in each trace: a quarter of its time."""
+    gc.disable()  # each step collects once, before it begins
     with modules.uncollected():
         step = importlib.import_module("training.trace.step")
     step.SHAPES.is_kept = True
-    gc.disable()  # each step collects once, before it begins
 
 
 def _plan(

@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from launch.schema.plan import PAGED, Plan, Strategy
 from launch.schema.recipe import Recipe
-from training.compat import torch_private, transformers_private
+from training.compat import fake_private, torch_private, transformers_private
 from training.compat.bitsandbytes_private import is_paged
 from training.compat.torch_private import FakeTensorMode, unset_fake_temporarily
 from training.data.batches import TARGET_TENSORS
@@ -247,6 +247,7 @@ def step(
         cuda_semantics(target, fp16, True)
         if target
         else replaced([transformers_private.REAL_MASKS]),
+        replaced(fake_private.short_cache()),
         replaced([on_host] if strategy.activation_offloading else []),
         grouped_products(on_nvidia=target is not None and target.capability is not None),
     ):
@@ -258,6 +259,8 @@ def step(
         with FakeTensorMode():
             tracer = _tracer(recorder, recipe, plan, strategy, lengths)
             gc.collect()
+            if SHAPES.is_kept:
+                gc.freeze()  # later collections do not visit the logs and shapes of earlier steps
             gc.disable()
             try:
                 with suppress(_Done), recorder:

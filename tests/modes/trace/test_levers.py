@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -12,12 +13,15 @@ import pytest
 import torch
 
 from launch.base.errors import ConfigError, DoesNotFit
+from launch.plan import candidates, fit, planner, search
 from launch.plan import context as plan_context
-from launch.plan import planner
-from launch.plan.candidates import LaunchConstraints
+from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.planner import Choice
+from launch.plan.search import AS_FAST
 from launch.predict import estimate, model_config
+from launch.predict.facts import PlanContext
 from launch.predict.traces import Traces
+from launch.probe import described
 from launch.schema.machine import GIB, MIB
 from launch.schema.plan import DataFormat
 from launch.schema.recipe import Recipe
@@ -213,6 +217,57 @@ def test_mlps_in_parts_are_not_traced_where_logits_are_the_peak(tmp_path):
     plan = chosen(tmp_path, 4, **long).plan
     assert plan.strategy.activation_offloading
     assert not any("MLPs in" in line for line in plan.table)
+
+
+def with_7b(folder: Path, length: int, cards: int) -> tuple[PlanContext, Traces]:
+    """LoRA of a 7B on cards of 24 GB."""
+    recipe = fit.recipe_of("qwen2.5-7b", "lora", length, half=False, gpus=cards)
+    on = described.from_words("RTX 4090", cards, 64)
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
+    context = plan_context.build(recipe, on, config, parameters, family, DATA)
+    traces = Traces(recipe, context.model, context.lora_targets, folder / "traces")
+    return replace(context, traces=traces), traces
+
+
+def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(tmp_path):
+    """At 8,192 tokens ZeRO 2 with states in host RAM fits. ZeRO 3 fetches all weights from there
+    in each micro-step."""
+    context, traces = with_7b(tmp_path, 8192, 1)
+    with closing(traces):
+        plan = planner.choose(context).plan
+        assert plan.strategy.mode == "deepspeed_zero2_offload"
+        possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+        (asked,) = (each for each in possible if each.mode == "deepspeed_zero3_offload")
+        left_out = [asked, *candidates.splits(context, asked)]
+        left_out = [each for each in left_out if each.activation_checkpointing]
+        assert [each for each in left_out if context.trace(each) is not None] == []
+        context.fetch(left_out)
+        judged = [estimate.judge(context, each, exact=False) for each in left_out]
+    assert plan.seconds_per_step is not None
+    assert min(each.seconds for each in judged) > plan.seconds_per_step * AS_FAST
+
+
+def test_a_step_takes_at_least_what_the_work_of_another_mode_says(tmp_path):
+    """Without checkpointing beside with it, and with logits in parts beside at once, each way."""
+    context, traces = with_7b(tmp_path, 2048, 2)
+    with closing(traces):
+        possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+        both = [
+            split
+            for each in possible
+            if each.launch_mode.engine == "deepspeed" and each.num_processes == 2
+            for split in candidates.splits(context, each)
+            if split.per_device_train_batch_size == 1
+        ]
+        context.fetch(both)
+        judged = {each: estimate.judge(context, each, exact=False).seconds for each in both}
+        shares = [
+            search.least_s(context, each, other) / judged[each]
+            for each, other in itertools.permutations(both, 2)
+        ]
+    assert len({each.mode for each in both}) == 5
+    assert 0.95 < max(shares) <= 1.0001
+    assert max(share for share in shares if share < 0.9999) > 0.95
 
 
 def test_offloading_is_refused_on_a_cpu():

@@ -135,6 +135,19 @@ NAMES = [
     ("cuda_semantics", "torch._subclasses.fake_impls:op_implementations_dict", None),
     ("cuda_semantics", "torch._subclasses.fake_tensor:FakeTensorMode.cache_clear", ""),
     (
+        "short_cache",
+        "torch._subclasses.fake_tensor:FakeTensorMode._cache_key",
+        "self state func args kwargs",
+    ),
+    (
+        "short_cache",
+        "torch._subclasses.fake_tensor:FakeTensorMode._get_output_tensor_from_cache_entry",
+        "self state entry key func args",
+    ),
+    ("short_cache", "torch._subclasses.fake_tensor:_BypassDispatchCache", None),
+    ("short_cache", "torch:_C._DisableTorchDispatch", None),
+    ("short_cache", "torch:_C._set_throw_on_mutable_data_ptr", None),
+    (
         "children/on_loopback.py",
         "torch.distributed.elastic.rendezvous.static_tcp_rendezvous:TCPStore",
         None,
