@@ -159,7 +159,8 @@ def _start_all_ranks(cpu: bool) -> None:
         f" {number} with torchrun",
         flush=True,
     )
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", number]
+    # -P: a module of the same name in the user's folder is not torch's
+    launcher = ["-P", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", number]
     for key in ("MASTER_ADDR", "MASTER_PORT"):
         del os.environ[key]
     os.execv(sys.executable, [sys.executable, *launcher, *sys.argv, *([] if cpu else ["--cpu"])])

@@ -309,6 +309,17 @@ PATTERNS = (
         (rf"{EXCEPTION}SafetensorError: Error while deserializing",),
     ),
     Pattern(
+        "CheckpointError",
+        5,
+        "a file of the checkpoint holds more than tensors and plain values; nothing of it was run",
+        "it is none that a run wrote: resume from another checkpoint (--resume FOLDER), and do not"
+        " trust the folder where this one comes from",
+        (
+            r"Weights only load failed(?:[\s\S]{0,900}?"
+            r"(?:WeightsUnpickler error|[Tt]rying to load unsupported))?",
+        ),
+    ),
+    Pattern(
         "port",
         11,
         "another process holds the port at which the ranks meet",

@@ -12,6 +12,14 @@ import sys
 import threading
 
 
+def python_path(name: str, folder: str) -> str:
+    """The value of PYTHONPATH for ranks of DeepSpeed: the user's, without the folder of the start.
+
+    Accelerate (1.15, utils/launch.py, env_var_path_add) adds that folder, so a random.py or a
+    sitecustomize.py in it would run in each rank."""
+    return os.environ.get(name, "")
+
+
 def pass_requests_on(launcher: int) -> None:
     """Send each request that comes to this process to the launcher, which knows the ranks."""
     while True:
@@ -25,6 +33,11 @@ if __name__ == "__main__":
         ).start()
 
     from accelerate.commands import launch
+    from accelerate.utils import launch as rank_environment
 
+    assert hasattr(rank_environment, "env_var_path_add"), (
+        "Accelerate makes the PYTHONPATH of DeepSpeed's ranks in another way in this version"
+    )
+    rank_environment.env_var_path_add = python_path
     sys.argv[0] = "accelerate-launch"
     launch.main()

@@ -107,6 +107,16 @@ def test_questions_of_the_readmes_have_their_right_answer_and_are_in_no_training
         assert not rows & set(train + valid)
 
 
+def test_every_test_that_the_page_on_security_names_exists():
+    names = set(re.findall(r"\btest_\w+", (ROOT / "docs/security.md").read_text(encoding="utf-8")))
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    there = {path.stem for path in files}
+    for path in files:
+        there |= set(re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert len(names) >= 20
+    assert names - there == set()
+
+
 def test_the_table_of_the_cuda_build_is_that_of_its_results():
     rows = cuda_build_modes.read(ROOT / "benchmarks/results/cuda_build_modes.json")["rows"]
     page = (ROOT / "docs/modes.md").read_text(encoding="utf-8")

@@ -29,6 +29,7 @@ CODES = {
     "data": 4,
     "configuration": 2,
     "disk": 10,
+    "CheckpointError": 5,
     "StorageError": 10,
     "port": 11,
     "join": 11,
