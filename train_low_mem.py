@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.base import compile_caches, modules
 from launch.base.errors import LaunchError, Stopped
 from launch.base.files import write_json
-from launch.base.processes import die_with_launcher, settle_process
+from launch.base.processes import check_threads, die_with_launcher, settle_process
 from launch.base.text import shown
 from launch.commands import attach
 from launch.predict.memory import onednn
@@ -81,6 +81,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
                 stacks = start.attempt.stacks_file(rank).open("a", encoding="utf-8")
                 # the supervisor asks when it hangs
                 faulthandler.register(signal.SIGQUIT, file=stacks, all_threads=True)
+        check_threads()
         modules.leave_out(packages.unused(start.recipe, start.plan.strategy))
         with modules.uncollected():
             from training import run  # imports torch: a wrong flag has been refused by now

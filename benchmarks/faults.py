@@ -73,6 +73,7 @@ FAULTS = {
     "F52": "a full log disk, a closed pipe",
     "F53": "slow storage during a save",
     "F54": "a kill while files are rendered; an upgrade before resume",
+    "F55": "too few processes and threads for the user",
 }
 BEGIN, END = "<!-- table: written by make faults-table -->", "<!-- end of table -->"
 WORST = ("failed", "skipped", "passed")

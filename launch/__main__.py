@@ -41,6 +41,7 @@ VERBS = {
     "keys": "recipe_keys",
 }
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
+NO_THREAD = "can't start new thread"  # Python's words
 PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP}
 EXIT_CODES = """
 exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint;
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
     """Run one command line; the exit code."""
     processes.settle_process()
     try:
+        processes.check_threads()
         with stop_signals.signals():
             return _dispatch(argv)
     except (LaunchError, Interrupted) as error:
@@ -72,7 +74,15 @@ def main(argv: list[str]) -> int:
             return _refusal(f"{path}: {error.strerror}; give another path", ResourceError.exit_code)
         if error.errno in STORAGE_ERRORS:
             return _refusal(f"{path}: {error.strerror}; make room there", StorageError.exit_code)
+        if error.errno == errno.EAGAIN:  # fork(2)
+            message = f"the system refuses another process; {processes.limit_of_processes()}"
+            return _refusal(message, ResourceError.exit_code)
         raise
+    except RuntimeError as error:
+        if str(error) != NO_THREAD:
+            raise
+        message = f"the system refuses another thread; {processes.limit_of_processes()}"
+        return _refusal(message, ResourceError.exit_code)
 
 
 def _refusal(message: str, exit_code: int) -> int:

@@ -10,14 +10,19 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
+from launch.base.errors import ResourceError
+
 POLL_S = 0.2  # between two checks of a run
 UNKILLABLE_S = 10.0  # after SIGKILL
+THREADS = 4  # of one process, beside those of which there is one for each CPU
+THREAD_STACK_BYTES = 64 << 10  # else each takes 8 MiB of what `ulimit -v` allows
 PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 1  # prctl(2)
 HIGHEST = re.compile(r"VmHWM:\s+(\d+) kB")
 
@@ -112,6 +117,41 @@ def settle_process() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it was closed
             stream.reconfigure(errors="backslashreplace")
+
+
+def check_threads() -> None:
+    """Start as many threads as libraries of native code start in one process, and end them.
+
+    Where the system refuses one of theirs, OpenBLAS ends the process with SIGINT and tokenizers
+    with a panic, and neither names a limit that the user could raise. Raises ResourceError."""
+    needed = THREADS + 2 * (os.cpu_count() or 1)  # OpenBLAS, and a pool of pyarrow or tokenizers
+    over, threads = threading.Event(), []
+    before = threading.stack_size(THREAD_STACK_BYTES)
+    try:
+        for _ in range(needed):
+            thread = threading.Thread(target=over.wait, daemon=True)
+            thread.start()
+            threads.append(thread)
+    except RuntimeError as error:  # can't start new thread
+        raise ResourceError(
+            f"a process of lowmem may start only {len(threads)} threads, expected {needed};"
+            f" {limit_of_processes()}"
+        ) from error
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+        threading.stack_size(before)
+
+
+def limit_of_processes() -> str:
+    """The limit of this user's processes and threads, and how to raise it."""
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    shown = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
+    return (
+        f"`ulimit -u`, which counts all processes and threads of this user, is {shown}: raise it"
+        " (`ulimit -u 4096`), or a container's --pids-limit, or end other programs of this user"
+    )
 
 
 def boot_id() -> str:

@@ -12,7 +12,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from launch.base.errors import DataError
+from launch.base.errors import DataError, ResourceError
+from launch.base.processes import limit_of_processes
 from launch.data import threads, untrained
 from launch.data.conversation import Sample
 from launch.data.files import delimited, json_array, shards, utf8
@@ -23,6 +24,7 @@ from launch.schema.plan import DataFormat
 
 ROWS_AT_ONCE = 1000  # of a table
 UNLIMITED = 1 << 60  # bad rows
+NO_THREAD = "Resource temporarily unavailable"  # EAGAIN of pthread_create(3)
 JSON_KINDS = {
     **{str: "string", type(None): "null", bool: "true or false", dict: "an object"},
     **dict.fromkeys((int, float), "a number"),
@@ -184,7 +186,7 @@ def _table_rows(of: Slice, file_type: str) -> int:
             groups = range(file.metadata.num_row_groups)[of.start : of.end]
             return sum(file.metadata.row_group(group).num_rows for group in groups)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(_cut_file(of.path, 0, error)) from error
+        raise _unreadable(of.path, 0, error) from error
 
 
 def _is_blank(place: Place, line: bytes) -> bool:
@@ -258,7 +260,7 @@ def _parquet_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
                                 number += 1
                                 yield Place(of, number), row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(_cut_file(of.path, number, error)) from error
+        raise _unreadable(of.path, number, error) from error
 
 
 def _arrow_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
@@ -280,12 +282,16 @@ def _arrow_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
                             number += 1
                             yield Place(of, number), row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(_cut_file(of.path, number, error)) from error
+        raise _unreadable(of.path, number, error) from error
 
 
-def _cut_file(path: Path, number: int, error: Exception) -> str:
+def _unreadable(path: Path, number: int, error: Exception) -> DataError | ResourceError:
+    """The error of a file that is cut or damaged, or of a thread that pyarrow may not start."""
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f"{path}: cannot be read after row {number:,} ({reason}); write or copy it again"
+    after = f"{path}: cannot be read after row {number:,} ({reason})"
+    if NO_THREAD in reason:
+        return ResourceError(f"{after}; {limit_of_processes()}")
+    return DataError(f"{after}; write or copy it again")
 
 
 # ---- CSV, JSON and text
@@ -306,7 +312,7 @@ def _delimited_rows(
         for number, row in delimited.read(of.path, file_type, decode):
             yield Place(of, number, is_line=True), row
     except OSError as error:  # packed, and cut
-        raise DataError(_cut_file(of.path, number, error)) from error
+        raise _unreadable(of.path, number, error) from error
 
 
 def _array_rows(of: Slice) -> Iterator[tuple[Place, dict[str, Any] | DataError]]:
@@ -315,7 +321,7 @@ def _array_rows(of: Slice) -> Iterator[tuple[Place, dict[str, Any] | DataError]]
         for number, element in json_array.elements(of.path, of.end):
             yield Place(of, number), _object(element, f"{of.path}: element {number}")
     except OSError as error:  # packed, and cut
-        raise DataError(_cut_file(of.path, number, error)) from error
+        raise _unreadable(of.path, number, error) from error
 
 
 def _lines(of: Slice) -> Iterator[tuple[Place, bytes]]:
@@ -337,7 +343,7 @@ def _lines(of: Slice) -> Iterator[tuple[Place, bytes]]:
                     )
                 yield place, raw
     except OSError as error:  # packed, and cut
-        raise DataError(_cut_file(of.path, number, error)) from error
+        raise _unreadable(of.path, number, error) from error
 
 
 def _line_row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | DataError | None:

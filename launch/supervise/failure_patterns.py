@@ -244,6 +244,7 @@ PATTERNS = (
         " container's --pids-limit; or train with --training.dataloader_num_workers=0",
         (
             r"can't start new thread",
+            r"ThreadPoolBuildError|Failed to launch worker thread",  # tokenizers, pyarrow
             r"pthread_create failed|libgomp: Thread creation failed",
             rf"{EXCEPTION}BlockingIOError: \[Errno 11\] Resource temporarily unavailable",
             r"Too many open files",

@@ -150,11 +150,11 @@ def stopped(number: int, ending: str = "") -> Failure:
 
 def _oom_kill(record: AttemptRecord) -> Failure:
     limit, peak = record.host_limit_bytes / GIB, record.host_peak_bytes / GIB
+    measured = f", job at {peak:.2f} GiB when last measured" if peak else ""
     return Failure(
         "host_oom",
         6,
-        f"the kernel killed a process of the run: host RAM limit {limit:.2f} GiB, job at {peak:.2f}"
-        " GiB when last measured",
+        f"the kernel killed a process of the run: host RAM limit {limit:.2f} GiB{measured}",
         f"the cgroup's oom_kill counter grew by {record.oom_kills}",
         f"{SMALLER}, or give the run more memory",
     )

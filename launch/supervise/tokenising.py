@@ -103,7 +103,9 @@ def _child(
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "training.data.prepare", str(attempt.root), number],
             env=environment.passed(os.environ, launch.pass_env)
-            | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.tag},
+            | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.tag}
+            # it ends the process with SIGINT where it may start no thread, and is not used here
+            | {"OPENBLAS_NUM_THREADS": "1"},
             stdout=lines_file,
             stderr=log,
             start_new_session=True,

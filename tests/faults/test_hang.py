@@ -67,6 +67,44 @@ def test_a_stopped_process_that_tokenises_is_found_and_started_again(tmp_path, i
         assert child.left() == []
 
 
+LOOP = "while True: pass"
+LOCK = "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()"
+
+
+@pytest.mark.shows("F27", "a collator that never returns, in the rank or in a worker; a mark")
+@pytest.mark.parametrize("do", [LOOP, LOCK], ids=["loop", "deadlock"])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_collator_that_never_returns_is_a_hang_whose_stacks_are_saved(
+    tmp_path, workers, do, goes_on
+):
+    """A rank whose worker hangs waits for it; a rank that computes for ever gets longer."""
+    fault = {
+        **{"module": "training.data.batches", "attribute": "Collator.__call__", "do": do},
+        **{"when": "call >= 8", "rank": 1, "times": 1 if goes_on else 100},
+    }
+    launch = {"hang_floor_s": 4, "max_restarts": 10 if goes_on else 0}
+    training = {"dataloader_num_workers": workers, "eval_steps": 100_000}
+    with stopping.launched(
+        tmp_path, faults={"hung": fault}, launch=launch, training=training
+    ) as child:
+        child.until("the verdict", lambda: "hangs: no sign of life for" in child.said())
+        assert stopping.fired(tmp_path, "hung")
+        first = child.run.attempt(1)
+        if goes_on:
+            child.until(
+                "a second attempt",
+                lambda: len(child.run.attempts()) == 2 and child.section() == "step",
+            )
+            child.process.send_signal(signal.SIGTERM)
+            assert child.wait() == 75, child.said()
+        else:
+            assert child.wait() == 7, child.said()
+        stacks = first.stacks_file(1).read_text()
+        assert ("dataloader.py" if workers else "sitecustomize.py") in stacks
+        assert child.left() == []
+
+
 @pytest.mark.shows(
     "F20", "F53", "6 s in each save of one rank and in each evaluation; marks counted"
 )

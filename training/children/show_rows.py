@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
     without_torch.hide()
     num_rows, line, num_read = map(int, argv[:3])
     try:
+        processes.check_threads()
         tokens = TypeAdapter(TokenCache).validate_json(sys.stdin.buffer.read())
         files = [Path(file) for file in argv[3:]]
         shown = summary_of(tokens, num_rows, line or None, num_read, files).summary()

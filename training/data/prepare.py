@@ -254,6 +254,7 @@ def main() -> int:
     heartbeat = Heartbeat(attempt.heartbeat_file(0))
     heartbeat.beat("tokenise")
     try:
+        base_processes.check_threads()
         Control().listen()
         ensure(attempt.read_tokenising(), partial(print, flush=True), heartbeat.beat, processes)
     except Halted as halted:
