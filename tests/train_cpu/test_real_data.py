@@ -65,8 +65,8 @@ def test_a_small_decoder_with_lora_lowers_its_loss_on_gsm8k_with_the_columns_the
         tmp_path / "lora",
         data={**file, **limit, "prompt_column": "question", "response_column": "answer"},
         model={"shape": None, "path": str(tmp_path / "base/model")},
-        lora={"r": 8, "lora_alpha": 64},
-        training={"max_steps": 40, "learning_rate": 1e-2, "save_steps": 1000},
+        lora={"r": 8, "lora_alpha": 16},
+        training={"max_steps": 80, "learning_rate": 5e-3, "save_steps": 1000},
         name="answers",
     )
     done = builders.launch(tmp_path / "h", "run", str(recipe))

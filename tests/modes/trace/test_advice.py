@@ -30,12 +30,12 @@ def offered(stderr: str) -> list[list[str]]:
 
 
 def test_a_model_that_the_host_cannot_build_is_refused_and_what_is_offered_fits(tmp_path):
-    on = ["--machine", described(tmp_path, (23.6,), 2.0)]
+    on = ["--machine", described(tmp_path, (23.6,), 2.6)]
     words = ["plan", "sft_fast", "--launch.mode=single_gpu", *on]
     refused = builders.launch(tmp_path / "workspace", *words)
     assert refused.returncode == 3
     missed = (
-        r"single_gpu x1, batch 16 x 2: 1\.\d\d GiB in host RAM in load, budget 1\.50 GiB \(2\.00"
+        r"single_gpu x1, batch 16 x 2: 2\.\d\d GiB in host RAM in load, budget 1\.95 GiB \(2\.60"
         r" GiB available"
     )
     assert re.search(missed, refused.stderr)
