@@ -417,6 +417,7 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     machine = Machine(folder / "cards", [A100] * case.ranks)
     run = launched(folder, case, machine)
     plan, outcome = read(run / "plan.json"), read(run / "attempts/01/outcome.json")
+    assert plan["phases"]["step"], f"{case.name}: its step was not traced"
     return sources.digests(RESULT) | {
         "case": case.name,
         "strategy": plan["strategy"],

@@ -35,7 +35,8 @@ ENGINES = (
     *("launch/schema/modes.py", "launch/render/accelerate.py", "launch/render/deepspeed.py"),
 )
 PREDICTION = (
-    *("training/trace", "launch/predict/estimate.py", "launch/predict/facts.py"),
+    *("training/trace", "training/compat/fake_private.py"),
+    *("launch/predict/estimate.py", "launch/predict/facts.py"),
     *("launch/predict/budgets.py", "launch/predict/sharding.py"),
     *("launch/predict/optimizers.py", "launch/predict/parameters.py", "launch/predict/traces.py"),
     *("launch/predict/trained_parameters.py", "launch/predict/memory/allocator.py"),

@@ -101,6 +101,9 @@ def _fake(mode: Any, tensor: torch.Tensor, device: torch.device) -> FakeTensor:
         dispatch_device=True,
         device_for_backend_keys=device,
     )
-    torch._C._set_throw_on_mutable_data_ptr(fake)  # pyright: ignore
+    if mode._allow_unsafe_data_ptr_access:  # a kernel of bitsandbytes is given addresses
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)  # pyright: ignore
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)  # pyright: ignore
     vars(fake).update(attributes, fake_mode=mode)
     return fake

@@ -95,6 +95,13 @@ def test_calls_that_differ_have_results_of_their_own(difference):
     assert own[0] != own[1]
 
 
+def test_a_kernel_may_ask_for_the_address_of_a_result_of_the_cache():
+    """That of bitsandbytes for 8-bit states does."""
+    with FakeTensorMode(), replaced(fake_private.short_cache()):
+        results = [torch.neg(torch.zeros(2, 4)) for _ in range(3)]
+    assert [result.data_ptr() for result in results] == [0, 0, 0]
+
+
 @pytest.mark.parametrize("heads", [HEADS, HEADS // 2])
 def test_flops_of_documents_are_those_of_torchs_formula(heads):
     tokens = DOCUMENTS * LENGTH
