@@ -22,6 +22,7 @@ from launch.predict.history.calibration import Comparison
 from launch.predict.oom_history import NO_OOM_HISTORY, OomEvent, OomHistory
 from launch.probe import machine as probe_machine
 from launch.probe import network
+from launch.queue import limits
 from launch.render import command, write
 from launch.report import text
 from launch.run_folder import layout
@@ -234,6 +235,7 @@ class Attempts:
                 " is free"
             )
             machine = probe_machine.with_memory_of_now(start.context.machine, start.workspace.root)
+            machine, _ = limits.limited(machine, start.context.recipe)
             start.context = replace(start.context, machine=machine)
         self._count_plan(
             oom_record.add(start.oom_history, shortage, self.run, result.host_peak_bytes),

@@ -26,6 +26,7 @@ from launch.predict.memory.allocator_config import AllocatorConfig, users_settin
 from launch.predict.traces import Traces
 from launch.probe import architectures, import_memory, link_causes, link_test, packages, torch_build
 from launch.probe import machine as probe_machine
+from launch.queue import limits
 from launch.recipe import load
 from launch.recipe.paths import (
     absolute_override,
@@ -96,6 +97,8 @@ def read(
     recipe, changed = load.load(
         recipe_name, [absolute_override(text) for text in overrides], has_gpu
     )
+    machine, budget_notes = limits.limited(machine, recipe)
+    constraints = replace(constraints, budget_notes=budget_notes)
     if described is None and not constraints.force_cpu and recipe.launch.device != "cpu":
         _refuse_cards(recipe, machine, constraints)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))

@@ -77,6 +77,20 @@ class LaunchSection(Section):
         le=1e6,
         description="Host RAM that is left to other programs, in GiB.",
     )
+    host_limit_gib: Annotated[float | None, affects("plan")] = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="Host RAM that a plan may take at most, in GiB. null: what is free, less the "
+        "reserve.",
+    )
+    vram_limit_gib: Annotated[float | None, affects("plan")] = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="VRAM that a plan and its ranks may take at most of each card, in GiB. null: "
+        "the share of what is free.",
+    )
     max_restarts: Annotated[int, affects("interruptions")] = Field(
         default=10,
         ge=0,
