@@ -18,7 +18,7 @@ from launch.base import compile_caches, environment, leftovers
 from launch.base.errors import ConfigError, DoesNotFit
 from launch.base.text import from_here, shown
 from launch.commands import ending, recipe_arguments, tune
-from launch.commands.attempts import Attempts, Start
+from launch.commands.attempts import MAX_PLANS, Attempts, Start
 from launch.commands.recipe_arguments import RecipeArguments
 from launch.plan import planner, resolve
 from launch.plan.planner import Choice
@@ -30,7 +30,7 @@ from launch.report import first_screen, text
 from launch.run_folder import disk_space, layout
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RunDir
-from launch.supervise import oom_record, show_rows, stop_signals, tokenising
+from launch.supervise import oom_record, run_lease, show_rows, stop_signals, tokenising
 from launch.supervise.screen import Screen
 
 
@@ -107,6 +107,7 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool) -> in
             return 0
         if dry_run:
             return _finish_dry_run(start, choice, new_run(), resume)
+        choice, opened = _with_lease(start, choice, opened, resume, new_run)
         locks.enter_context(layout.run_lock(opened.run))
         leftovers.sweep(opened.run.root)
         # the shortages of a run that this one takes over
@@ -165,6 +166,29 @@ def _open(
     return run_resume.decide(start.workspace.runs, recipe, choice.plan, tokens, resume, new_run)
 
 
+def _with_lease(
+    start: Start,
+    choice: Choice,
+    opened: run_resume.Start,
+    resume: str,
+    new_run: Callable[[], RunDir],
+) -> tuple[Choice, run_resume.Start]:
+    """Lease the plan's memory; plan again if others have leased it since the plan was made. Raises
+    DoesNotFit."""
+    refusal = ""
+    for _ in range(MAX_PLANS):
+        refusal = start.lease.take(choice, opened.run, start.constraints.beside)
+        if not refusal:
+            return choice, opened
+        start.screen.say(f"planning again: {refusal}")
+        start.read_memory_of_now()
+        choice = start.plan(new_run)
+        opened = _open(start, choice, resume, new_run)
+        for line in text.planned_lines(choice.plan):
+            start.screen.say(line)
+    raise DoesNotFit(f"{choice.recipe.name}: {refusal}, each time that it was planned again")
+
+
 def _show_plan(
     start: Start, choice: Choice, opened: run_resume.Start, log_file: Path | None, explain: bool
 ) -> None:
@@ -192,7 +216,8 @@ def _show_plan(
             f"not passed to the ranks, no library is known to read it: {', '.join(names)};"
             f" --launch.pass_env='[{', '.join([*recipe.launch.pass_env, *names])}]' passes it"
         )
-    for line in disk_space.check(opened.run, recipe, plan):
+    leased_bytes = run_lease.leased_disk_bytes(opened.run.root, resolve.granted_leases())
+    for line in disk_space.check(opened.run, recipe, plan, leased_bytes):
         screen.say(line)
 
 

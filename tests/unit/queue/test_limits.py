@@ -20,7 +20,7 @@ pytestmark = pytest.mark.unit
     [
         # 12 GiB are available of 16, and an unnamed reserve is at most an eighth of those
         ({}, 10.0, ""),
-        ({"host_limit_gib": 4}, 4.0, "at most 4.00 GiB (launch.host_limit_gib), which is less"),
+        ({"host_limit_gib": 4}, 4.0, "at most 4.00 GiB (launch.host_limit_gib 4), which is less"),
         ({"host_limit_gib": 10.5}, 10.0, "(launch.host_reserve_gib), which is less than launch."),
         ({"host_limit_gib": 4, "host_reserve_gib": 9}, 3.0, "9.00 GiB of reserve"),
         ({"host_limit_gib": 4, "host_reserve_gib": 20}, 0.0, "12.00 GiB of reserve"),
@@ -70,7 +70,7 @@ def test_a_recipe_that_only_a_limit_refuses_names_the_limit():
     recipe = recipe_of(model={"shape": "qwen2-0.5b"}, launch={"host_limit_gib": 0.5})
     on, lines = limits.limited(machine(), recipe)
     assert plan(recipe, machine()).strategy.device == "cpu"
-    with pytest.raises(DoesNotFit, match=r"at most 0\.50 GiB \(launch\.host_limit_gib\)"):
+    with pytest.raises(DoesNotFit, match=r"at most 0\.50 GiB \(launch\.host_limit_gib 0\.5\)"):
         plan(recipe, on, budget_notes=lines)
 
 
@@ -79,4 +79,4 @@ def test_a_start_plans_within_the_limits_of_its_command_line(tmp_path, monkeypat
     recipe, typed = builders.recipe(tmp_path), ["--launch.host_limit_gib=3"]
     choice = resolve(str(recipe), typed, machine(), trace=False)
     assert choice.plan.budget_bytes == 3 * GIB
-    assert any("(launch.host_limit_gib)" in line for line in choice.plan.why)
+    assert any("(launch.host_limit_gib 3)" in line for line in choice.plan.why)
