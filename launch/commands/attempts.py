@@ -25,6 +25,7 @@ from launch.render import command, write
 from launch.report import text
 from launch.run_folder import layout
 from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema.machine import Machine
 from launch.schema.plan import Command
 from launch.schema.result import Failure, RunResult, SecondStep
 from launch.supervise import attempt as supervise_attempt
@@ -85,9 +86,11 @@ class Start:
         choice = self.signals.interrupting(planner.choose)(context, constraints)
         return replace(choice, plan=network.located(choice.plan))
 
-    def plan(self, new_run: Callable[[], RunDir]) -> Choice:
+    def plan(self, new_run: Callable[[], RunDir], machine: Machine | None = None) -> Choice:
         """Tokenise the rows, unless that is done, and choose a plan for them; once more for shorter
-        rows where `allow:` relaxes max_length. Raises tokenising.Failed."""
+        rows where `allow:` relaxes max_length. Raises tokenising.Failed.
+
+        `machine`: the one to plan for, in place of that with the memory of now."""
         context = self.context
         while True:
             assert context.tokens is not None
@@ -99,10 +102,10 @@ class Start:
                 context = plan_context.with_rows(context)
                 if context.recipe == self.context.recipe:
                     self.context = context
-            choice = self.choose(context)
+            choice = self.choose(replace(context, machine=machine or context.machine))
             if choice.recipe.data == context.recipe.data:
                 return choice
-            context = choice.context
+            context = replace(choice.context, machine=context.machine)
 
     def read_memory_of_now(self) -> None:
         """Plan for the memory that is free now, from here on."""

@@ -23,6 +23,7 @@ from launch.commands.recipe_arguments import RecipeArguments
 from launch.plan import planner, resolve
 from launch.plan.planner import Choice
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
+from launch.queue import starts
 from launch.recipe.guides import gpt2_variables
 from launch.recipe.strict_yaml import show
 from launch.render import write
@@ -86,10 +87,7 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool) -> in
         start.context = replace(start.context, continues_another=_continues_another(start, resume))
         new_run = start.new_run(dry_run)
         try:
-            planner.refuse_hopeless(facts.context, facts.constraints)
-            if dry_run and facts.context.tokens:
-                show_rows.check(facts.context.tokens)
-            choice = start.choose(start.context) if dry_run else start.plan(new_run)
+            choice = _choose(start, dry_run, new_run)
         except tokenising.Failed as failed:
             screen.log_to(*layout.log_files(root, new_run(), recipe))
             for line in text.failure_lines(failed.result):
@@ -101,6 +99,9 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool) -> in
             shortages = oom_record.sentence(start.oom_history, facts.context.machine)
             raise DoesNotFit(f"{error}. {shortages}") from error
         opened = _open(start, choice, resume, new_run)
+        if recipe.launch.waits and not (dry_run or opened.complete):
+            wait = start.signals.interrupting(_wait)
+            choice, opened = wait(start, choice, opened, resume, new_run)
         logs = layout.log_files(root, opened.run, recipe)
         _show_plan(start, choice, opened, None if dry_run or opened.complete else logs[0], explain)
         if opened.complete:
@@ -164,6 +165,49 @@ def _open(
         return run_resume.Start(new_run(), line)
     assert tokens is not None
     return run_resume.decide(start.workspace.runs, recipe, choice.plan, tokens, resume, new_run)
+
+
+def _choose(start: Start, dry_run: bool, new_run: Callable[[], RunDir]) -> Choice:
+    """The first plan: for the memory that is free beside other runs, or, of a run that waits, for
+    what will be free when they have ended. Raises DoesNotFit."""
+    machines = [start.context.machine]
+    if start.context.recipe.launch.waits:
+        machines = resolve.machines_to_wait_for(start.context, start.workspace.root)
+    for machine in machines:
+        context = replace(start.context, machine=machine)
+        try:
+            planner.refuse_hopeless(context, start.constraints)
+            if dry_run and context.tokens:
+                show_rows.check(context.tokens)
+            return start.choose(context) if dry_run else start.plan(new_run, machine)
+        except DoesNotFit:
+            if machine is machines[-1]:
+                raise
+    raise AssertionError("no machine")
+
+
+def _wait(
+    start: Start,
+    choice: Choice,
+    opened: run_resume.Start,
+    resume: str,
+    new_run: Callable[[], RunDir],
+) -> tuple[Choice, run_resume.Start]:
+    """Wait for the memory of the plan, and plan again with what is free then. Raises Interrupted at
+    a stop."""
+    planned = choice
+    while True:
+        is_granted = start.lease.wait(planned, opened.run, start.workspace)
+        start.read_memory_of_now()
+        try:
+            choice = start.plan(new_run)
+        except DoesNotFit as error:
+            if is_granted:  # other programs have just taken memory
+                start.screen.say(f"waiting again: {error}")
+            time.sleep(starts.POLL_S)
+            continue
+        start.end_s = _end_s(choice.recipe.launch.time_limit_s, time.monotonic(), os.environ)
+        return choice, _open(start, choice, resume, new_run)
 
 
 def _with_lease(

@@ -216,6 +216,14 @@ def with_memory_of_now(
     return replace(context, machine=machine), _beside(constraints, notes, live)
 
 
+def machines_to_wait_for(context: PlanContext, folder: Path) -> list[Machine]:
+    """The machine as it will be when the leases of now have ended, and as it would be without any
+    program: a run that waits is planned for the first of them that it fits."""
+    now = probe_machine.with_memory_of_now(context.machine, folder)
+    later = (admission.alone(now, granted_leases()), admission.empty(now))
+    return [_by_free_memory(limits.limited(machine, context.recipe)[0]) for machine in later]
+
+
 def _beside(
     constraints: LaunchConstraints, limits: Sequence[str], live: Sequence[Lease]
 ) -> LaunchConstraints:

@@ -75,6 +75,7 @@ class Record:
     # cards that it holds, by UUID
     cards: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=64)] = ()
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    place: Annotated[int, Field(ge=0, le=10**9)] = 0  # among runs of one priority; 0: the number
     since_s: Annotated[float, Field(ge=0, le=1e11)] = 0.0  # unix time
     # shown to its own user only
     recipe: Annotated[str, Field(max_length=100)] = ""
@@ -89,6 +90,11 @@ class Lease:
     uid: int
     pid: int
     record: Record
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """The place in the order of runs that wait: the smallest is first."""
+        return turn(self.record, self.number)
 
     @property
     def is_own(self) -> bool:
@@ -109,6 +115,7 @@ class OwnLease:
 
     def __init__(self, path: Path, file: int, number: int, record: Record) -> None:
         self.path, self.number, self.record = path, number, record
+        self.waits_for = ""  # as its user was told last
         self._file = file
 
     def write(self, **changes: Any) -> None:
@@ -119,9 +126,11 @@ class OwnLease:
             os.pwrite(self._file, _content(record), 0)
 
     def release(self) -> None:
-        self.path.unlink(missing_ok=True)
-        _own.discard(self.path)
-        os.close(self._file)
+        """End the lease, unless that is done."""
+        if self.path in _own:
+            self.path.unlink(missing_ok=True)
+            _own.discard(self.path)
+            os.close(self._file)
 
 
 # To open and close a file of this process would end its lock.
@@ -187,6 +196,26 @@ def boot_record(**fields: Any) -> Record:
     return Record(boot=processes.boot_id(), since_s=time.time(), **fields)
 
 
+def turn(record: Record, number: int) -> tuple[int, int, int]:
+    return -record.priority, record.place or number, number
+
+
+def last_number(place: Path) -> int:
+    """The number of the last lease that was taken in a folder; 0: none."""
+    file = _shared_file(place / MUTEX)
+    if file is None:
+        return 0
+    try:
+        return _last_number(file)
+    finally:
+        os.close(file)
+
+
+def _last_number(mutex: int) -> int:
+    text = os.pread(mutex, 16, 0).strip(b" \0")
+    return int(text) if text.isdigit() and len(text) < 9 else 0
+
+
 def user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
@@ -200,8 +229,7 @@ def _begin(place: Path, mutex: int, record: Record) -> OwnLease:
     for path in _lease_files(place):
         numbers.append(int(path.stem))
         _remove_if_dead(path)
-    last = os.pread(mutex, 16, 0).strip(b" \0")
-    number = max(*numbers, int(last) if last.isdigit() and len(last) < 9 else 0) + 1
+    number = max(*numbers, _last_number(mutex)) + 1
     os.pwrite(mutex, str(number).encode().ljust(16), 0)
     path = place / f"{number}.lease"
     _own.add(path)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from datetime import datetime
 from pathlib import Path
 
 from launch.base import files
-from launch.base.errors import ResourceError
+from launch.base.errors import ConfigError, ResourceError
+from launch.base.workspace import Workspace
 from launch.plan.planner import Choice
 from launch.probe import machine as probe_machine
 from launch.queue import admission, leases, starts
@@ -17,6 +19,7 @@ from launch.queue.leases import Lease, Needs, OwnLease, Record, Taken
 from launch.run_folder import disk_space
 from launch.run_folder.layout import RunDir
 from launch.schema.result import SecondStep
+from launch.schema.run_sections import LaunchSection, start_time
 
 STORED_INTERVAL_S = 10.0  # between two counts of the checkpoints that are there
 
@@ -45,12 +48,36 @@ class RunLease:
             lambda granted: self._supply(choice, run, granted),
             planned_beside,
             choice.recipe.launch.assume_fits,
+            self._own,
         )
         if isinstance(taken, str):
             return taken
-        self._own = taken
-        self._locks.callback(taken.release)
+        self._keep(taken)
         return ""
+
+    def wait(self, choice: Choice, run: RunDir, workspace: Workspace) -> bool:
+        """Wait for the memory of a plan, in the order of all runs that wait. False: a plan for
+        what is free may start sooner.
+
+        Raises ResourceError when the recipe's hours are over, or without a folder for leases."""
+        launch, place = choice.recipe.launch, leases.folder()
+        blocked = Blocked(launch, place, workspace)
+        lease, is_granted = starts.wait(
+            place,
+            self._record(choice, run),
+            lambda granted: self._supply(choice, run, granted),
+            blocked.reason,
+            self._say,
+            self._own,
+            launch.wait_s,
+        )
+        self._keep(lease)
+        return is_granted
+
+    def _keep(self, lease: OwnLease) -> None:
+        if self._own is None:
+            self._locks.callback(lease.release)
+        self._own = lease
 
     def hold_plan(self, choice: Choice, run: RunDir) -> None:
         """Hold all that the plan of an attempt needs, before it begins."""
@@ -91,6 +118,7 @@ class RunLease:
             needs=needs,
             taken=Taken(disk_bytes=self._stored_bytes),
             cards=tuple(map(admission.card_key, choice.machine.gpus[: needs.num_cards])),
+            priority=choice.recipe.launch.priority,
             recipe=choice.recipe.name[:100],
             run=str(run.root),
         )
@@ -100,6 +128,49 @@ class RunLease:
         now = probe_machine.with_memory_of_now(choice.machine, self._root)
         device = run.checkpoints.stat().st_dev
         return Supply(now, granted, {device: files.free_bytes(run.checkpoints)})
+
+
+class Blocked:
+    """The reasons why a run may not start yet, whatever memory is free."""
+
+    def __init__(self, launch: LaunchSection, place: Path, workspace: Workspace) -> None:
+        self._place, self._after = place, launch.after
+        self._not_before: datetime | None = None
+        if launch.not_before:
+            self._not_before = start_time(launch.not_before, datetime.now())
+        if launch.after is None or self._is_number:
+            self._check_number()
+            return
+        folder = workspace.root / launch.after
+        if not folder.is_dir():
+            raise ConfigError(
+                f"launch.after {launch.after}: no run has that folder; give runs/<recipe>/<time>,"
+                " or a number of python -m launch queue"
+            )
+        self._after = str(folder.resolve())
+
+    def reason(self, own: OwnLease) -> str:
+        """The reason of now; "" if there is none."""
+        if self._not_before and datetime.now() < self._not_before:
+            return f"launch.not_before: {self._not_before:%Y-%m-%d %H:%M}"
+        if self._after:
+            for lease in leases.live(self._place):
+                is_its_run = lease.is_own and lease.record.run == self._after
+                if str(lease.number) == self._after or is_its_run:
+                    return f"launch.after: the end of {lease.name}"
+        return ""
+
+    @property
+    def _is_number(self) -> bool:
+        return self._after is not None and self._after.isascii() and self._after.isdigit()
+
+    def _check_number(self) -> None:
+        last = leases.last_number(self._place)
+        if self._is_number and int(self._after or 0) > last:
+            raise ConfigError(
+                f"launch.after {self._after}: there was no such run, the last is number {last};"
+                " python -m launch queue lists those that run and wait"
+            )
 
 
 def _needs(choice: Choice, run: RunDir) -> Needs:

@@ -1,13 +1,16 @@
-"""A start without ranks: `hold_lease.py PLACE GIB [fork | as a stranger]` takes a lease on a
-machine with 10 GiB of which all are free, says so, and holds it until it is killed."""
+"""A start without ranks: `hold_lease.py PLACE GIB [fork | as a stranger | PRIORITY]` takes a lease
+on a machine with 10 GiB of which all are free, says so, and holds it until it is killed. With a
+priority it waits for its lease."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from launch.base.errors import DoesNotFit
 from launch.queue import leases, starts
 from launch.queue.admission import Supply
 from launch.queue.leases import Needs, OwnLease
@@ -25,7 +28,21 @@ if __name__ == "__main__":
         os.chdir(place)  # folders above it are closed to strangers
         place = Path()
         os.setresuid(STRANGER, STRANGER, STRANGER)
-    taken = starts.take(place, record, lambda granted: Supply(on, granted), (), False)
+    if special and special[0].isdigit():
+        record = replace(record, priority=int(special[0]))
+        waited = starts.wait(
+            place,
+            record,
+            lambda granted: Supply(on, granted),
+            lambda own: "",
+            lambda line: print(line, flush=True),
+        )
+        print(f"holds {waited[0].number}", flush=True)
+        time.sleep(600)
+    try:
+        taken = starts.take(place, record, lambda granted: Supply(on, granted), (), False)
+    except DoesNotFit as error:
+        taken = str(error)
     if not isinstance(taken, OwnLease):
         print(taken, flush=True)
         sys.exit(3)

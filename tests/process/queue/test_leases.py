@@ -5,13 +5,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -20,37 +16,9 @@ from launch.queue import leases
 from launch.queue.leases import Needs
 from launch.schema.machine import GIB
 from tests import builders
+from tests.process.queue.holders import said
 
-HOLD = Path(__file__).with_name("hold_lease.py")
 STRANGER = 65534
-
-
-@pytest.fixture
-def hold(tmp_path) -> Iterator[object]:
-    """Start a holder in `tmp_path`; all of them end with the test."""
-    children: list[subprocess.Popen[str]] = []
-
-    def start(*argv: str) -> subprocess.Popen[str]:
-        child = subprocess.Popen(
-            [sys.executable, str(HOLD), str(tmp_path), *argv],
-            env=builders.environment(tmp_path / "workspace"),
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        children.append(child)
-        return child
-
-    yield start
-    for child in children:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-
-
-def said(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
-    return child.stdout.readline().strip()
 
 
 def test_of_six_starts_at_once_as_many_get_a_lease_as_there_is_memory_for(tmp_path, hold):
