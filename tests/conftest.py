@@ -22,6 +22,10 @@ os.environ["LOWMEM_TRACES"] = str(
 os.environ["XDG_STATE_HOME"] = str(
     Path(__file__).resolve().parent.parent / ".cache" / "state-of-tests"
 )
+# Nor do the leases of starts: those of other programs of this machine are left alone too.
+os.environ["LOWMEM_LEASES"] = str(
+    Path(__file__).resolve().parent.parent / ".cache" / "leases-of-tests"
+)
 # As in ranks: threads that spin beside another worker double the time of the tests that compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A shell's background job ignores SIGINT, and so would each program that a test stops with it.

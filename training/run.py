@@ -165,9 +165,12 @@ class Parts:
 
 def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
     """Limit this rank's allocator to the memory that is free now, so that other programs on the
-    card do not run out, or to the user's per_process_memory_fraction, if that is less."""
+    card do not run out, or to launch.vram_limit_gib or the user's per_process_memory_fraction, if
+    one of them is less."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     share = plan.allocator_fraction * free_bytes / total_bytes
+    if plan.allocator_limit_bytes is not None:
+        share = min(share, plan.allocator_limit_bytes / total_bytes)
     limit = min(share, torch.cuda.get_per_process_memory_fraction(device))
     torch.cuda.set_per_process_memory_fraction(limit, device)
 

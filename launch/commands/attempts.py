@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache
 
 from launch.base.errors import DoesNotFit, Interrupted
 from launch.base.workspace import Workspace
 from launch.plan import context as plan_context
-from launch.plan import planner
+from launch.plan import planner, resolve
 from launch.plan.candidates import LaunchConstraints
 from launch.plan.planner import Choice
 from launch.predict import budgets
@@ -20,16 +20,17 @@ from launch.predict.facts import PlanContext
 from launch.predict.history import calibration
 from launch.predict.history.calibration import Comparison
 from launch.predict.oom_history import NO_OOM_HISTORY, OomEvent, OomHistory
-from launch.probe import machine as probe_machine
 from launch.probe import network
 from launch.render import command, write
 from launch.report import text
 from launch.run_folder import layout
 from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema.machine import Machine
 from launch.schema.plan import Command
 from launch.schema.result import Failure, RunResult, SecondStep
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise import failures, oom_record, restarts, tokenising
+from launch.supervise.run_lease import RunLease
 from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 
@@ -49,6 +50,10 @@ class Start:
     locks: ExitStack
     end_s: float | None  # when training must be over, on the monotonic clock
     oom_history: OomHistory = NO_OOM_HISTORY
+    lease: RunLease = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lease = RunLease(self.workspace.root, self.screen.say, self.locks)
 
     @property
     def is_first(self) -> bool:
@@ -81,9 +86,11 @@ class Start:
         choice = self.signals.interrupting(planner.choose)(context, constraints)
         return replace(choice, plan=network.located(choice.plan))
 
-    def plan(self, new_run: Callable[[], RunDir]) -> Choice:
+    def plan(self, new_run: Callable[[], RunDir], machine: Machine | None = None) -> Choice:
         """Tokenise the rows, unless that is done, and choose a plan for them; once more for shorter
-        rows where `allow:` relaxes max_length. Raises tokenising.Failed."""
+        rows where `allow:` relaxes max_length. Raises tokenising.Failed.
+
+        `machine`: the one to plan for, in place of that with the memory of now."""
         context = self.context
         while True:
             assert context.tokens is not None
@@ -95,10 +102,16 @@ class Start:
                 context = plan_context.with_rows(context)
                 if context.recipe == self.context.recipe:
                     self.context = context
-            choice = self.choose(context)
+            choice = self.choose(replace(context, machine=machine or context.machine))
             if choice.recipe.data == context.recipe.data:
                 return choice
-            context = choice.context
+            context = replace(choice.context, machine=context.machine)
+
+    def read_memory_of_now(self) -> None:
+        """Plan for the memory that is free now, from here on."""
+        self.context, self.constraints = resolve.with_memory_of_now(
+            self.context, self.constraints, self.workspace.root, self.screen.say
+        )
 
     def command(
         self, choice: Choice, run: RunDir, attempt: AttemptDir, resume: str = "auto"
@@ -140,6 +153,7 @@ class Attempts:
         attempt = write.write_run(run, recipe, machine, plan, start.workspace)
         assert choice.context.tokens is not None
         run.write_tokens(choice.context.tokens)
+        start.lease.hold_plan(choice, run)
         result = supervise_attempt.run(
             recipe,
             machine,
@@ -148,6 +162,7 @@ class Attempts:
             start.command(choice, run, attempt),
             start.screen,
             self._check,
+            lambda host_bytes: start.lease.hold_taken(choice, run, host_bytes),
             start.signals,
             start.end_s,
         )
@@ -158,6 +173,7 @@ class Attempts:
         """Compare a second step with its plan; False: stop and make another plan."""
         budget = budgets.host_budget_bytes(self.choice.recipe, self.choice.machine)
         self._comparison = calibration.compare(self.choice.plan, measured, budget)
+        self.start.lease.hold_measured(self.choice, measured)
         for line in self._comparison.lines:
             self._screen.say(line)
         return self._num_plans == MAX_PLANS or not self._comparison.over
@@ -233,8 +249,7 @@ class Attempts:
                 "the job kept to its plan, other programs took the memory: planning again for what"
                 " is free"
             )
-            machine = probe_machine.with_memory_of_now(start.context.machine, start.workspace.root)
-            start.context = replace(start.context, machine=machine)
+            start.read_memory_of_now()
         self._count_plan(
             oom_record.add(start.oom_history, shortage, self.run, result.host_peak_bytes),
             shortage.is_own,

@@ -27,6 +27,7 @@ from launch.schema.recipe_keys import SECTIONS
 
 AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"
+BARE_KEY = "launch.wait"  # true without a value, and it never takes the next argument
 SWITCHES = ("assume_fits", "exact_batch")  # flags that are short for a key of launch:
 MOST_GPUS, MOST_RAM_GIB = 64, 65_536  # of a machine
 ALIKE = 0.8  # difflib's ratio for a flag without a section, which could be a key of any
@@ -189,9 +190,11 @@ def _split(arguments: Namespace, others: Sequence[str]) -> tuple[list[str], list
             names.append(word)
             continue
         name, equals, value = word.partition("=")
-        if not equals and queue and not queue[0].startswith("--"):
-            value = queue.pop(0)
         plain = name[2:].replace("-", "_")
+        if plain == BARE_KEY:
+            value = value if equals else "true"
+        elif not equals and queue and not queue[0].startswith("--"):
+            value = queue.pop(0)
         is_key = "." in plain or (plain in Recipe.model_fields and plain not in SECTIONS)
         if not is_key or not (equals or value):
             raise ConfigError(_advice(arguments, name, plain, value, is_key))

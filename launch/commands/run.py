@@ -18,11 +18,12 @@ from launch.base import compile_caches, environment, leftovers
 from launch.base.errors import ConfigError, DoesNotFit
 from launch.base.text import from_here, shown
 from launch.commands import ending, recipe_arguments, tune
-from launch.commands.attempts import Attempts, Start
+from launch.commands.attempts import MAX_PLANS, Attempts, Start
 from launch.commands.recipe_arguments import RecipeArguments
 from launch.plan import planner, resolve
 from launch.plan.planner import Choice
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
+from launch.queue import starts
 from launch.recipe.guides import gpt2_variables
 from launch.recipe.strict_yaml import show
 from launch.render import write
@@ -30,7 +31,7 @@ from launch.report import first_screen, text
 from launch.run_folder import disk_space, layout
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RunDir
-from launch.supervise import oom_record, show_rows, stop_signals, tokenising
+from launch.supervise import oom_record, run_lease, show_rows, stop_signals, tokenising
 from launch.supervise.screen import Screen
 
 
@@ -86,10 +87,7 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool) -> in
         start.context = replace(start.context, continues_another=_continues_another(start, resume))
         new_run = start.new_run(dry_run)
         try:
-            planner.refuse_hopeless(facts.context, facts.constraints)
-            if dry_run and facts.context.tokens:
-                show_rows.check(facts.context.tokens)
-            choice = start.choose(start.context) if dry_run else start.plan(new_run)
+            choice = _choose(start, dry_run, new_run)
         except tokenising.Failed as failed:
             screen.log_to(*layout.log_files(root, new_run(), recipe))
             for line in text.failure_lines(failed.result):
@@ -101,12 +99,16 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool) -> in
             shortages = oom_record.sentence(start.oom_history, facts.context.machine)
             raise DoesNotFit(f"{error}. {shortages}") from error
         opened = _open(start, choice, resume, new_run)
+        if recipe.launch.waits and not (dry_run or opened.complete):
+            wait = start.signals.interrupting(_wait)
+            choice, opened = wait(start, choice, opened, resume, new_run)
         logs = layout.log_files(root, opened.run, recipe)
         _show_plan(start, choice, opened, None if dry_run or opened.complete else logs[0], explain)
         if opened.complete:
             return 0
         if dry_run:
             return _finish_dry_run(start, choice, new_run(), resume)
+        choice, opened = _with_lease(start, choice, opened, resume, new_run)
         locks.enter_context(layout.run_lock(opened.run))
         leftovers.sweep(opened.run.root)
         # the shortages of a run that this one takes over
@@ -165,6 +167,72 @@ def _open(
     return run_resume.decide(start.workspace.runs, recipe, choice.plan, tokens, resume, new_run)
 
 
+def _choose(start: Start, dry_run: bool, new_run: Callable[[], RunDir]) -> Choice:
+    """The first plan: for the memory that is free beside other runs, or, of a run that waits, for
+    what will be free when they have ended. Raises DoesNotFit."""
+    machines = [start.context.machine]
+    if start.context.recipe.launch.waits:
+        machines = resolve.machines_to_wait_for(start.context, start.workspace.root)
+    for machine in machines:
+        context = replace(start.context, machine=machine)
+        try:
+            planner.refuse_hopeless(context, start.constraints)
+            if dry_run and context.tokens:
+                show_rows.check(context.tokens)
+            return start.choose(context) if dry_run else start.plan(new_run, machine)
+        except DoesNotFit:
+            if machine is machines[-1]:
+                raise
+    raise AssertionError("no machine")
+
+
+def _wait(
+    start: Start,
+    choice: Choice,
+    opened: run_resume.Start,
+    resume: str,
+    new_run: Callable[[], RunDir],
+) -> tuple[Choice, run_resume.Start]:
+    """Wait for the memory of the plan, and plan again with what is free then. Raises Interrupted at
+    a stop."""
+    planned = choice
+    while True:
+        is_granted = start.lease.wait(planned, opened.run, start.workspace)
+        start.read_memory_of_now()
+        try:
+            choice = start.plan(new_run)
+        except DoesNotFit as error:
+            if is_granted:  # other programs have just taken memory
+                start.screen.say(f"waiting again: {error}")
+            time.sleep(starts.POLL_S)
+            continue
+        start.end_s = _end_s(choice.recipe.launch.time_limit_s, time.monotonic(), os.environ)
+        return choice, _open(start, choice, resume, new_run)
+
+
+def _with_lease(
+    start: Start,
+    choice: Choice,
+    opened: run_resume.Start,
+    resume: str,
+    new_run: Callable[[], RunDir],
+) -> tuple[Choice, run_resume.Start]:
+    """Lease the plan's memory; plan again if others have leased it since the plan was made. Raises
+    DoesNotFit."""
+    refusal = ""
+    for _ in range(MAX_PLANS):
+        refusal = start.lease.take(choice, opened.run, start.constraints.beside)
+        if not refusal:
+            return choice, opened
+        start.screen.say(f"planning again: {refusal}")
+        start.read_memory_of_now()
+        choice = start.plan(new_run)
+        opened = _open(start, choice, resume, new_run)
+        for line in text.planned_lines(choice.plan):
+            start.screen.say(line)
+    raise DoesNotFit(f"{choice.recipe.name}: {refusal}, each time that it was planned again")
+
+
 def _show_plan(
     start: Start, choice: Choice, opened: run_resume.Start, log_file: Path | None, explain: bool
 ) -> None:
@@ -192,7 +260,8 @@ def _show_plan(
             f"not passed to the ranks, no library is known to read it: {', '.join(names)};"
             f" --launch.pass_env='[{', '.join([*recipe.launch.pass_env, *names])}]' passes it"
         )
-    for line in disk_space.check(opened.run, recipe, plan):
+    leased_bytes = run_lease.leased_disk_bytes(opened.run.root, resolve.granted_leases())
+    for line in disk_space.check(opened.run, recipe, plan, leased_bytes):
         screen.say(line)
 
 

@@ -54,6 +54,8 @@ class LaunchConstraints:
     free_batch: bool = False  # any split of the effective batch will do
     wants_tuned: bool = False  # no batch was typed: the result of an earlier tuning is used
     tuned: Candidate | None = None  # the fastest in short trials on this machine
+    budget_notes: tuple[str, ...] = ()  # lines of the plan on limits of its memory
+    beside: tuple[int, ...] = ()  # numbers of the leases beside which its memory is planned
 
 
 NO_CONSTRAINTS = LaunchConstraints()

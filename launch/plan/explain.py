@@ -30,6 +30,7 @@ def why(
     candidate = chosen.candidate
     return (
         *_where(context.recipe, context.machine, candidate, constraints),
+        *constraints.budget_notes,
         *_idle_why(context, chosen, judged),
         *_link_why(context, candidate),
         *_measured_why(context, candidate),

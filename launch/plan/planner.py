@@ -23,7 +23,7 @@ from launch.predict import estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import PlanContext
 from launch.predict.oom_history import CLEARLY_BELOW
-from launch.schema.machine import Machine
+from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Change, Plan, Rendezvous
 from launch.schema.recipe import Recipe
 from launch.schema.run_sections import LaunchSection
@@ -160,7 +160,8 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
             chosen = search(context, possible, constraints, judged)
     if chosen is None:
         ways = None if recipe.allow else list(islice(ways_to_fit(context, constraints), MAX_WAYS))
-        raise DoesNotFit(does_not_fit_message(context, judged, refusals, ways))
+        message = does_not_fit_message(context, judged, refusals, ways)
+        raise DoesNotFit(". ".join([message, *constraints.budget_notes]))
     lost = (
         f"{loser.candidate.mode} with {loser.candidate.num_processes} process(es): {loser.misses}"
         for loser, _ in judged
@@ -205,6 +206,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         padding=context.padding(candidate),
         base_fingerprint=context.base_fingerprint,
         allocator_fraction=_allocator_fraction(recipe.launch),
+        allocator_limit_bytes=_allocator_limit_bytes(recipe.launch, chosen),
         allocator_settings=context.allocator_settings(candidate),
     )
 
@@ -225,6 +227,13 @@ def _allocator_fraction(launch: LaunchSection) -> float:
     is for a prediction that is too low. A run's recipe.json has every default in it, so only
     planning can tell the two apart."""
     return launch.vram_fraction if "vram_fraction" in launch.model_fields_set else 1.0
+
+
+def _allocator_limit_bytes(launch: LaunchSection, chosen: Judged) -> int | None:
+    """The limit of launch.vram_limit_gib less what a rank takes outside its allocator."""
+    if launch.vram_limit_gib is None or chosen.candidate.device == "cpu":
+        return None
+    return max(int(launch.vram_limit_gib * GIB) - chosen.memory.outside_bytes, 0)
 
 
 def _rendezvous(launch: LaunchSection) -> Rendezvous | None:

@@ -26,6 +26,8 @@ from launch.predict.memory.allocator_config import AllocatorConfig, users_settin
 from launch.predict.traces import Traces
 from launch.probe import architectures, import_memory, link_causes, link_test, packages, torch_build
 from launch.probe import machine as probe_machine
+from launch.queue import admission, leases, limits
+from launch.queue.leases import Lease
 from launch.recipe import load
 from launch.recipe.paths import (
     absolute_override,
@@ -86,9 +88,8 @@ def read(
     `trace` False: plans count model states alone, for starts of many ranks at once."""
     workspace = Workspace.here()
     machine = described or probe_machine.machine(run_dir=workspace.root)
-    if constraints.num_processes is None:
-        machine = _by_free_memory(machine)
-    elif constraints.num_processes == 1:
+    is_start = described is None and constraints.num_processes is None
+    if constraints.num_processes == 1:
         machine = _with_one_gpu(machine)
     if described is None:
         packages.refuse_old()
@@ -96,6 +97,11 @@ def read(
     recipe, changed = load.load(
         recipe_name, [absolute_override(text) for text in overrides], has_gpu
     )
+    live = granted_leases(say) if is_start else []
+    machine, budget_notes = limits.limited(admission.beside(machine, live), recipe, live)
+    if constraints.num_processes is None:
+        machine = _by_free_memory(machine)
+    constraints = _beside(constraints, budget_notes, live)
     if described is None and not constraints.force_cpu and recipe.launch.device != "cpu":
         _refuse_cards(recipe, machine, constraints)
     is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
@@ -185,6 +191,45 @@ def read(
             error_margin=_error_margin(workspace, machine, device, say),
         )
     return Facts(workspace, plan_context.with_rows(context), constraints)
+
+
+def granted_leases(say: Say = lambda line: None) -> list[Lease]:
+    """The leases beside which this machine's memory is planned; none, and a line, if there is no
+    folder for them."""
+    try:
+        live = leases.live(leases.folder())
+    except ResourceError as error:
+        say(f"memory is planned without leases: {error}")
+        return []
+    return [lease for lease in live if lease.record.state == "granted"]
+
+
+def with_memory_of_now(
+    context: PlanContext, constraints: LaunchConstraints, folder: Path, say: Say
+) -> tuple[PlanContext, LaunchConstraints]:
+    """The facts of a start with the memory that is free now, beside the leases of others."""
+    live = granted_leases(say)
+    now = probe_machine.with_memory_of_now(context.machine, folder)
+    machine, notes = limits.limited(admission.beside(now, live), context.recipe, live)
+    if constraints.num_processes is None:
+        machine = _by_free_memory(machine)
+    return replace(context, machine=machine), _beside(constraints, notes, live)
+
+
+def machines_to_wait_for(context: PlanContext, folder: Path) -> list[Machine]:
+    """The machine as it will be when the leases of now have ended, and as it would be without any
+    program: a run that waits is planned for the first of them that it fits."""
+    now = probe_machine.with_memory_of_now(context.machine, folder)
+    later = (admission.alone(now, granted_leases()), admission.empty(now))
+    return [_by_free_memory(limits.limited(machine, context.recipe)[0]) for machine in later]
+
+
+def _beside(
+    constraints: LaunchConstraints, limits: Sequence[str], live: Sequence[Lease]
+) -> LaunchConstraints:
+    """The constraints with lines on what limits memory, and the leases that do."""
+    notes = (*limits, *admission.notes(live))
+    return replace(constraints, budget_notes=notes, beside=tuple(lease.number for lease in live))
 
 
 def _with_template(data_format: DataFormat, recipe: Recipe, is_pair: bool) -> DataFormat:

@@ -14,26 +14,36 @@ from launch.schema.recipe import Recipe
 MIN_KEPT = 2
 
 
-def check(run: RunDir, recipe: Recipe, plan: Plan) -> list[str]:
-    """A line if more checkpoints are kept than the limit says. Raises ResourceError if they will
-    not fit.
+def num_kept(recipe: Recipe) -> int:
+    """Checkpoints that a run keeps. While another is written, all of them are there."""
+    limit = max(recipe.training.save_total_limit, MIN_KEPT)
+    return limit + recipe.training.load_best_model_at_end
 
-    While a checkpoint is written, all those to be kept are there; those of an earlier attempt have
-    their space already.
+
+def stored_bytes(run: RunDir, recipe: Recipe, plan: Plan) -> int:
+    """Bytes of the checkpoints that are there already, of those that are kept."""
+    return min(len(manifest.ours(run.checkpoints)), num_kept(recipe)) * plan.checkpoint_bytes
+
+
+def check(run: RunDir, recipe: Recipe, plan: Plan, leased_bytes: int = 0) -> list[str]:
+    """A line if more checkpoints are kept than the limit says. Raises ResourceError if they will
+    not fit, beside what other runs have leased there.
+
+    Those of an earlier attempt have their space already.
     """
     limit, checkpoint_bytes = recipe.training.save_total_limit, plan.checkpoint_bytes
-    num_kept = max(limit, MIN_KEPT) + recipe.training.load_best_model_at_end
-    free = files.free_bytes(run.checkpoints)
-    there = min(len(manifest.ours(run.checkpoints)), num_kept)
-    need = (num_kept + 1 - there) * checkpoint_bytes
+    num_there = num_kept(recipe)
+    free = max(files.free_bytes(run.checkpoints) - leased_bytes, 0)
+    there = min(len(manifest.ours(run.checkpoints)), num_there)
+    need = (num_there + 1 - there) * checkpoint_bytes
     if need > free:
         fits = free // checkpoint_bytes - 1 + there if checkpoint_bytes else 0
-        helps = f"--training.save_total_limit={fits}, or " if MIN_KEPT <= fits < num_kept else ""
+        helps = f"--training.save_total_limit={fits}, or " if MIN_KEPT <= fits < num_there else ""
         raise ResourceError(
-            f"{run.checkpoints}: {num_kept} checkpoints of about {size(checkpoint_bytes)} are kept"
+            f"{run.checkpoints}: {num_there} checkpoints of about {size(checkpoint_bytes)} are kept"
             f" (training.save_total_limit {limit}) while the next is written, which takes"
-            f" {size(need)} more; {size(free)} are free. Try {helps}LOWMEM_ROOT on a larger disk,"
-            " or free some space there"
+            f" {size(need)} more; {size(free)} are free{_less(leased_bytes)}. Try {helps}"
+            "LOWMEM_ROOT on a larger disk, or free some space there"
         )
     if limit < MIN_KEPT:
         return [
@@ -42,3 +52,7 @@ def check(run: RunDir, recipe: Recipe, plan: Plan) -> list[str]:
             " could be damaged, and the run would be lost"
         ]
     return []
+
+
+def _less(leased_bytes: int) -> str:
+    return f" beside {size(leased_bytes)} of other runs' leases" if leased_bytes else ""

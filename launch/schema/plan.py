@@ -352,6 +352,8 @@ class Plan:
     base_fingerprint: str | None = None
     # the share of a card's free memory that a rank's allocator may take
     allocator_fraction: float = 1.0
+    # bytes that a rank's allocator may take by launch.vram_limit_gib; None: no limit
+    allocator_limit_bytes: int | None = None
     allocator_settings: str = ""  # PYTORCH_ALLOC_CONF of the ranks, unless the user sets it
 
     @property

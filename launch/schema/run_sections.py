@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import re
+from contextlib import suppress
+from datetime import datetime, timedelta
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from launch.schema.affects import affects
 from launch.schema.machine import Device
@@ -14,6 +25,18 @@ from launch.schema.section import Section, as_tuple
 # seal: a checkpoint that was signed with another key; versions: another major.minor version of a
 # library that writes its files.
 Allowed = Literal["data", "model", "seed", "effective_batch_size", "schedule", "versions", "seal"]
+
+
+def start_time(text: str, now: datetime) -> datetime:
+    """The local time of launch.not_before; of a time without a day the next. Raises ValueError."""
+    with suppress(ValueError):  # such as 25:00
+        if re.fullmatch(r"\d{1,2}:\d{2}", text):
+            hour, minute = map(int, text.split(":"))
+            today = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
+            return today if today > now else today + timedelta(days=1)
+        if re.fullmatch(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}(:\d{2})?", text):
+            return datetime.fromisoformat(text)
+    raise ValueError(f"{text} is no time; expected one such as 22:30 or 2026-12-31T22:30")
 
 
 class LaunchSection(Section):
@@ -77,6 +100,37 @@ class LaunchSection(Section):
         le=1e6,
         description="Host RAM that is left to other programs, in GiB.",
     )
+    host_limit_gib: Annotated[float | None, affects("plan")] = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="Host RAM that a plan may take at most, in GiB. null: what is free, less the "
+        "reserve.",
+    )
+    vram_limit_gib: Annotated[float | None, affects("plan")] = Field(
+        default=None,
+        gt=0,
+        le=1e6,
+        description="VRAM that a plan and its ranks may take at most of each card, in GiB. null: "
+        "the share of what is free.",
+    )
+    wait: Annotated[bool | PositiveFloat, affects("interruptions")] = Field(
+        default=False,
+        description="Wait until the memory of the plan is free beside the leases of other runs, at "
+        "most this many hours; true: without limit.",
+    )
+    priority: Annotated[int, affects("interruptions")] = Field(
+        default=0, ge=-100, le=100, description="Of runs that wait, the highest starts first."
+    )
+    after: Annotated[str | None, affects("interruptions")] = Field(
+        default=None,
+        description="Wait until this run has ended, however: its number in `python -m launch "
+        "queue`, or its folder.",
+    )
+    not_before: Annotated[str | None, affects("interruptions")] = Field(
+        default=None,
+        description="Wait until this local time, 22:30 or 2026-12-31T22:30.",
+    )
     max_restarts: Annotated[int, affects("interruptions")] = Field(
         default=10,
         ge=0,
@@ -109,12 +163,34 @@ class LaunchSection(Section):
         return None if self.mode == "auto" else LAUNCH_MODES[self.mode]
 
     @property
+    def waits(self) -> bool:
+        """True if the run may wait before it starts."""
+        return bool(self.wait or self.after or self.not_before)
+
+    @property
+    def wait_s(self) -> float:
+        """The longest wait for memory."""
+        return math.inf if isinstance(self.wait, bool) else self.wait * 3600
+
+    @field_validator("not_before")
+    @classmethod
+    def is_time(cls, text: str | None) -> str | None:
+        if text is not None:
+            start_time(text, datetime.now())
+        return text
+
+    @property
     def device(self) -> Device | None:
         """The device that the mode's name fixes."""
         return self.named_mode.device if self.named_mode else None
 
     @model_validator(mode="after")
     def nodes_can_meet(self) -> LaunchSection:
+        if self.nodes > 1 and self.waits:
+            raise ValueError(
+                "wait, after and not_before are for one machine: several would wait one by one; set"
+                " nodes to 1 or leave them out"
+            )
         if self.nodes == 1:
             cluster_keys = ("machine_rank", "main_process_ip", "network_interface")
             if superfluous := [key for key in sorted(cluster_keys) if getattr(self, key)]:

@@ -50,14 +50,16 @@ def run(
     command: Command,
     screen: Screen,
     check: Callable[[SecondStep], bool] = lambda measured: True,
+    hold: Callable[[int], None] = lambda host_bytes: None,
     signals: StopSignals | None = None,
     end_s: float | None = None,
 ) -> RunResult:
     """Start the ranks of an attempt and watch them to their end.
 
     `check` gets the memory of the second step; if it returns False the ranks are ended, and the
-    result, which is no failure, asks to plan again. `signals` collects signals for several
-    attempts; `end_s` is the time on the monotonic clock at which they must be over."""
+    result, which is no failure, asks to plan again. `hold` gets the job's host RAM each second.
+    `signals` collects signals for several attempts; `end_s` is the time on the monotonic clock at
+    which they must be over."""
     strategy = attempt.read_plan().strategy
     cards = strategy.processes_per_machine if strategy.device == "cuda" else 0
     beginning = Beginning(xids=XidWatch(planned_on.gpus[:cards]))
@@ -66,7 +68,9 @@ def run(
         signals.collect()
         ended, limit_bytes = Ended(), planned_on.host_limit_bytes
         if signals.stop is None:
-            watch = RankWatcher(run, attempt, screen, signals, recipe.launch, limit_bytes, check)
+            watch = RankWatcher(
+                run, attempt, screen, signals, recipe.launch, limit_bytes, check, hold
+            )
             with attempt.log_file.open("ab") as log:
                 child = _start(command, recipe.launch.pass_env, run, log, end_s)
                 ended = watch.until_end(child)

@@ -60,9 +60,11 @@ class RankWatcher:
         launch: LaunchSection,
         host_limit_bytes: int,
         check: Callable[[SecondStep], bool],
+        hold: Callable[[int], None],
     ) -> None:
         self._run, self._attempt, self._screen, self._signals = run, attempt, screen, signals
-        self._launch, self._host_limit_bytes, self._check = launch, host_limit_bytes, check
+        self._launch, self._host_limit_bytes = launch, host_limit_bytes
+        self._check, self._hold = check, hold
         self._ended = Ended()
         self._signalled: set[int] = set()  # pids of ranks that know they are to stop
         self._is_checked = False
@@ -122,6 +124,7 @@ class RankWatcher:
         # measured on both sides of the job: what it takes or frees meanwhile is not others' memory
         before = machine.host_available()[0]
         job, highest = processes.job_pss_bytes(os.getpid())
+        self._hold(job)
         self._ended.host_peak_bytes = max(self._ended.host_peak_bytes, highest)
         for_job = job + max(before, machine.host_available()[0])
         self._ended.host_left_bytes = min(self._ended.host_left_bytes or for_job, for_job)

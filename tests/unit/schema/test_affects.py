@@ -124,6 +124,7 @@ def test_a_run_is_continued_after_changes_that_train_the_same_weights_of_the_sam
         ("training.learning_rate", True),
         ("training.save_steps", True),
         ("launch.vram_fraction", True),
+        ("launch.host_limit_gib", True),
         ("training.gradient_accumulation_steps", False),  # the strategy tells it
         ("launch.mode", False),
         ("data.train_file", False),

@@ -1,0 +1,299 @@
+"""Admission of a start beside the leases of others. Pure arithmetic.
+
+What a lease's processes hold already is missing from what the probe calls free, so only the rest of
+each lease is subtracted from it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from launch.base.text import size
+from launch.predict.budgets import host_budget_bytes
+from launch.queue.leases import Lease, Needs, Record, Taken
+from launch.schema.machine import GIB, Gpu, Machine
+from launch.schema.plan import Plan
+from launch.schema.recipe import Recipe
+
+# beside more leases no run passes another: every set of them may end before the others
+MOST_LEASES = 6
+OTHERS = -1  # number of the programs that hold memory without a lease
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Memory or disk space that is too little for a start."""
+
+    of: str
+    needed_bytes: int
+    available_bytes: int
+
+    def __str__(self) -> str:
+        available = size(max(self.available_bytes, 0))
+        return f"{size(self.needed_bytes)} of {self.of}, of which {available} can be had"
+
+
+@dataclass(frozen=True)
+class Supply:
+    """Memory and disk space that are free now, and the leases beside which they are shared."""
+
+    machine: Machine
+    leases: Sequence[Lease]  # granted
+    disks: Mapping[int, int] = field(default_factory=dict)  # free bytes by device number
+
+    def beside(self, more: Sequence[Lease]) -> Supply:
+        return replace(self, leases=[*self.leases, *more])
+
+
+def card_key(gpu: Gpu) -> str:
+    return gpu.uuid or str(gpu.index)
+
+
+def needs_of(plan: Plan, machine: Machine, recipe: Recipe, disk: tuple[int, int]) -> Needs:
+    """The most that a plan takes. `disk`: device number and bytes of its checkpoints.
+
+    An unpredicted job takes the bytes of its states."""
+    estimate, launch, strategy = plan.estimate, recipe.launch, plan.strategy
+    on_cards = strategy.device == "cuda"
+    of_rank = estimate.offloaded_bytes + (0 if on_cards else estimate.device_bytes)
+    limits = (
+        None if limit is None else int(limit * GIB)
+        for limit in (launch.host_limit_gib, launch.vram_limit_gib)
+    )
+    budget = host_budget_bytes(recipe, machine)
+    return Needs(
+        estimate.host_bytes or of_rank * strategy.processes_per_machine,
+        machine.host_available_bytes - budget,
+        strategy.processes_per_machine if on_cards else 0,
+        estimate.device_bytes if on_cards else 0,
+        launch.vram_fraction,
+        disk[1],
+        disk[0],
+        *limits,
+    )
+
+
+def later_needs(needs: Needs, plan: Plan, taken: Taken) -> Needs:
+    """The needs of a run whose second step has been measured: the most of what it took and what is
+    predicted of the phases to come, evaluation and saving."""
+    device = [each for each in (plan.phases.evaluation, plan.phases.save) if each]
+    host = [each for each in (plan.host.evaluation, plan.host.save) if each]
+    card_bytes = max(taken.card_bytes, *(each.device_bytes for each in device), 0)
+    return replace(
+        needs,
+        host_bytes=max(taken.host_bytes, *(each.bytes for each in host), 0)
+        if plan.estimate.host
+        else max(taken.host_bytes, needs.host_bytes),
+        card_bytes=(card_bytes if device else max(card_bytes, needs.card_bytes))
+        if needs.num_cards
+        else 0,
+    )
+
+
+def rest(lease: Lease) -> Taken:
+    """The bytes of a lease that its processes may still take."""
+    needs, taken = lease.record.needs, lease.record.taken
+    return Taken(
+        max(needs.host_bytes - taken.host_bytes, 0),
+        max(needs.card_bytes - taken.card_bytes, 0),
+        max(needs.disk_bytes - taken.disk_bytes, 0),
+    )
+
+
+def total(lease: Lease) -> Taken:
+    """All bytes of a lease, taken or not."""
+    needs, taken = lease.record.needs, lease.record.taken
+    return Taken(
+        max(needs.host_bytes, taken.host_bytes),
+        max(needs.card_bytes, taken.card_bytes),
+        max(needs.disk_bytes, taken.disk_bytes),
+    )
+
+
+def beside(machine: Machine, leases: Sequence[Lease]) -> Machine:
+    """The machine with the memory that these leases do not hold."""
+    gpus = tuple(
+        replace(gpu, free_bytes=max(gpu.free_bytes - _on_card(gpu, leases), 0))
+        for gpu in machine.gpus
+    )
+    host_bytes = machine.host_available_bytes - sum(rest(lease).host_bytes for lease in leases)
+    return replace(machine, gpus=gpus, host_available_bytes=max(host_bytes, 0))
+
+
+def alone(machine: Machine, leases: Sequence[Lease]) -> Machine:
+    """The machine as it will be when these leases have ended."""
+    gpus = tuple(
+        replace(
+            gpu,
+            free_bytes=min(
+                gpu.free_bytes
+                + sum(
+                    lease.record.taken.card_bytes
+                    for lease in leases
+                    if card_key(gpu) in lease.record.cards
+                ),
+                gpu.total_bytes,
+            ),
+        )
+        for gpu in machine.gpus
+    )
+    taken = sum(lease.record.taken.host_bytes for lease in leases)
+    available = min(machine.host_available_bytes + taken, machine.host_limit_bytes)
+    return replace(machine, gpus=gpus, host_available_bytes=available)
+
+
+def empty(machine: Machine) -> Machine:
+    """The machine as it would be without any program."""
+    gpus = tuple(replace(gpu, free_bytes=gpu.total_bytes) for gpu in machine.gpus)
+    return replace(machine, gpus=gpus, host_available_bytes=machine.host_limit_bytes)
+
+
+def notes(leases: Sequence[Lease]) -> tuple[str, ...]:
+    """A line of the plan on the leases beside which it was made."""
+    if not leases:
+        return ()
+    parts = [f"{lease.name} {_sizes(lease)}" for lease in leases]
+    return (f"planned beside the leases of {'; '.join(parts)}",)
+
+
+def sizes(needs: Needs) -> str:
+    """The memory of a start, as text."""
+    parts = [f"{size(needs.host_bytes)} of host RAM"]
+    if needs.num_cards:
+        parts.append(f"{size(needs.card_bytes)} of VRAM on {needs.num_cards} card(s)")
+    return " and ".join(parts)
+
+
+def _sizes(lease: Lease) -> str:
+    needs, more = total(lease), rest(lease)
+    parts = [f"{size(needs.host_bytes)} of host RAM ({size(more.host_bytes)} not yet taken)"]
+    if lease.record.cards:
+        parts.append(
+            f"{size(needs.card_bytes)} of each of {len(lease.record.cards)} card(s)"
+            f" ({size(more.card_bytes)} not yet taken)"
+        )
+    return ", ".join(parts)
+
+
+def shortage(needs: Needs, supply: Supply, ended: Collection[int] = ()) -> Shortage | None:
+    """The first memory that is too little for a start; None if all is there. `ended`: numbers of
+    leases that are imagined to have ended."""
+    live = [lease for lease in supply.leases if lease.number not in ended]
+    gone = [lease for lease in supply.leases if lease.number in ended]
+    without_others = OTHERS in ended
+    host_bytes = _host_bytes(supply, live, gone, without_others) - needs.reserve_bytes
+    if needs.host_limit_bytes is not None:
+        leased = sum(total(lease).host_bytes for lease in live)
+        host_bytes = min(host_bytes, needs.host_limit_bytes - leased)
+    if needs.host_bytes > host_bytes:
+        return Shortage("host RAM", needs.host_bytes, host_bytes)
+    free = sorted(_cards(needs, supply, live, gone, without_others).values(), reverse=True)
+    card_bytes = free[needs.num_cards - 1] if 0 < needs.num_cards <= len(free) else 0
+    if needs.num_cards and card_bytes < needs.card_bytes:
+        return Shortage(f"VRAM on {needs.num_cards} card(s)", needs.card_bytes, card_bytes)
+    leased = sum(
+        rest(lease).disk_bytes
+        for lease in live
+        if lease.record.needs.disk_device == needs.disk_device
+    )
+    if needs.disk_device in supply.disks:
+        disk_bytes = supply.disks[needs.disk_device] - leased
+        if needs.disk_bytes > disk_bytes:
+            return Shortage("disk space", needs.disk_bytes, disk_bytes)
+    return None
+
+
+def chosen_cards(needs: Needs, supply: Supply) -> tuple[str, ...]:
+    """The cards with the most memory for a start."""
+    free = _cards(needs, supply, supply.leases, (), False)
+    return tuple(sorted(free, key=lambda key: -free[key])[: needs.num_cards])
+
+
+def delayed(needs: Needs, ahead: Sequence[Lease], supply: Supply) -> Lease | None:
+    """The first of the waiting runs ahead that a start would delay, in some order in which leases
+    may end; None: it delays none, and may pass them."""
+    if len(supply.leases) > MOST_LEASES:
+        return ahead[0] if ahead else None
+    own = _granted(needs, supply)
+    for count in range(1, len(ahead) + 1):
+        waiting = ahead[count - 1]
+        for group in ([waiting], [*ahead[:count]]):
+            for ended in _endings(supply):
+                if _all_fit(group, supply, ended) and not _all_fit(
+                    group, supply.beside([own]), ended
+                ):
+                    return waiting
+    return None
+
+
+def _endings(supply: Supply) -> Iterator[tuple[int, ...]]:
+    """Every set of leases, and other programs, that may have ended at some time."""
+    numbers = [lease.number for lease in supply.leases] + [OTHERS]
+    for count in range(len(numbers) + 1):
+        yield from itertools.combinations(numbers, count)
+
+
+def _all_fit(group: Sequence[Lease], supply: Supply, ended: Collection[int]) -> bool:
+    """True if all of these waiting runs can start side by side."""
+    for lease in group:
+        needs = lease.record.needs
+        if shortage(needs, supply, ended) is not None:
+            return False
+        supply = supply.beside([_granted(needs, supply, lease.number, ended)])
+    return True
+
+
+def _granted(needs: Needs, supply: Supply, number: int = 0, ended: Collection[int] = ()) -> Lease:
+    """The lease that a start would hold."""
+    live = [lease for lease in supply.leases if lease.number not in ended]
+    gone = [lease for lease in supply.leases if lease.number in ended]
+    free = _cards(needs, supply, live, gone, OTHERS in ended)
+    cards = tuple(sorted(free, key=lambda key: -free[key])[: needs.num_cards])
+    return Lease(number, 0, 0, Record("", "granted", needs, cards=cards))
+
+
+def _host_bytes(
+    supply: Supply, live: Sequence[Lease], gone: Sequence[Lease], without_others: bool
+) -> int:
+    """Host RAM that is free, or will be when leases and other programs have ended."""
+    free = supply.machine.host_available_bytes
+    free += sum(lease.record.taken.host_bytes for lease in gone)
+    free = min(free, supply.machine.host_limit_bytes)
+    if without_others:
+        of_leases = sum(lease.record.taken.host_bytes for lease in live)
+        free = max(free, supply.machine.host_limit_bytes - of_leases)
+    return free - sum(rest(lease).host_bytes for lease in live)
+
+
+def _cards(
+    needs: Needs,
+    supply: Supply,
+    live: Sequence[Lease],
+    gone: Sequence[Lease],
+    without_others: bool,
+) -> dict[str, int]:
+    """Bytes of each card that a start may have, within its share and its limit."""
+    free = {}
+    for gpu in supply.machine.gpus:
+        key = card_key(gpu)
+        holders = [lease for lease in live if key in lease.record.cards]
+        card_bytes = gpu.free_bytes + sum(
+            lease.record.taken.card_bytes for lease in gone if key in lease.record.cards
+        )
+        card_bytes = min(card_bytes, gpu.total_bytes)
+        if without_others:
+            of_leases = sum(lease.record.taken.card_bytes for lease in holders)
+            card_bytes = max(card_bytes, gpu.total_bytes - of_leases)
+        card_bytes -= sum(rest(lease).card_bytes for lease in holders)
+        card_bytes = math.floor(card_bytes * needs.vram_fraction)
+        if needs.card_limit_bytes is not None:
+            leased = sum(total(lease).card_bytes for lease in holders)
+            card_bytes = min(card_bytes, needs.card_limit_bytes - leased)
+        free[key] = card_bytes
+    return free
+
+
+def _on_card(gpu: Gpu, leases: Sequence[Lease]) -> int:
+    return sum(rest(lease).card_bytes for lease in leases if card_key(gpu) in lease.record.cards)

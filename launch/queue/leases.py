@@ -1,0 +1,357 @@
+"""Leases of this machine's memory: a file for each start, in a folder of all users.
+
+A lease is alive while its process holds a lock of the kernel on it. The lock is a POSIX record
+lock: child processes do not inherit it, it ends with its process however that ends, and the kernel
+names the process to others. Of another user's lease only sizes, state and place in the order are
+read, each within bounds."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pwd
+import re
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from launch.base import files, processes
+from launch.base.errors import ConfigError, ResourceError
+from launch.base.text import HIDDEN
+
+# of all users, in this order; the first that this machine lets a user make
+FOLDERS = (Path("/run/lock/lowmem"), Path("/tmp/lowmem-leases"))
+NAME = re.compile(r"(\d{1,9})\.lease")
+MUTEX = "admission"  # locked while a start decides; it holds the number of the last lease
+RECORD_BYTES = 8192  # of each file, so that a new record replaces all of the last
+MUTEX_S = 30.0  # a decision takes milliseconds
+READ_AGAIN_S = 0.01  # a record that is being written
+FLOCK = "hhqqi4x"  # struct flock of fcntl(2)
+
+State = Literal["waiting", "blocked", "granted"]  # blocked: it may not start yet, whatever is free
+Bytes = Annotated[int, Field(ge=0, le=1 << 50)]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The most that a start takes, and the limits that it has set itself."""
+
+    host_bytes: Bytes
+    reserve_bytes: Bytes = 0  # of host RAM, which stay free beside it
+    num_cards: Annotated[int, Field(ge=0, le=1024)] = 0
+    card_bytes: Bytes = 0  # of each card
+    vram_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # of free VRAM that it may take
+    disk_bytes: Bytes = 0
+    disk_device: Annotated[int, Field(ge=0, le=1 << 64)] = 0
+    host_limit_bytes: Bytes | None = None  # of all leases together
+    card_limit_bytes: Bytes | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The part of a lease that its processes hold now, as they measured it."""
+
+    host_bytes: Bytes = 0
+    card_bytes: Bytes = 0  # of each card
+    disk_bytes: Bytes = 0
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of a lease's file."""
+
+    boot: Annotated[str, Field(max_length=64)]
+    state: State
+    needs: Needs
+    taken: Taken = Taken()
+    # cards that it holds, by UUID
+    cards: Annotated[tuple[Annotated[str, Field(max_length=64)], ...], Field(max_length=64)] = ()
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    place: Annotated[int, Field(ge=0, le=10**9)] = 0  # among runs of one priority; 0: the number
+    since_s: Annotated[float, Field(ge=0, le=1e11)] = 0.0  # unix time
+    # shown to its own user only
+    recipe: Annotated[str, Field(max_length=100)] = ""
+    run: Annotated[str, Field(max_length=2000)] = ""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A lease that is alive. `pid` is the kernel's word; 0: in a container that is not ours."""
+
+    number: int
+    uid: int
+    pid: int
+    record: Record
+
+    @property
+    def turn(self) -> tuple[int, int, int]:
+        """The place in the order of runs that wait: the smallest is first."""
+        return turn(self.record, self.number)
+
+    @property
+    def is_own(self) -> bool:
+        return self.uid == os.geteuid()
+
+    @property
+    def name(self) -> str:
+        """The run by number, user and process, and to its own user by recipe."""
+        recipe = f" {self.record.recipe}," if self.is_own and self.record.recipe else ""
+        process = f"process {self.pid}" if self.pid else "in another container"
+        return f"run {self.number} of {user_name(self.uid)} ({recipe.lstrip()} {process})".replace(
+            "( ", "("
+        )
+
+
+class OwnLease:
+    """The lease of this process, until it is released or the process ends."""
+
+    def __init__(self, path: Path, file: int, number: int, record: Record) -> None:
+        self.path, self.number, self.record = path, number, record
+        self.waits_for = ""  # as its user was told last
+        self._file = file
+
+    def write(self, **changes: Any) -> None:
+        """Write the record with these changes; nothing if there are none."""
+        record = replace(self.record, **changes)
+        if record != self.record:
+            self.record = record
+            os.pwrite(self._file, _content(record), 0)
+
+    def release(self) -> None:
+        """End the lease, unless that is done."""
+        if self.path in _own:
+            self.path.unlink(missing_ok=True)
+            _own.discard(self.path)
+            os.close(self._file)
+
+
+# To open and close a file of this process would end its lock.
+_own: set[Path] = set()
+
+
+def folder() -> Path:
+    """The folder of this machine's leases: LOWMEM_LEASES, or one of FOLDERS, which is made for all
+    users. Raises ResourceError if none of them can be used."""
+    if named := os.environ.get("LOWMEM_LEASES"):
+        if HIDDEN.search(named) or "\n" in named:
+            raise ConfigError(
+                f"LOWMEM_LEASES {named!r}: holds a control character; name another folder"
+            )
+        path = Path(named).absolute()
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    problems = []
+    for path in FOLDERS:
+        before = os.umask(0)
+        try:
+            path.mkdir(0o1777)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+            continue
+        finally:
+            os.umask(before)
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode) and mode & 0o1777 == 0o1777:
+            return path
+        problems.append(f"{path}: is not a folder where each user may write (mode 1777)")
+    raise ResourceError(
+        f"no folder for leases of this machine's memory ({'; '.join(problems)}); name one that its"
+        " users share with LOWMEM_LEASES"
+    )
+
+
+def live(place: Path) -> list[Lease]:
+    """Every lease in the folder that is alive, without those of this process."""
+    return sorted(
+        (lease for path in _lease_files(place) if (lease := _read(path)) is not None),
+        key=lambda lease: lease.number,
+    )
+
+
+@contextmanager
+def admission(place: Path) -> Iterator[Callable[[Record], OwnLease]]:
+    """Let one process of the machine decide at a time. Yields a function that takes a lease.
+
+    Raises ResourceError if another process does not come to an end with its decision."""
+    path = place / MUTEX
+    file = _mutex(path)
+    try:
+        yield lambda record: _begin(place, file, record)
+    finally:
+        os.close(file)
+
+
+def boot_record(**fields: Any) -> Record:
+    """A record of this boot of the machine, made now."""
+    return Record(boot=processes.boot_id(), since_s=time.time(), **fields)
+
+
+def turn(record: Record, number: int) -> tuple[int, int, int]:
+    return -record.priority, record.place or number, number
+
+
+def last_number(place: Path) -> int:
+    """The number of the last lease that was taken in a folder; 0: none."""
+    file = _shared_file(place / MUTEX)
+    if file is None:
+        return 0
+    try:
+        return _last_number(file)
+    finally:
+        os.close(file)
+
+
+def _last_number(mutex: int) -> int:
+    text = os.pread(mutex, 16, 0).strip(b" \0")
+    return int(text) if text.isdigit() and len(text) < 9 else 0
+
+
+def user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def _begin(place: Path, mutex: int, record: Record) -> OwnLease:
+    """Take a lease with the next number, and remove those of ended processes."""
+    numbers = [0]
+    for path in _lease_files(place):
+        numbers.append(int(path.stem))
+        _remove_if_dead(path)
+    number = max(*numbers, _last_number(mutex)) + 1
+    os.pwrite(mutex, str(number).encode().ljust(16), 0)
+    path = place / f"{number}.lease"
+    _own.add(path)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    lease = OwnLease(path, file, number, record)
+    try:
+        os.fchmod(file, 0o644)  # for the other users, whatever the umask
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.pwrite(file, _content(record), 0)
+    except BaseException:
+        lease.release()
+        raise
+    return lease
+
+
+def _content(record: Record) -> bytes:
+    content = files.to_json(asdict(record)).encode()
+    if len(content) > RECORD_BYTES:
+        content = files.to_json(asdict(replace(record, run=""))).encode()
+    assert len(content) <= RECORD_BYTES
+    return content.ljust(RECORD_BYTES)
+
+
+def _lease_files(place: Path) -> list[Path]:
+    try:
+        return [path for path in place.iterdir() if NAME.fullmatch(path.name) and path not in _own]
+    except FileNotFoundError:
+        return []
+
+
+def _read(path: Path) -> Lease | None:
+    """The lease in a file that any user may have written; None if it is not alive, or holds no
+    record of this boot of the machine."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # it is gone, or no file of ours: a link, or closed to other users
+        return None
+    try:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or (pid := _holder(file)) is None:
+            return None
+        for wait_s in (READ_AGAIN_S, READ_AGAIN_S, 0.0):
+            with suppress(ValidationError):
+                record = _adapter().validate_json(os.pread(file, RECORD_BYTES, 0), strict=True)
+                if record.boot != processes.boot_id():  # a folder that several machines share
+                    return None
+                return Lease(int(path.stem), status.st_uid, pid, record)
+            time.sleep(wait_s)
+        return None
+    finally:
+        os.close(file)
+
+
+def _holder(file: int) -> int | None:
+    """The process that has locked the file; None: there is none."""
+    query = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))
+    return None if kind == fcntl.F_UNLCK else max(pid, 0)
+
+
+def _remove_if_dead(path: Path) -> None:
+    """Remove the lease of an ended process, unless it is another user's."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        is_ours = os.geteuid() in (0, os.fstat(file).st_uid)
+        if is_ours and stat.S_ISREG(os.fstat(file).st_mode) and _holder(file) is None:
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(file)
+
+
+def _mutex(path: Path) -> int:
+    """The open file that only this process has locked."""
+    until_s = time.monotonic() + MUTEX_S
+    while True:
+        file = _shared_file(path)
+        if file is not None:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(file), path.stat()):
+                    return file
+                problem = "it is replaced again and again"
+            except (BlockingIOError, PermissionError):
+                problem = f"process {_holder(file)} decides there and does not end"
+            except FileNotFoundError:  # removed between open and lock
+                problem = "it is removed again and again"
+            os.close(file)
+        else:
+            problem = "this user may not write to it"
+        if time.monotonic() > until_s:
+            raise ResourceError(
+                f"{path}: {problem}; end that process, or name another folder for all users with"
+                " LOWMEM_LEASES"
+            )
+        time.sleep(READ_AGAIN_S)
+
+
+def _shared_file(path: Path) -> int | None:
+    """A file of all users, open; None if this user may not write to it (yet).
+
+    Without O_CREAT if it is there: the kernel refuses that for another user's file in a folder
+    where anybody may write (fs.protected_regular)."""
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        file = os.open(path, flags)
+    except FileNotFoundError:
+        try:
+            file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            return None
+        os.fchmod(file, 0o666)
+    except OSError:
+        return None
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    return None
+
+
+@cache
+def _adapter() -> TypeAdapter[Record]:
+    return TypeAdapter(Record)

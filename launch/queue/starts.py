@@ -1,0 +1,147 @@
+"""Leases of a start: taken before its ranks, at once or after a wait."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launch.base.errors import DoesNotFit, ResourceError
+from launch.queue import admission, leases
+from launch.queue.admission import Supply
+from launch.queue.leases import Lease, OwnLease, Record
+
+GetSupply = Callable[[Sequence[Lease]], Supply]  # of now, beside these leases
+POLL_S = 1.0  # between two looks at the memory and the leases
+PLAN_AGAIN_S = 30.0  # between two plans for what is free, where no lease is waited for
+
+
+def split(live: Sequence[Lease]) -> tuple[list[Lease], list[Lease]]:
+    """The leases that are granted, and the runs that wait, in their order."""
+    granted = [lease for lease in live if lease.record.state == "granted"]
+    waiting = [lease for lease in live if lease.record.state == "waiting"]
+    return granted, sorted(waiting, key=lambda lease: lease.turn)
+
+
+def take(
+    place: Path,
+    record: Record,
+    get_supply: GetSupply,
+    planned_beside: Collection[int],
+    assume_fits: bool,
+    own: OwnLease | None = None,
+) -> OwnLease | str:
+    """Take a lease, or change the start's own; or say why it cannot be had beside leases that were
+    taken after the plan was made, whose numbers are not in `planned_beside`.
+
+    Raises DoesNotFit if the start would delay a run that waits."""
+    with leases.admission(place) as begin:
+        granted, waiting = split(leases.live(place))
+        newer = [lease for lease in granted if lease.number not in planned_beside]
+        if (newer or waiting) and not assume_fits:
+            supply = get_supply(granted)
+            if newer and (shortage := admission.shortage(record.needs, supply)):
+                names = ", ".join(lease.name for lease in newer)
+                return f"the plan needs {shortage}; leased meanwhile by {names}"
+            ahead = [lease for lease in waiting if lease.record.priority >= record.priority]
+            if own is None and (lease := admission.delayed(record.needs, ahead, supply)):
+                raise DoesNotFit(
+                    f"this start would delay {lease.name}, which waits for"
+                    f" {admission.sizes(lease.record.needs)}; wait behind it with --launch.wait"
+                )
+        if own is None:
+            return begin(record)
+        own.write(state=record.state, needs=record.needs, taken=record.taken, cards=record.cards)
+        return own
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """The reason why a run that waits does not start now."""
+
+    text: str
+    what: str  # the same without figures that change at each look
+    is_own: bool = False  # it waits for a time or for another run, and so holds nobody up
+    is_memory: bool = False  # that other programs hold, and no lease
+
+
+def obstacle(
+    lease: OwnLease, live: Sequence[Lease], get_supply: GetSupply, blocked: str
+) -> Obstacle | None:
+    """The obstacle to a run that waits; None: it may start."""
+    if blocked:
+        return Obstacle(blocked, blocked, is_own=True)
+    granted, waiting = split(live)
+    needs, own = lease.record.needs, leases.turn(lease.record, lease.number)
+    ahead = [other for other in waiting if other.turn < own]
+    supply = get_supply(granted)
+    behind = f"; behind {', '.join(other.name for other in ahead)}" if ahead else ""
+    if shortage := admission.shortage(needs, supply):
+        holders = ", ".join(other.name for other in granted)
+        beside = f"; leased: {holders}" if holders else "; other programs hold the rest"
+        return Obstacle(
+            f"{shortage}{beside}{behind}",
+            f"{shortage.of}{beside}{behind}",
+            is_memory=not granted and not ahead,
+        )
+    if other := admission.delayed(needs, ahead, supply):
+        text = f"{other.name} is before it, and waits for {admission.sizes(other.record.needs)}"
+        return Obstacle(text, text)
+    return None
+
+
+def wait(
+    place: Path,
+    record: Record,
+    get_supply: GetSupply,
+    blocked: Callable[[OwnLease], str],
+    say: Callable[[str], None],
+    own: OwnLease | None = None,
+    longest_s: float = math.inf,
+    plan_again_s: float = PLAN_AGAIN_S,
+) -> tuple[OwnLease, bool]:
+    """Wait in the order of all waiting runs until a start has its memory; its lease. False beside
+    it: other programs hold memory, and no lease does, so a plan for what is free may start sooner.
+
+    `blocked` says why the run may not start yet, whatever is free. Raises ResourceError when
+    `longest_s` are over. A run that stops to wait, however, leaves no lease."""
+    began, lease = time.monotonic(), own
+    try:
+        with leases.admission(place) as begin:
+            if lease is None:
+                lease = begin(replace(record, state="waiting", cards=()))
+            lease.write(state="waiting", needs=record.needs, taken=record.taken, cards=())
+        while True:
+            with leases.admission(place):
+                reason = obstacle(lease, leases.live(place), get_supply, blocked(lease))
+                if reason is None:
+                    cards = admission.chosen_cards(record.needs, get_supply(_granted(place)))
+                    lease.write(state="granted", cards=cards)
+                    break
+                lease.write(state="blocked" if reason.is_own else "waiting")
+            waited_s = time.monotonic() - began
+            if reason.what != lease.waits_for:
+                lease.waits_for = reason.what
+                say(f"waiting as run {lease.number} for {reason.text}")
+            if waited_s > longest_s:
+                raise ResourceError(
+                    f"launch.wait: {longest_s / 3600:g} h are over, and this run still waits for"
+                    f" {reason.text}; give it more hours, or end what it waits for"
+                )
+            if reason.is_memory and waited_s > plan_again_s:
+                return lease, False
+            time.sleep(POLL_S)
+        if lease.waits_for:
+            lease.waits_for = ""
+            say(f"run {lease.number} starts: planning with the memory that is free now")
+        return lease, True
+    except BaseException:
+        if lease is not None:
+            lease.release()
+        raise
+
+
+def _granted(place: Path) -> list[Lease]:
+    return split(leases.live(place))[0]

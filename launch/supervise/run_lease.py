@@ -1,0 +1,191 @@
+"""The lease of a run: taken before its ranks start, and changed with what they take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+
+from launch.base import files
+from launch.base.errors import ConfigError, ResourceError
+from launch.base.workspace import Workspace
+from launch.plan.planner import Choice
+from launch.probe import machine as probe_machine
+from launch.queue import admission, leases, starts
+from launch.queue.admission import Supply
+from launch.queue.leases import Lease, Needs, OwnLease, Record, Taken
+from launch.run_folder import disk_space
+from launch.run_folder.layout import RunDir
+from launch.schema.result import SecondStep
+from launch.schema.run_sections import LaunchSection, start_time
+
+STORED_INTERVAL_S = 10.0  # between two counts of the checkpoints that are there
+
+
+class RunLease:
+    """The lease of a start, none before take(). Without a folder for leases there is none, and a
+    line says so."""
+
+    def __init__(self, root: Path, say: Callable[[str], None], locks: ExitStack) -> None:
+        self._root, self._say, self._locks = root, say, locks
+        self._own: OwnLease | None = None
+        self._stored_bytes, self._stored_at = 0, 0.0
+
+    def take(self, choice: Choice, run: RunDir, planned_beside: Sequence[int]) -> str:
+        """Lease the memory of a plan; "" or the reason why it cannot be had any more.
+
+        Raises DoesNotFit if the start would delay a run that waits."""
+        try:
+            place = leases.folder()
+        except ResourceError as error:
+            self._say(f"this run has no lease, other starts may plan with its memory: {error}")
+            return ""
+        taken = starts.take(
+            place,
+            self._record(choice, run),
+            lambda granted: self._supply(choice, run, granted),
+            planned_beside,
+            choice.recipe.launch.assume_fits,
+            self._own,
+        )
+        if isinstance(taken, str):
+            return taken
+        self._keep(taken)
+        return ""
+
+    def wait(self, choice: Choice, run: RunDir, workspace: Workspace) -> bool:
+        """Wait for the memory of a plan, in the order of all runs that wait. False: a plan for
+        what is free may start sooner.
+
+        Raises ResourceError when the recipe's hours are over, or without a folder for leases."""
+        launch, place = choice.recipe.launch, leases.folder()
+        blocked = Blocked(launch, place, workspace)
+        lease, is_granted = starts.wait(
+            place,
+            self._record(choice, run),
+            lambda granted: self._supply(choice, run, granted),
+            blocked.reason,
+            self._say,
+            self._own,
+            launch.wait_s,
+        )
+        self._keep(lease)
+        return is_granted
+
+    def _keep(self, lease: OwnLease) -> None:
+        if self._own is None:
+            self._locks.callback(lease.release)
+        self._own = lease
+
+    def hold_plan(self, choice: Choice, run: RunDir) -> None:
+        """Hold all that the plan of an attempt needs, before it begins."""
+        if self._own is not None:
+            record = self._record(choice, run)
+            self._own.write(needs=record.needs, taken=record.taken, cards=record.cards)
+
+    def hold_taken(self, choice: Choice, run: RunDir, host_bytes: int) -> None:
+        """Write what the ranks take of host RAM and the disk."""
+        if self._own is None:
+            return
+        now = time.monotonic()
+        if now - self._stored_at > STORED_INTERVAL_S:
+            self._stored_at = now
+            self._stored_bytes = disk_space.stored_bytes(run, choice.recipe, choice.plan)
+        card_bytes = self._own.record.taken.card_bytes
+        self._own.write(taken=Taken(host_bytes, card_bytes, self._stored_bytes))
+
+    def hold_measured(self, choice: Choice, measured: SecondStep) -> None:
+        """Hold what the second step took, and what is predicted of evaluation and saving, instead
+        of all that was predicted."""
+        if self._own is None:
+            return
+        plan, record = choice.plan, self._own.record
+        on_cards = plan.strategy.device == "cuda"
+        taken = Taken(
+            measured.host_pss_bytes,
+            measured.reserved_bytes + plan.estimate.outside_bytes if on_cards else 0,
+            record.taken.disk_bytes,
+        )
+        self._own.write(needs=admission.later_needs(record.needs, plan, taken), taken=taken)
+
+    def _record(self, choice: Choice, run: RunDir) -> Record:
+        needs = _needs(choice, run)
+        self._stored_bytes = disk_space.stored_bytes(run, choice.recipe, choice.plan)
+        return leases.boot_record(
+            state="granted",
+            needs=needs,
+            taken=Taken(disk_bytes=self._stored_bytes),
+            cards=tuple(map(admission.card_key, choice.machine.gpus[: needs.num_cards])),
+            priority=choice.recipe.launch.priority,
+            recipe=choice.recipe.name[:100],
+            run=str(run.root),
+        )
+
+    def _supply(self, choice: Choice, run: RunDir, granted: Sequence[Lease]) -> Supply:
+        """The memory that is free now, and the disk space for checkpoints."""
+        now = probe_machine.with_memory_of_now(choice.machine, self._root)
+        device = run.checkpoints.stat().st_dev
+        return Supply(now, granted, {device: files.free_bytes(run.checkpoints)})
+
+
+class Blocked:
+    """The reasons why a run may not start yet, whatever memory is free."""
+
+    def __init__(self, launch: LaunchSection, place: Path, workspace: Workspace) -> None:
+        self._place, self._after = place, launch.after
+        self._not_before: datetime | None = None
+        if launch.not_before:
+            self._not_before = start_time(launch.not_before, datetime.now())
+        if launch.after is None or self._is_number:
+            self._check_number()
+            return
+        folder = workspace.root / launch.after
+        if not folder.is_dir():
+            raise ConfigError(
+                f"launch.after {launch.after}: no run has that folder; give runs/<recipe>/<time>,"
+                " or a number of python -m launch queue"
+            )
+        self._after = str(folder.resolve())
+
+    def reason(self, own: OwnLease) -> str:
+        """The reason of now; "" if there is none."""
+        if self._not_before and datetime.now() < self._not_before:
+            return f"launch.not_before: {self._not_before:%Y-%m-%d %H:%M}"
+        if self._after:
+            for lease in leases.live(self._place):
+                is_its_run = lease.is_own and lease.record.run == self._after
+                if str(lease.number) == self._after or is_its_run:
+                    return f"launch.after: the end of {lease.name}"
+        return ""
+
+    @property
+    def _is_number(self) -> bool:
+        return self._after is not None and self._after.isascii() and self._after.isdigit()
+
+    def _check_number(self) -> None:
+        last = leases.last_number(self._place)
+        if self._is_number and int(self._after or 0) > last:
+            raise ConfigError(
+                f"launch.after {self._after}: there was no such run, the last is number {last};"
+                " python -m launch queue lists those that run and wait"
+            )
+
+
+def _needs(choice: Choice, run: RunDir) -> Needs:
+    """The most that a plan takes, with all checkpoints that are there at once."""
+    recipe, plan = choice.recipe, choice.plan
+    disk_bytes = (disk_space.num_kept(recipe) + 1) * plan.checkpoint_bytes
+    disk = run.checkpoints.stat().st_dev, disk_bytes
+    return admission.needs_of(plan, choice.machine, recipe, disk)
+
+
+def leased_disk_bytes(folder: Path, granted: Sequence[Lease]) -> int:
+    """Bytes on the disk of a folder that other runs have leased and not yet written."""
+    device = folder.stat().st_dev
+    return sum(
+        admission.rest(lease).disk_bytes
+        for lease in granted
+        if lease.record.needs.disk_device == device
+    )

@@ -1,0 +1,142 @@
+"""Real runs on a machine with memory for two: they wait for each other and for other programs."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from launch.probe import machine as probe_machine
+from launch.queue import leases
+from launch.run_folder.layout import RunDir
+from launch.schema.machine import GIB
+from tests import builders
+
+FOR_TWO = 1.45  # GiB; a run needs 0.63
+LIMIT_S = 300.0
+TAKE_MEMORY = """
+import sys, time
+taken = bytearray(int(sys.argv[1]))
+taken[::4096] = b"1" * len(taken[::4096])
+print("taken", flush=True)
+time.sleep(600)
+"""
+
+
+def until(condition: Callable[[], object]) -> float:
+    """Wait for a condition; the seconds that it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < LIMIT_S
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
+@contextmanager
+def start(
+    workspace: Path, name: str, epochs: int, *flags: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`python -m launch run` of a recipe of its own, until the block ends."""
+    training = {"num_train_epochs": epochs, "save_steps": 1000}
+    recipe = builders.recipe(
+        workspace / name, name=name, launch={"num_processes": 1}, training=training
+    )
+    with (workspace / f"{name}.txt").open("wb") as out:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "launch", "run", str(recipe), *flags],
+            env=builders.environment(workspace),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.wait()
+
+
+def states(workspace: Path) -> dict[str, str]:
+    live = leases.live(workspace / "leases")
+    return {lease.record.recipe: lease.record.state for lease in live}
+
+
+def output(workspace: Path, name: str) -> str:
+    return (workspace / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_of_four_runs_two_run_and_two_wait_in_order_until_one_is_killed(tmp_path, record_property):
+    flags = ("--launch.wait", f"--launch.host_limit_gib={FOR_TWO}")
+    endless, short = 20_000, 2
+    with (
+        start(tmp_path, "first", endless, *flags) as first,
+        start_after(tmp_path, "second", endless, *flags) as second,
+        start_after(tmp_path, "third", short, *flags) as third,
+        start_after(tmp_path, "fourth", short, *flags) as fourth,
+    ):
+        granted, waiting = "granted", "waiting"
+        assert states(tmp_path) == {
+            **{"first": granted, "second": granted, "third": waiting, "fourth": waiting}
+        }
+        for name in ("first", "second"):
+            until(lambda name=name: steps(tmp_path, name))
+        first.kill()
+        freed_s = until(lambda: states(tmp_path).get("third") == granted)
+        record_property("freed_s", freed_s)
+        assert states(tmp_path)["fourth"] == waiting
+        assert (third.wait(LIMIT_S), fourth.wait(LIMIT_S)) == (0, 0)
+        assert second.poll() is None
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(LIMIT_S) == 75
+    assert states(tmp_path) == {}
+    assert f"process {first.pid})" in output(tmp_path, "third")
+    assert "; behind run 3 of " in output(tmp_path, "fourth")
+    for name in ("third", "fourth"):  # nothing ran twice
+        (run,) = RunDir.all(tmp_path / "runs", name)
+        assert len(run.attempts()) == 1
+        assert steps(tmp_path, name) == list(range(1, 13))
+
+
+@contextmanager
+def start_after(
+    workspace: Path, name: str, epochs: int, *flags: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """start(), when those before it have their leases or wait; it has its own when the block
+    begins."""
+    until(lambda: states(workspace))
+    with start(workspace, name, epochs, *flags) as child:
+        until(lambda: name in states(workspace))
+        yield child
+
+
+def steps(workspace: Path, name: str) -> list[int]:
+    (run,) = RunDir.all(workspace / "runs", name) or [None]
+    if run is None:
+        return []
+    lines = (line for path in run.root.glob("attempts/*/events.jsonl") for line in path.open())
+    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+
+def test_a_program_that_takes_the_memory_delays_a_run_and_does_not_end_it(tmp_path):
+    (tmp_path / "leases").mkdir()
+    reserve_gib = probe_machine.host_available()[0] / GIB - 2.2
+    program = subprocess.Popen(
+        [sys.executable, "-c", TAKE_MEMORY, str(3 * GIB)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert program.stdout is not None and program.stdout.readline() == "taken\n"
+        flags = ("--launch.wait", f"--launch.host_reserve_gib={reserve_gib}")
+        with start(tmp_path, "tiny", 2, *flags) as child:
+            until(lambda: "waiting as run 1 for" in output(tmp_path, "tiny"))
+            assert states(tmp_path) == {"tiny": "waiting"}
+            assert "; other programs hold the rest" in output(tmp_path, "tiny")
+            program.kill()
+            assert child.wait(LIMIT_S) == 0
+    finally:
+        program.kill()
+        program.wait()
+    assert "run 1 starts: planning with the memory that is free now" in output(tmp_path, "tiny")

@@ -1,0 +1,201 @@
+"""Arithmetic of admission: what is free beside leases, and which runs may pass others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.predict import budgets
+from launch.queue import admission, limits
+from launch.queue.admission import Supply
+from launch.queue.leases import Lease, Needs, Record, Taken
+from launch.schema.machine import GIB
+from launch.schema.phases import DeviceMemory, DevicePhases, HostMemory, HostPhases
+from tests.builders import gpu, machine, plan, recipe_of
+
+pytestmark = pytest.mark.unit
+
+
+def lease(number: int, host: float, taken: float = 0, **fields: Any) -> Lease:
+    """A lease of so many GiB of host RAM, of which `taken` are in use."""
+    needs = Needs(int(host * GIB), **fields.pop("needs", {}))
+    record = Record("boot", fields.pop("state", "granted"), needs, **fields)
+    return Lease(number, 0, 100 + number, replace(record, taken=Taken(int(taken * GIB))))
+
+
+def on_card(number: int, card: str, needed: float, taken: float = 0) -> Lease:
+    needs = Needs(0, num_cards=1, card_bytes=int(needed * GIB))
+    record = Record("boot", "granted", needs, Taken(0, int(taken * GIB)), cards=(card,))
+    return Lease(number, 0, 100 + number, record)
+
+
+def needs(host: float, **fields: Any) -> Needs:
+    return Needs(int(host * GIB), **fields)
+
+
+def supply(*leases: Lease, free: float, total: float = 10, **fields: Any) -> Supply:
+    on = machine(host_available_bytes=int(free * GIB), host_limit_bytes=int(total * GIB), **fields)
+    return Supply(on, leases)
+
+
+def test_only_what_a_lease_has_not_taken_is_missing_from_free_memory():
+    """Its processes' 3 GiB are already missing from the 12 that the probe shows."""
+    on = admission.beside(machine(), [lease(1, host=5, taken=3), lease(2, host=1, taken=2)])
+    assert on.host_available_bytes == (12 - 2 - 0) * GIB
+
+
+def test_a_lease_of_one_card_leaves_the_others_alone():
+    cards = (gpu(0, uuid="A"), gpu(1, uuid="B"))
+    on = admission.beside(machine(cards=cards), [on_card(1, "B", needed=10, taken=4)])
+    assert [each.free_bytes // GIB for each in on.gpus] == [19, 13]
+    gone = admission.alone(machine(cards=cards), [on_card(1, "B", needed=10, taken=1)])
+    assert [each.free_bytes // GIB for each in gone.gpus] == [19, 20]  # all of the card
+
+
+def test_limits_are_of_all_leases_together():
+    recipe = recipe_of(launch={"host_limit_gib": 6})
+    on, (line,) = limits.limited(machine(), recipe, [lease(1, host=4, taken=4)])
+    assert budgets.host_budget_bytes(recipe, on) == 2 * GIB
+    assert "launch.host_limit_gib 6 less 4.00 GiB of leases" in line
+    recipe = recipe_of(launch={"vram_limit_gib": 6})
+    cards = (gpu(0, uuid="A"), gpu(1, uuid="B"))
+    on, _ = limits.limited(machine(cards=cards), recipe, [on_card(1, "B", needed=4)])
+    assert [round(each.free_bytes * 0.95 / GIB, 6) for each in on.gpus] == [6, 2]
+
+
+@pytest.mark.parametrize(
+    ("asked", "leases", "refused"),
+    [
+        (needs(4), [], None),
+        (needs(4, reserve_bytes=7 * GIB), [], "host RAM"),
+        (needs(4), [lease(1, host=6)], None),
+        (needs(4), [lease(1, host=7)], "host RAM"),
+        (needs(4), [lease(1, host=7, taken=2)], None),
+        (needs(4, host_limit_bytes=7 * GIB), [lease(1, host=4, taken=4)], "host RAM"),
+        (needs(0, num_cards=2, card_bytes=18 * GIB), [], None),
+        (needs(0, num_cards=2, card_bytes=20 * GIB), [], "VRAM on 2 card(s)"),
+        (needs(0, num_cards=3, card_bytes=1), [], "VRAM on 3 card(s)"),
+        (needs(0, num_cards=1, card_bytes=18 * GIB), [on_card(1, "A", 19)], None),
+        (needs(0, num_cards=2, card_bytes=18 * GIB), [on_card(1, "A", 19)], "VRAM on 2 card(s)"),
+        (needs(0, num_cards=1, card_bytes=GIB, card_limit_bytes=GIB), [on_card(1, "A", 1)], None),
+        (
+            needs(0, num_cards=2, card_bytes=GIB, card_limit_bytes=GIB),
+            [on_card(1, "A", 1)],
+            "VRAM on 2 card(s)",
+        ),
+        (needs(0, disk_bytes=8 * GIB, disk_device=1), [], None),
+        (needs(0, disk_bytes=9 * GIB, disk_device=1), [], "disk space"),
+        (
+            needs(0, disk_bytes=8 * GIB, disk_device=1),
+            [lease(1, host=0, needs={"disk_bytes": GIB, "disk_device": 1})],
+            "disk space",
+        ),
+        (
+            needs(0, disk_bytes=8 * GIB, disk_device=1),
+            [lease(1, host=0, needs={"disk_bytes": GIB, "disk_device": 2})],
+            None,
+        ),
+    ],
+)
+def test_a_start_fits_if_each_memory_has_its_bytes_beside_all_leases(asked, leases, refused):
+    cards = (gpu(0, uuid="A"), gpu(1, uuid="B"))
+    on = machine(cards=cards, host_available_bytes=10 * GIB)
+    shortage = admission.shortage(asked, Supply(on, leases, {1: 8 * GIB}))
+    assert (shortage and shortage.of) == refused
+
+
+def test_the_cards_with_the_most_memory_are_chosen():
+    cards = tuple(
+        gpu(index, uuid=name, free_bytes=free * GIB)
+        for index, (name, free) in enumerate((("A", 9), ("B", 19), ("C", 15)))
+    )
+    of_two = Supply(machine(cards=cards), [on_card(1, "B", needed=12)])
+    assert admission.chosen_cards(needs(0, num_cards=2, card_bytes=GIB), of_two) == ("C", "A")
+
+
+@pytest.mark.parametrize(
+    ("leases", "free", "ahead", "asked", "is_delayed"),
+    [
+        # 10 GiB, 6 of them run 1's. Run 2 waits for 8: 2 more GiB delay it no further
+        ([lease(1, 6, 6)], 4, [lease(2, 8)], 2, False),
+        ([lease(1, 6, 6)], 4, [lease(2, 8)], 3, True),
+        # two leases of 3: run 2 starts at the first end, and would need both ends
+        ([lease(1, 3, 3), lease(3, 3, 3)], 4, [lease(2, 5)], 2, False),
+        ([lease(1, 3, 3), lease(3, 3, 3)], 4, [lease(2, 5)], 3, True),
+        # run 4 can start at once, and passing it would delay run 2 by what run 4 then takes
+        ([lease(1, 6, 6)], 4, [lease(2, 8), lease(4, 2)], 2, True),
+        # 6 GiB are of a program without a lease, which may end too
+        ([], 4, [lease(2, 8)], 2, False),
+        ([], 4, [lease(2, 8)], 3, True),
+        # it can never start: nothing delays it
+        ([], 10, [lease(2, 11)], 9, False),
+        ([], 10, [], 10, False),
+        ([lease(n, 1, 1) for n in range(20, 27)], 3, [lease(2, 9)], 0.5, True),
+    ],
+)
+def test_a_run_passes_waiting_runs_only_if_it_delays_none_in_any_order_of_ends(
+    leases, free, ahead, asked, is_delayed
+):
+    waiting = admission.delayed(needs(asked), ahead, supply(*leases, free=free))
+    assert (waiting is not None) == is_delayed
+
+
+sizes = st.integers(1, 10)
+
+
+@given(st.lists(sizes, max_size=4), st.lists(sizes, min_size=1, max_size=3), sizes, st.data())
+def test_whatever_ends_first_a_passed_run_starts_as_early_as_without_the_passing_run(
+    held, asked, passing, data
+):
+    total = sum(held) + data.draw(st.integers(0, 10))
+    leases = [lease(100 + n, size, size) for n, size in enumerate(held)]
+    ahead = [lease(n, size, state="waiting") for n, size in enumerate(asked)]
+    now = supply(*leases, free=total - sum(held), total=total)
+    if admission.shortage(needs(passing), now) or admission.delayed(needs(passing), ahead, now):
+        return
+    order = data.draw(st.permutations(leases))
+    for ends in range(len(order) + 1):
+        free = total - sum(held) + sum(each.record.needs.host_bytes // GIB for each in order[:ends])
+        if free >= asked[0]:
+            assert free - passing >= asked[0]
+
+
+def test_a_plan_needs_its_prediction_within_its_own_share_and_limits():
+    recipe = recipe_of(launch={"vram_limit_gib": 6, "vram_fraction": 0.9})
+    on, _ = limits.limited(machine(2), recipe)
+    chosen = plan(recipe, on)
+    asked = admission.needs_of(chosen, on, recipe, (7, 42))
+    assert asked.num_cards == chosen.strategy.num_processes
+    assert asked.card_bytes == chosen.estimate.device_bytes
+    assert (asked.vram_fraction, asked.card_limit_bytes) == (0.9, 6 * GIB)
+    assert (asked.disk_device, asked.disk_bytes) == (7, 42)
+    assert asked.reserve_bytes == 2 * GIB
+    # what a plan fits into, its lease fits into
+    assert admission.shortage(asked, Supply(machine(2), [])) is None
+
+
+def test_after_the_second_step_a_lease_is_what_was_measured_or_what_later_phases_need():
+    device = DevicePhases(
+        step=DeviceMemory(9, 9, 9), evaluation=DeviceMemory(3, 4, 5), save=DeviceMemory(1, 2, 3)
+    )
+    host = HostPhases(load=HostMemory(90, {}), evaluation=HostMemory(30, {}))
+    predicted = plan(recipe_of(), machine(1))
+    predicted = replace(
+        predicted,
+        phases=device,
+        host=host,
+        estimate=replace(predicted.estimate, host={"imports": 90}),
+    )
+    asked = Needs(90, num_cards=1, card_bytes=9)
+    later = admission.later_needs(asked, predicted, Taken(20, 4))
+    assert (later.host_bytes, later.card_bytes) == (30, 5)
+    later = admission.later_needs(asked, predicted, Taken(40, 6))
+    assert (later.host_bytes, later.card_bytes) == (40, 6)
+    # without predicted phases all of the lease stays
+    unknown = replace(predicted, phases=DevicePhases(), host=HostPhases())
+    unknown = replace(unknown, estimate=replace(unknown.estimate, host={}))
+    assert admission.later_needs(asked, unknown, Taken(20, 4)) == asked
