@@ -10,11 +10,13 @@ back by two hours, because a start removes only what nobody has touched for one;
 ended, only the folder of compiled code may be there.
 
 Each finished run is a row of results/kills_by_mode.json; a campaign that was cut off goes on there.
+On another processor it first trains undisturbed runs again, because another adds in another order.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ EVENTS_OF_A_RUN = 5
 TRAINING = {"max_steps": 90, "save_steps": 8, "eval_steps": 40, "logging_steps": 1}
 LIMIT_S = 300.0  # of one start, on a busy machine
 LEFT_S = 20.0  # in which what a run was made of has to go
+STACKS_S = 1.0  # for stacks to be written
 LONG_AGO_S = 7200.0
 VICTIMS = ("everything", "the launcher", "accelerate", "one rank")
 # the longest wait in seconds behind each
@@ -99,6 +103,16 @@ def write_recipe(folder: Path, mode: str, workers: int) -> None:
 
 def num_ranks(mode: str) -> int:
     return 1 if LAUNCH_MODES[mode].processes == "one" else 2
+
+
+def processor() -> str:
+    """What decides the bits of a sum beside the code: the processor's kind and instructions, and
+    torch's version."""
+    described = Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0].splitlines()
+    names = ("vendor_id", "cpu family", "model", "flags")
+    facts = [line for line in described if line.partition(":")[0].strip() in names]
+    facts.append(version("torch"))
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
 
 def undisturbed(mode: str) -> dict[str, Any]:
@@ -164,11 +178,25 @@ def judged(child: Start, event: Row) -> list[str]:
     faults = []
     if event["code"] not in event["expected"]:
         faults.append(f"exit code {event['code']}, not {event['expected']}: {child.said()[-1500:]}")
+    if event["code"] is None:
+        faults.append(f"does not end: {stacks(child)}")
     if stopping.runs_of(child.workspace):
         faults += [f"left behind: {what}" for what in child.left(LEFT_S)]
     if "Traceback" in child.said():
         faults.append(f"a traceback: {child.said()[-1500:]}")
     return faults
+
+
+def stacks(child: Start) -> str:
+    """Where the processes of a start stand; a rank writes its stacks when it is asked."""
+    family = descendants(child)
+    named = [str(one) for one in family]  # pid, name, status
+    for one in family:
+        if catches(one.pid, signal.SIGQUIT):
+            processes.send(one.pid, signal.SIGQUIT)
+            time.sleep(STACKS_S)  # a data worker writes to its rank's file
+    files = sorted(child.run.attempts()[-1].root.glob("ranks/*/stacks.txt"))
+    return "\n".join([*named, *(file.read_text("utf-8")[-4000:] for file in files)])
 
 
 # ---- events
@@ -254,7 +282,11 @@ def at_moment(
 
 def catches(pid: int, number: int) -> bool:
     """True once a process has a handler for a signal: before that, Python itself starts."""
-    for line in Path(f"/proc/{pid}/status").read_text("utf-8").splitlines():
+    try:
+        described = Path(f"/proc/{pid}/status").read_text("utf-8")
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return False
+    for line in described.splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
@@ -310,17 +342,18 @@ def campaign(kills_in_all: int, storms_in_all: int, seed: int, modes: Sequence[s
     name = NAME if seed == SEED else f"{NAME}_{seed}"
     file = recording.RESULTS / f"{name}.json"
     written = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    references: dict[str, Any] = written.get("references", {})
+    references: dict[str, Any] = written.get("references", {})  # by processor and mode
+    here = references.setdefault(processor(), {})
     rows: list[Row] = written.get("runs", [])
     numbers = (kills_in_all, storms_in_all)
     while unfinished := [mode for mode in modes if missing(rows, mode, *numbers)]:
         for mode in unfinished:
-            references[mode] = references.get(mode) or undisturbed(mode)
+            here[mode] = here.get(mode) or undisturbed(mode)
             number = sum(row["mode"] == mode for row in rows)
             events = missing(rows, mode, *numbers)
             random.Random(f"{seed}/{mode}/{number}/order").shuffle(events)
             row = disturbed(mode, seed, number, events[:EVENTS_OF_A_RUN])
-            rows.append(compared(row, references[mode]))
+            rows.append(compared(row | {"processor": processor()}, here[mode]))
             print(json.dumps(rows[-1]), flush=True)
             measured = {"seed": seed, "references": references, "runs": rows}
             recording.write(name, measured, table(rows), NAME)

@@ -51,7 +51,7 @@ from training.data import tokenizer as data_tokenizer
 from training.data.batches import Collator
 from training.data.sample_order import SampleOrder
 from training.engines import setup
-from training.loop import arguments, evaluate, export, nan_guard
+from training.loop import arguments, evaluate, export, nan_guard, trackers
 from training.loop.callbacks import Reporter, StepMeter, start_logging
 from training.loop.memory_peaks import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
@@ -225,6 +225,7 @@ def build_parts(
         setup.tie_by_module(network)
     setup.unify_trained(network, plan.strategy)
     _check_counts(network, plan)
+    sent = trackers.callbacks(recipe.training.report_to, run, start.workspace.root, args)
     trainer = LowMemTrainer(
         order=order,
         meter=meter,
@@ -262,7 +263,7 @@ def build_parts(
         train_dataset=rows,
         eval_dataset=dataset.held_out(tokens),
         processing_class=tokenizer,
-        callbacks=[reporter, watch, stop_callback, *feeders],
+        callbacks=[reporter, watch, stop_callback, *feeders, *sent],
     )
     if plan.strategy.activation_offloading:
         offloading = offloaded_inputs.Offloading(args.device)

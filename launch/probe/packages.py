@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,11 +14,16 @@ from launch.base.errors import ResourceError
 from launch.probe.torch_build import numbers
 from launch.schema.plan import Strategy
 from launch.schema.recipe import Recipe
+from launch.schema.training_section import Tracker
 
 # With older versions a file of somebody else can run code or corrupt memory (CVE-2026-24747;
 # CVE-2026-4372, -1839)
 OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
 WITH_EVERY_N_LAYERS = (5, 23)  # of transformers
+WITHOUT_NO_RUN = (0, 8)  # of swanlab: before, get_run() is None where there is no run
+PIP_NAMES = {"swanlab": "swanlab<0.8"}
+# variables that make transformers' callbacks send weights
+UPLOADS = ("WANDB_LOG_MODEL", "HF_MLFLOW_LOG_ARTIFACTS", "SWANLAB_LOG_MODEL")
 WITH_VARLEN_ATTN = (2, 12)  # of torch: before, no grouped heads, and in 2.10 no scale or window
 
 
@@ -92,6 +97,28 @@ def refuse_missing(recipe: Recipe) -> None:
         if key and find_spec(package) is None:
             raise ResourceError(
                 f"{key} needs the package {package}, which is not installed; pip install {package}"
+            )
+    for tracker in recipe.training.report_to:
+        _refuse_tracker(tracker, recipe.launch.pass_env)
+
+
+def _refuse_tracker(tracker: Tracker, pass_env: Sequence[str]) -> None:
+    """Raises ResourceError for a tracker that cannot do what the recipe asks."""
+    key = f"training.report_to: {tracker}"
+    if find_spec(tracker) is None:
+        raise ResourceError(
+            f"{key} is not installed; pip install '{PIP_NAMES.get(tracker, tracker)}'"
+        )
+    if tracker == "swanlab" and numbers(installed := version(tracker))[:2] >= WITHOUT_NO_RUN:
+        raise ResourceError(
+            f"{key} {installed} does not work with the callback of transformers; pip install"
+            f" '{PIP_NAMES[tracker]}'"
+        )
+    for name in UPLOADS:
+        if name in pass_env:
+            raise ResourceError(
+                f"launch.pass_env: {name} asks {tracker} for a copy of the model, which is not"
+                " made while it trains; leave it out, and publish the finished folder"
             )
 
 

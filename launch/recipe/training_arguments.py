@@ -49,7 +49,6 @@ OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use ins
     "dataloader_drop_last": "every sample counts, also the last few",
     "warmup_ratio": "use warmup_steps; below 1 it is a share of all steps",
     "push_to_hub": _PUBLISH,
-    "report_to": "figures are in events.jsonl and report.html of the run folder",
     "logging_dir": "logs are in the run folder and in logs/",
     "disable_tqdm": "progress is one line per logging_steps",
     "eval_strategy": "held-out rows are evaluated every eval_steps, or once an epoch",

@@ -7,9 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from launch.schema.affects import affects
-from launch.schema.section import AFFECTS_STEP
+from launch.schema.section import AFFECTS_STEP, as_tuple
 
 Precision = Literal["no", "bf16", "fp16"]
+
+
+# of TrainingArguments.report_to
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
+TENSORBOARD: Tracker = "tensorboard"
 
 
 Schedule = Literal[
@@ -157,6 +162,11 @@ class TrainingSection(BaseModel):
     logging_steps: Annotated[int, affects("interruptions")] = Field(
         default=10, ge=1, description="Optimizer steps between two log lines."
     )
+    report_to: Annotated[tuple[Tracker, ...], affects("interruptions")] = Field(
+        default=(TENSORBOARD,),
+        description="Trackers that get the figures besides the run folder: tensorboard, wandb,"
+        " mlflow, trackio, swanlab; none: no tracker.",
+    )
     save_steps: Annotated[int, affects("interruptions")] = Field(
         default=500, ge=1, description="Optimizer steps between two checkpoints."
     )
@@ -193,6 +203,11 @@ class TrainingSection(BaseModel):
     @classmethod
     def no_keywords(cls, value: Any) -> Any:
         return {} if value is None else value  # null: TrainingArguments' default
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def a_name_or_several(cls, value: Any) -> Any:
+        return () if value in (None, "none", ["none"]) else as_tuple(value)
 
     @field_validator("max_steps")
     @classmethod

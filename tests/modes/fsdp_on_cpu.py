@@ -7,14 +7,17 @@ own."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Any
 
-import accelerate.state
-from accelerate.utils import DistributedType
+from launch.base.processes import die_with_launcher
 
 
 def engage_fsdp() -> None:
+    import accelerate.state
+    from accelerate.utils import DistributedType
+
     initialize = accelerate.state.PartialState.__init__
 
     def initialize_and_rename(self: Any, cpu: bool = False, **kwargs: Any) -> None:
@@ -28,6 +31,7 @@ def engage_fsdp() -> None:
 
 if __name__ == "__main__":
     assert os.environ.get("ACCELERATE_USE_FSDP") == "true", "start it with distributed_type: FSDP"
+    die_with_launcher(signal.SIGKILL)  # before these imports, as train_low_mem.py does
     engage_fsdp()
     from train_low_mem import run_and_leave
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from launch.__main__ import main
-from launch.base import interpreter
+from launch.base import compile_caches, interpreter
 from launch.base.workspace import CODE, Workspace
 from launch.plan.resolve import resolve
 from launch.predict import sharding
@@ -43,6 +43,7 @@ def through_shim(command: Command) -> Command:
 
 def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
     """What `python -m launch run` does, with the mode changed after planning."""
+    compile_caches.settle()
     choice = resolve(recipe_file, [*overrides, "--launch.mode=multi_cpu"])
     plan = as_fsdp2(choice.plan, choice.recipe, choice.context.parameters)
     choice = replace(choice, plan=plan)

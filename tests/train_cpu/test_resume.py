@@ -19,11 +19,11 @@ from launch.run_folder import manifest
 from tests import builders
 
 
-def kill_after(workspace: Path, words: list[str], step: int) -> None:
+def kill_after(workspace: Path, words: list[str], step: int, **extra: str) -> None:
     """Start a run and kill -9 every process of it once it has logged `step`."""
     child = subprocess.Popen(
         [sys.executable, "-m", "launch", *words],
-        env=builders.environment(workspace),
+        env=builders.environment(workspace, **extra),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

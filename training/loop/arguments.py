@@ -11,7 +11,12 @@ from transformers import TrainingArguments
 
 from launch.schema.plan import Plan, Strategy
 from launch.schema.recipe import Recipe
-from launch.schema.training_section import COMPILE_KEYS, LIGER_LOSSES, TrainingSection
+from launch.schema.training_section import (
+    COMPILE_KEYS,
+    LIGER_LOSSES,
+    TENSORBOARD,
+    TrainingSection,
+)
 from training.compat import transformers_private
 
 SWITCHED = ("tf32", "use_liger_kernel")  # set by the plan
@@ -58,7 +63,7 @@ def of(
         dataloader_num_workers=strategy.dataloader_num_workers,
         use_cpu=strategy.device == "cpu",
         **engine,
-        report_to=["tensorboard"],
+        report_to=[TENSORBOARD] if TENSORBOARD in training.report_to else [],  # trackers.py: others
         disable_tqdm=True,
         remove_unused_columns=False,
         tf32=None if strategy.tf32 else False,  # torch.compile would turn it on otherwise

@@ -81,8 +81,6 @@ FIXED: Mapping[tuple[str, str], tuple[Any, str]] = {
         1,
         "a layer is not split over GPUs; ZeRO and FSDP2 are (launch.mode)",
     ),
-    ("training", "report_to"): ("tensorboard", "TensorBoard's files are the only tracker"),
-    ("logging", "report_to"): ("tensorboard", "TensorBoard's files are the only tracker"),
     ("training", "metric_for_best_model"): (
         "eval_loss",
         "the held-out loss says which model is best",

@@ -148,7 +148,7 @@ def test_paths_of_the_shipped_file_are_the_checkouts_wherever_it_is_typed(tmp_pa
         ),
         ("model: {name_or_path: 3}", "model.name_or_path: found 3, expected a folder"),
         ("quantization: {use_8bit: true}", "found true, expected false; weights have 4 bits or 16"),
-        ("logging: {report_to: wandb}", "found 'wandb', expected tensorboard"),
+        ("logging: {report_to: comet_ml}", "training.report_to.0: found 'comet_ml', expected"),
         ("training: {save_strategy: epoch}", "found 'epoch', expected steps"),
         ("training: {eval_strategy: sometimes}", "expected steps, epoch or no"),
         ("lora: {enabled: 1}", "lora.enabled: found 1, expected true or false"),
