@@ -31,6 +31,7 @@ VERBS = {
     "plan": "plan",
     "fit": "fit",
     "show": "show",
+    "queue": "queue",
     "tune": "tune",
     "doctor": "doctor",
     "selfcheck": "selfcheck.verb",

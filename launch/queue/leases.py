@@ -83,6 +83,14 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """Changes that its user asks of a run that waits, in a file beside its lease."""
+
+    is_held: bool = False
+    place: Annotated[int, Field(ge=0, le=10**9)] = 0
+
+
+@dataclass(frozen=True)
 class Lease:
     """A lease that is alive. `pid` is the kernel's word; 0: in a container that is not ours."""
 
@@ -128,6 +136,7 @@ class OwnLease:
     def release(self) -> None:
         """End the lease, unless that is done."""
         if self.path in _own:
+            _asked_path(self.path).unlink(missing_ok=True)
             self.path.unlink(missing_ok=True)
             _own.discard(self.path)
             os.close(self._file)
@@ -216,6 +225,41 @@ def _last_number(mutex: int) -> int:
     return int(text) if text.isdigit() and len(text) < 9 else 0
 
 
+def lease_path(place: Path, number: int) -> Path:
+    return place / f"{number}.lease"
+
+
+def write_asked(place: Path, lease: Lease, asked: Asked) -> None:
+    """Ask a run that waits for changes; its process reads them at its next look."""
+    path = _asked_path(lease_path(place, lease.number))
+    files.write_json(path, asked)
+    if os.geteuid() != lease.uid:
+        os.chown(path, lease.uid, -1, follow_symlinks=False)
+
+
+def read_asked(path: Path) -> Asked:
+    """The changes that the user of a lease has asked for; others' words do not count."""
+    try:
+        file = os.open(
+            _asked_path(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        )
+    except OSError:
+        return Asked()
+    try:
+        status, owner = os.fstat(file), path.stat().st_uid
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != owner:
+            return Asked()
+        return _asked_adapter().validate_json(os.pread(file, 256, 0), strict=True)
+    except (FileNotFoundError, ValidationError):  # the lease has ended, or it is no request
+        return Asked()
+    finally:
+        os.close(file)
+
+
+def _asked_path(path: Path) -> Path:
+    return path.with_suffix(".asked")
+
+
 def user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
@@ -231,7 +275,7 @@ def _begin(place: Path, mutex: int, record: Record) -> OwnLease:
         _remove_if_dead(path)
     number = max(*numbers, _last_number(mutex)) + 1
     os.pwrite(mutex, str(number).encode().ljust(16), 0)
-    path = place / f"{number}.lease"
+    path = lease_path(place, number)
     _own.add(path)
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     lease = OwnLease(path, file, number, record)
@@ -299,6 +343,7 @@ def _remove_if_dead(path: Path) -> None:
     try:
         is_ours = os.geteuid() in (0, os.fstat(file).st_uid)
         if is_ours and stat.S_ISREG(os.fstat(file).st_mode) and _holder(file) is None:
+            _asked_path(path).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
     finally:
         os.close(file)
@@ -355,3 +400,8 @@ def _shared_file(path: Path) -> int | None:
 @cache
 def _adapter() -> TypeAdapter[Record]:
     return TypeAdapter(Record)
+
+
+@cache
+def _asked_adapter() -> TypeAdapter[Asked]:
+    return TypeAdapter(Asked)

@@ -14,6 +14,7 @@ from launch.queue.admission import Supply
 from launch.queue.leases import Lease, OwnLease, Record
 
 GetSupply = Callable[[Sequence[Lease]], Supply]  # of now, beside these leases
+HELD = "python -m launch queue release {}: its user holds it"
 POLL_S = 1.0  # between two looks at the memory and the leases
 PLAN_AGAIN_S = 30.0  # between two plans for what is free, where no lease is waited for
 
@@ -115,7 +116,10 @@ def wait(
             lease.write(state="waiting", needs=record.needs, taken=record.taken, cards=())
         while True:
             with leases.admission(place):
-                reason = obstacle(lease, leases.live(place), get_supply, blocked(lease))
+                asked = leases.read_asked(lease.path)
+                lease.write(place=asked.place)
+                why_blocked = HELD.format(lease.number) if asked.is_held else blocked(lease)
+                reason = obstacle(lease, leases.live(place), get_supply, why_blocked)
                 if reason is None:
                     cards = admission.chosen_cards(record.needs, get_supply(_granted(place)))
                     lease.write(state="granted", cards=cards)

@@ -1,0 +1,169 @@
+"""`python -m launch queue`: the runs of this machine that have or wait for a lease, and what their
+user may change: cancel, hold, release, move."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from launch.base.errors import ConfigError, ResourceError
+from launch.base.files import to_json
+from launch.base.text import shown, size
+from launch.commands import recipe_arguments
+from launch.queue import admission, leases, starts
+from launch.queue.leases import Asked, Lease
+
+ACTIONS = ("cancel", "hold", "release", "move")
+STATES = {"granted": "runs", "waiting": "waits", "blocked": "blocked"}
+ROW = "{:>4}  {:<10} {:>8}  {:<8} {:>8}  {:>11}  {:<16} {:<12} {}"
+HEAD = ("run", "user", "process", "state", "priority", "host RAM", "VRAM", "since", "recipe")
+
+
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
+    parser = recipe_arguments.add_simple_parser(
+        subparsers, verb, "list the runs that have or wait for memory; cancel, hold or move yours"
+    )
+    parser.add_argument("action", nargs="?", choices=ACTIONS, help="none: list them")
+    parser.add_argument(
+        "numbers", nargs="*", metavar="RUN", help="its number; move A B: run A comes before run B"
+    )
+    parser.add_argument("--json", action="store_true", help="list them for scripts")
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    recipe_arguments.reject(arguments, others)
+    place, action = leases.folder(), arguments.action
+    if action is None:
+        _list(place, arguments.json)
+        return 0
+    if arguments.json:
+        raise ConfigError(f"queue {action}: --json is for the list alone; leave it out")
+    num_expected = 2 if action == "move" else 1
+    if len(arguments.numbers) != num_expected:
+        raise ConfigError(
+            f"queue {action}: found {len(arguments.numbers)} runs, expected {num_expected}, such as"
+            f" queue {action} {' '.join('78'[:num_expected])}"
+        )
+    runs = [_own_run(place, action, text) for text in arguments.numbers]
+    if action == "cancel":
+        _cancel(place, runs[0])
+    elif action == "move":
+        _move(place, *runs)
+    else:
+        _ask(place, runs[0], is_held=action == "hold")
+    return 0
+
+
+def _list(place: Path, as_json: bool) -> None:
+    """Print every lease: those that are granted by number, and those that wait in their order."""
+    live = leases.live(place)
+    granted, waiting = starts.split(live)
+    blocked = [lease for lease in live if lease.record.state == "blocked"]
+    ordered = [*granted, *waiting, *blocked]
+    if as_json:
+        print(to_json([_facts(lease) for lease in ordered], indent=1))
+    elif not ordered:
+        print(shown(f"no run has or waits for a lease of this machine's memory ({place})"))
+    else:
+        print(ROW.format(*HEAD).rstrip())
+        for lease in ordered:
+            print(shown(_row(lease)))
+
+
+def _facts(lease: Lease) -> dict[str, Any]:
+    """A lease for scripts; of another user without its texts."""
+    record = asdict(lease.record)
+    del record["boot"]
+    if not lease.is_own:
+        record["recipe"] = record["run"] = ""
+    user = leases.user_name(lease.uid)
+    return {"number": lease.number, "user": user, "process": lease.pid, **record}
+
+
+def _row(lease: Lease) -> str:
+    record, needs = lease.record, lease.record.needs
+    vram = f"{needs.num_cards} x {size(needs.card_bytes)}" if needs.num_cards else "-"
+    since = time.strftime("%m-%d %H:%M", time.localtime(record.since_s))
+    recipe = record.recipe if lease.is_own else ""
+    return ROW.format(
+        *(lease.number, leases.user_name(lease.uid)[:10], lease.pid or "-"),
+        *(STATES[record.state], record.priority, size(admission.total(lease).host_bytes)),
+        *(vram, since, recipe),
+    ).rstrip()
+
+
+def _own_run(place: Path, action: str, text: str) -> Lease:
+    """The run of this user with that number. Raises ConfigError."""
+    live = leases.live(place)
+    lease = next((lease for lease in live if str(lease.number) == text), None)
+    if lease is None:
+        there = ", ".join(str(lease.number) for lease in live) or "none"
+        raise ConfigError(
+            f"queue {action} {text}: no such run has or waits for a lease; there are: {there}"
+        )
+    if not lease.is_own and os.geteuid() != 0:
+        raise ConfigError(
+            f"queue {action} {text}: it is a run of {leases.user_name(lease.uid)}; only that user"
+            " and root may change it"
+        )
+    if action != "cancel" and lease.record.state == "granted":
+        raise ConfigError(f"queue {action} {text}: it runs already; queue cancel {text} stops it")
+    return lease
+
+
+def _cancel(place: Path, lease: Lease) -> None:
+    """Send SIGTERM to the process that holds a lease, and to no other that may have its pid."""
+    if not lease.pid:
+        raise ResourceError(f"{lease.name}: end it where it was started")
+    try:
+        process = os.pidfd_open(lease.pid)
+    except ProcessLookupError:
+        print(f"run {lease.number} has just ended")
+        return
+    try:
+        now = {each.number: each.pid for each in leases.live(place)}
+        if now.get(lease.number) == lease.pid:
+            signal.pidfd_send_signal(process, signal.SIGTERM)
+    finally:
+        os.close(process)
+    stops = "saves a checkpoint and stops" if lease.record.state == "granted" else "stops waiting"
+    print(f"run {lease.number} {stops}")
+
+
+def _ask(place: Path, lease: Lease, is_held: bool) -> None:
+    asked = Asked(is_held, lease.record.place)
+    leases.write_asked(place, lease, asked)
+    print(f"run {lease.number} {'is held until queue release' if is_held else 'is released'}")
+
+
+def _move(place: Path, moved: Lease, before: Lease) -> None:
+    """Let a run come before another: both are of one user and one priority, and so are those whose
+    places change between them."""
+    if moved.uid != before.uid or moved.record.priority != before.record.priority:
+        raise ConfigError(
+            f"queue move {moved.number} {before.number}: they differ in user or"
+            " launch.priority, and places change among runs of one user and priority alone"
+        )
+    alike = [
+        lease
+        for lease in leases.live(place)
+        if lease.uid == moved.uid
+        and lease.record.priority == moved.record.priority
+        and lease.record.state != "granted"
+    ]
+    ordered = sorted(alike, key=lambda lease: lease.turn)
+    places = [lease.record.place or lease.number for lease in ordered]
+    order = [lease for lease in ordered if lease.number != moved.number]
+    numbers = [lease.number for lease in order]
+    order.insert(numbers.index(before.number), moved)
+    for lease, slot in zip(order, places, strict=True):
+        asked = leases.read_asked(leases.lease_path(place, lease.number))
+        leases.write_asked(place, lease, replace(asked, place=slot))
+    print(f"run {moved.number} comes before run {before.number}")
