@@ -167,6 +167,7 @@ class Attempts:
             start.end_s,
         )
         supervise_attempt.write_outcome(result, attempt)
+        start.lease.hold_plan(choice, run)  # nothing of it is taken now
         return result
 
     def _check(self, measured: SecondStep) -> bool:

@@ -80,7 +80,7 @@ class RunLease:
         self._own = lease
 
     def hold_plan(self, choice: Choice, run: RunDir) -> None:
-        """Hold all that the plan of an attempt needs, before it begins."""
+        """Hold all that the plan of an attempt needs, while it has not begun or has ended."""
         if self._own is not None:
             record = self._record(choice, run)
             self._own.write(needs=record.needs, taken=record.taken, cards=record.cards)

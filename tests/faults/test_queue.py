@@ -16,6 +16,7 @@ from launch.queue import leases
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB
 from tests import builders
+from tests.process.queue.holders import holders, said
 
 FOR_TWO = 1.45  # GiB; a run needs 0.63
 LIMIT_S = 300.0
@@ -140,3 +141,25 @@ def test_a_program_that_takes_the_memory_delays_a_run_and_does_not_end_it(tmp_pa
         program.kill()
         program.wait()
     assert "run 1 starts: planning with the memory that is free now" in output(tmp_path, "tiny")
+
+
+def test_a_start_whose_memory_is_leased_while_it_tokenises_plans_again_and_names_the_holder(
+    tmp_path,
+):
+    """The start is stopped meanwhile, so that the other one certainly comes first."""
+    (tmp_path / "leases").mkdir()
+    with (
+        start(tmp_path, "tiny", 2, "--launch.host_limit_gib=4.2") as child,
+        holders(tmp_path / "leases") as hold,
+    ):
+        until(lambda: "tokenising train.parquet" in output(tmp_path, "tiny"))
+        child.send_signal(signal.SIGSTOP)
+        holder = hold("4")
+        assert said(holder) == "holds 1"
+        child.send_signal(signal.SIGCONT)
+        assert child.wait(LIMIT_S) == 3
+        text = output(tmp_path, "tiny")
+        assert "planning again: the plan needs 0." in text
+        assert "leased meanwhile by run 1 of " in text
+        assert f"process {holder.pid}) 4.00 GiB of host RAM" in text.splitlines()[-1]
+    assert RunDir.all(tmp_path / "runs", "tiny") == []

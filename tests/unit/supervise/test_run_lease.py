@@ -1,0 +1,65 @@
+"""The lease of a run follows what its ranks take."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.plan import context as plan_context
+from launch.plan.planner import Choice
+from launch.predict import model_config
+from launch.run_folder.layout import RunDir
+from launch.schema.phases import DeviceMemory, DevicePhases
+from launch.schema.result import SecondStep
+from launch.supervise.run_lease import RunLease
+from tests.builders import CACHE, CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_lease_is_the_plan_until_the_second_step_and_again_after_the_attempt(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("LOWMEM_LEASES", str(tmp_path / "leases"))
+    recipe, on = recipe_of(launch={"priority": 3}), machine(cards=(gpu(0, uuid="GPU-7"),))
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
+    context = plan_context.build(recipe, on, config, parameters, family, DATA_FORMAT)
+    chosen = plan(recipe, on)
+    save = DeviceMemory(1, 2, 3 << 20)
+    chosen = replace(chosen, phases=DevicePhases(save=save))
+    choice, run = Choice(context, chosen), RunDir.create(tmp_path, "tiny", datetime.now())
+
+    def record() -> dict[str, Any]:
+        (file,) = (tmp_path / "leases").glob("*.lease")
+        return json.loads(file.read_text())
+
+    with ExitStack() as locks:
+        lease = RunLease(tmp_path, print, locks)
+        lease.hold_taken(choice, run, 5)  # without a lease nothing happens
+        assert lease.take(choice, run, ()) == ""
+        planned = record()
+        assert (planned["state"], planned["cards"]) == ("granted", ["GPU-7"])
+        assert planned["priority"] == 3
+        assert planned["needs"]["card_bytes"] == chosen.estimate.device_bytes
+        assert planned["needs"]["disk_bytes"] == 4 * chosen.checkpoint_bytes
+        assert planned["taken"] == {"host_bytes": 0, "card_bytes": 0, "disk_bytes": 0}
+
+        lease.hold_taken(choice, run, 1 << 30)
+        assert record()["taken"]["host_bytes"] == 1 << 30
+        assert record()["needs"] == planned["needs"]
+
+        lease.hold_measured(choice, SecondStep(1, 1 << 20, 2 << 30))
+        outside = chosen.estimate.outside_bytes
+        assert record()["taken"]["card_bytes"] == (1 << 20) + outside
+        assert record()["needs"]["card_bytes"] == max(3 << 20, (1 << 20) + outside)
+        assert record()["taken"]["host_bytes"] == 2 << 30
+
+        lease.hold_plan(choice, run)
+        assert (record()["needs"], record()["taken"]) == (planned["needs"], planned["taken"])
+    assert not list(Path(tmp_path / "leases").glob("*.lease"))
