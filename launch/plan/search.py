@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from launch.plan import candidates, tiled_mlp
+from launch.plan import candidates, less_saving, tiled_mlp
 from launch.plan.candidates import LaunchConstraints
+from launch.plan.less_saving import NOT_RECOMPUTED
 from launch.predict import budgets, estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import PlanContext
@@ -18,12 +19,7 @@ TABLE_ROWS = 10
 
 AS_FAST = 1.05  # smaller ratios of predicted seconds are no difference
 
-# of a step with checkpointing: the forward pass that it repeats is a third at most, where backward
-# makes no gradients of weights, and so takes as long as forward
-NOT_RECOMPUTED = 2 / 3
-
-# layers of which one is checkpointed, from the fastest on: of more the seconds hardly differ
-EVERY_N_LAYERS = (4, 2)
+MOST_TRACED = 3  # of the candidates that fit by interpolation, where the first of them do not
 
 MUCH_SLOWER = 1.25  # times the quickest candidate, whether that fits or not
 
@@ -117,7 +113,7 @@ def fastest(
     refuted: dict[Candidate, Judged] = {}  # by a replay of the allocator
     while True:
         rough = _with_tiled_mlp(context, _needed(context, wave, refuted), refuted)
-        rough = _with_fewer_layers(context, rough, refuted, constraints)
+        rough = _with_less_saving(context, wave, rough, refuted, constraints)
         order = _order(rough, constraints)
         first = next((each for each in order if each.misses is None), None)
         if first is None:
@@ -269,54 +265,34 @@ def _with_tiled_mlp(
     return [each for pair in pairs for each in pair if each is not None]
 
 
-def _with_fewer_layers(
+def _with_less_saving(
     context: PlanContext,
+    wave: Sequence[Candidate],
     rough: Sequence[Judged],
     refuted: Mapping[Candidate, Judged],
     constraints: LaunchConstraints,
 ) -> list[Judged]:
-    """Add candidates that checkpoint every n-th layer, where all layers fit and no checkpointing
-    does not. Peak and seconds lie between those of the two, which says for which of them a trace
-    pays: for those that are faster than what fits, and of these for the fewest layers."""
-    training = context.recipe.training
-    is_open = (
-        not candidates.is_checkpointing_typed(training)
-        and training.activation_checkpointing_kwargs.every_n_layers is None
-        and constraints.no_every_n_layers is None
-    )
-    quickest = min((each.seconds for each in rough if each.misses is None), default=0.0)
-    added: dict[Candidate, Judged] = {}
-    for every in sorted(rough, key=lambda each: each.seconds) if is_open else ():
-        if every.misses or every.time is None or not every.candidate.activation_checkpointing:
+    """Add candidates of single samples, and of fewer checkpointed layers, that by interpolation fit
+    and are faster than what fits."""
+    fitting = [each for each in rough if each.misses is None and each.time]
+    quickest = min(fitting, key=lambda each: each.seconds, default=None)
+    if quickest is None or len(fitting) == len(rough):
+        return list(rough)
+    added: list[Judged] = []
+    below_s = quickest.seconds / AS_FAST
+    between = less_saving.by_interpolation(context, wave, constraints, below_s)
+    num_traced = 0
+    for candidate in between:
+        if num_traced == MOST_TRACED:
+            break
+        num_traced += context.trace(candidate) is None
+        judged = _traced(context, candidate, refuted)
+        if judged is None:
             continue
-        none = without_checkpointing(every.candidate)
-        least = estimate.hopeless(context, none, with_step=True)
-        if least and _between(every, least, min(EVERY_N_LAYERS)) > every.budget_bytes:
-            continue
-        context.fetch([none])
-        if context.trace(none) is None:
-            continue
-        without = estimate.judge(context, none, exact=False)
-        for n in EVERY_N_LAYERS if without.misses else ():
-            seconds = without.seconds + (every.seconds - without.seconds) / n
-            if seconds * AS_FAST >= quickest or _between(every, without, n) > every.budget_bytes:
-                continue
-            candidate = replace(every.candidate, every_n_layers=n)
-            judged = _traced(context, candidate, refuted)
-            if judged is None:
-                continue
-            added[every.candidate] = judged
-            if judged.misses is None:
-                quickest = min(quickest, judged.seconds)
-                break
-    pairs = ([added.get(each.candidate), each] for each in rough)
-    return [each for pair in pairs for each in pair if each is not None]
-
-
-def without_checkpointing(candidate: Candidate) -> Candidate:
-    """The candidate that keeps every activation on the device: offloading moves only what is
-    checkpointed."""
-    return replace(candidate, activation_checkpointing=False, activation_offloading=False)
+        added.append(judged)
+        if judged.misses is None:
+            break
+    return [*rough, *added]
 
 
 def _traced(
@@ -328,12 +304,6 @@ def _traced(
         return None
     judged = _roughly(context, candidate)
     return refuted.get(judged.candidate, judged)
-
-
-def _between(every: Judged, without: Judged, n: int) -> float:
-    """About the device's bytes, if every n-th layer is checkpointed."""
-    more = without.memory.device_bytes - every.memory.device_bytes
-    return every.memory.device_bytes + more * (1 - 1 / n)
 
 
 def _is_indirect(candidate: Candidate) -> bool:

@@ -41,10 +41,10 @@ def chosen(
     attention: str | None = "sdpa",
     data: dict[str, Any] | None = None,
     most_targets: Sequence[int] = (),
+    exact_batch: bool = True,
     **training: Any,
 ) -> Choice:
-    """The plan of a card with so much free memory, at a fixed micro-batch. `most_targets` of
-    tokenised rows."""
+    """The plan of a card with so much free memory. `most_targets` of tokenised rows."""
     recipe = Recipe.model_validate(
         {
             "name": "levers",
@@ -62,7 +62,7 @@ def chosen(
                 "per_device_train_batch_size": 8,
                 **training,
             },
-            "launch": {"mode": "single_gpu", "exact_batch": True},
+            "launch": {"mode": "single_gpu", "exact_batch": exact_batch},
             "output_dir": "/out",
         }
     )
@@ -95,6 +95,22 @@ def test_fewer_layers_are_checkpointed_the_more_memory_there_is(tmp_path):
     assert values[asked] == '{"every_n_layers": 4}'
     (recompute,) = (each for each in choices[1].plan.switches if each.name == "recompute")
     assert recompute.runs == "1 layer in 4"
+
+
+def test_a_single_sample_checkpoints_fewer_layers_than_more_rows_that_fit(tmp_path):
+    long: dict[str, Any] = {"data": {"max_length": 2048}, "per_device_train_batch_size": 4}
+    of_rows = chosen(tmp_path, 4, **long).plan
+    assert of_rows.strategy.checkpointed_share == 1
+    singles = [chosen(tmp_path, free_gib, exact_batch=False, **long).plan for free_gib in (4, 5, 6)]
+    assert [each.strategy.per_device_train_batch_size for each in singles] == [1, 1, 1]
+    assert [each.strategy.checkpointed_share for each in singles] == [1 / 2, 1 / 4, 0]
+    seconds = [each.seconds_per_step for each in (of_rows, *singles)]
+    assert all(slow > quick * AS_FAST for slow, quick in itertools.pairwise(seconds))
+    # two rows that fit without checkpointing are not slower than one
+    num_traced = len(list((tmp_path / "traces").iterdir()))
+    plan = chosen(tmp_path, 10, exact_batch=False, **long).plan
+    assert plan.strategy.per_device_train_batch_size == 2
+    assert len(list((tmp_path / "traces").iterdir())) == num_traced
 
 
 def test_a_transformers_that_cannot_leave_layers_out_checkpoints_all_and_the_plan_says_so(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from launch.base.errors import ConfigError, DoesNotFit, ResourceError
 from launch.base.workspace import Workspace
-from launch.plan import candidates, planner, search
+from launch.plan import candidates, less_saving, planner
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.predict import budgets, estimate, model_config
@@ -29,7 +29,7 @@ from training.loop import arguments
 def test_a_step_without_checkpointing_is_the_same_whether_its_inputs_would_go_to_the_host():
     kept = replace(plan(on=machine(1)).strategy, activation_checkpointing=False)
     on_host = replace(kept, activation_checkpointing=True, activation_offloading=True)
-    assert search.without_checkpointing(on_host) == kept
+    assert less_saving.without_checkpointing(on_host) == kept
 
 
 def test_without_a_gpu_one_process_trains_on_the_cpu():

@@ -1,0 +1,179 @@
+"""Candidates that save less memory than those that fit: a single sample instead of more rows, and
+checkpointing of some layers. Bytes and seconds of traced steps say for which of them a trace pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from launch.plan import candidates
+from launch.plan.candidates import LaunchConstraints
+from launch.predict import budgets, estimate
+from launch.predict.facts import PlanContext
+from launch.predict.time.timing import LAUNCH_S
+from launch.schema.plan import Strategy
+
+# of a step with checkpointing: the forward pass that it repeats is a third at most, where backward
+# makes no gradients of weights, and so takes as long as forward
+NOT_RECOMPUTED = 2 / 3
+
+# layers of which one is checkpointed, from the fastest on: of more the seconds hardly differ
+EVERY_N_LAYERS = (4, 2)
+
+_Way = tuple[int, bool, int]  # rows at once, whether layers are checkpointed, parts of the logits
+
+
+@dataclass(frozen=True)
+class Step:
+    """About the seconds of a step, and the device's bytes while it trains."""
+
+    seconds: float
+    device_bytes: float
+
+
+def by_interpolation(
+    context: PlanContext,
+    wave: Sequence[Strategy],
+    constraints: LaunchConstraints,
+    below_s: float,
+) -> list[Strategy]:
+    """The candidates beside a wave's that by interpolation fit and take less than `below_s` a step,
+    the fastest first."""
+
+    def mode_of(candidate: Strategy) -> tuple[str, int]:
+        return candidate.mode, candidate.num_processes
+
+    between = [
+        (candidate, step)
+        for _, group in groupby(sorted(wave, key=mode_of), key=mode_of)
+        for candidate, step in _of_mode(context, list(group), constraints, below_s)
+        if step.seconds < below_s and step.device_bytes <= budgets.budget_bytes(context, candidate)
+    ]
+    between.sort(key=lambda pair: pair[1].seconds)
+    return [candidate for candidate, _ in between]
+
+
+def _of_mode(
+    context: PlanContext,
+    group: Sequence[Strategy],
+    constraints: LaunchConstraints,
+    below_s: float,
+) -> Iterator[tuple[Strategy, Step]]:
+    training = context.recipe.training
+    chooses_layers = (
+        not candidates.is_checkpointing_typed(training)
+        and training.activation_checkpointing_kwargs.every_n_layers is None
+        and constraints.no_every_n_layers is None
+    )
+    most = max(group, key=lambda each: each.per_device_train_batch_size)
+    splits = candidates.splits(context, most) if constraints.tuned is None else ()
+    singles = [split for split in splits if split.per_device_train_batch_size == 1]
+    offered = {_way(each) for each in group}
+    # without checkpointing nothing goes to the host
+    ways = {
+        _way(each): each if each.activation_checkpointing else without_checkpointing(each)
+        for each in (*singles, *group)
+    }
+    if chooses_layers:
+        for each in list(ways.values()):
+            none = without_checkpointing(each)
+            ways.setdefault(_way(none), none)
+        _trace_without_checkpointing(context, ways, below_s)
+    steps = {way: step for way in ways if (step := _step(context, way, ways)) is not None}
+    for (rows, checkpoints, parts), without in steps.items():
+        if checkpoints:
+            continue
+        candidate = ways[rows, False, parts]
+        if rows == 1 and (rows, False, parts) not in offered:
+            yield candidate, without
+        every = ways.get((rows, True, parts))
+        pair = _pair(steps, rows)
+        if not (chooses_layers and every and pair):
+            continue
+        for n in EVERY_N_LAYERS:
+            yield (
+                replace(every, every_n_layers=n),
+                Step(
+                    without.seconds + (pair[1].seconds - pair[0].seconds) / n,
+                    without.device_bytes + (pair[1].device_bytes - pair[0].device_bytes) / n,
+                ),
+            )
+
+
+def without_checkpointing(candidate: Strategy) -> Strategy:
+    """The candidate that keeps every activation on the device: offloading moves only what is
+    checkpointed."""
+    return replace(candidate, activation_checkpointing=False, activation_offloading=False)
+
+
+def _way(candidate: Strategy) -> _Way:
+    rows, checkpoints = candidate.per_device_train_batch_size, candidate.activation_checkpointing
+    return rows, checkpoints, candidate.num_output_chunks
+
+
+def _pair(steps: Mapping[_Way, Step], rows: int) -> tuple[Step, Step] | None:
+    """The step of so many rows without checkpointing and with it, alike otherwise: what a layer
+    saves does not depend on the parts of the logits."""
+    pairs = (
+        (steps[rows, False, parts], steps[rows, True, parts])
+        for number, checkpoints, parts in steps
+        if number == rows and checkpoints and (rows, False, parts) in steps
+    )
+    return min(pairs, key=lambda pair: pair[1].device_bytes, default=None)
+
+
+def _step(context: PlanContext, way: _Way, ways: Mapping[_Way, Strategy]) -> Step | None:
+    """By its own trace, or, of a single sample, by that of more rows; None if there is neither."""
+    candidate, (rows, *others) = ways[way], way
+    traced = candidate
+    if context.trace(candidate) is None and rows == 1:
+        more = (each for (number, *rest), each in ways.items() if number > 1 and rest == others)
+        traced = next((each for each in more if context.trace(each) is not None), candidate)
+    trace = context.trace(traced)
+    if trace is None:
+        return None
+    judged = estimate.judge(context, traced, exact=False)
+    peak_bytes = trace.peak(rows, None).allocated_bytes  # evaluation takes fewer rows, if need be
+    device_bytes = judged.memory.device_bytes - judged.memory.allocated_bytes + peak_bytes
+    if traced is candidate:
+        return Step(judged.seconds, device_bytes)
+    launches_s = LAUNCH_S * trace.work.num_kernels.total(rows)
+    return Step(
+        max(
+            estimate.at_least_s(context, candidate, traced, 1),
+            candidate.gradient_accumulation_steps * launches_s,
+        ),
+        device_bytes,
+    )
+
+
+def _trace_without_checkpointing(
+    context: PlanContext, ways: Mapping[_Way, Strategy], below_s: float
+) -> None:
+    """Have a step without checkpointing traced, unless one is, or none can take less than
+    `below_s`: of the most rows of which some layers may keep their activations, with logits in the
+    most parts."""
+    most_parts = max(parts for *_, parts in ways)
+    if any(context.trace(each) is not None for each in _without(ways, most_parts)):
+        return
+    for none in sorted(_without(ways, most_parts), key=lambda each: -_way(each)[0]):
+        rows = none.per_device_train_batch_size
+        checkpointed = (each for way, each in ways.items() if way[:2] == (rows, True))
+        every = next((each for each in checkpointed if context.trace(each) is not None), None)
+        if every is None:
+            continue
+        if estimate.at_least_s(context, none, every, NOT_RECOMPUTED) >= below_s:
+            continue
+        every_bytes = estimate.judge(context, every, exact=False).memory.device_bytes
+        least = estimate.hopeless(context, none, with_step=True)
+        least_bytes = least.memory.device_bytes if least else 0
+        share = 1 - 1 / min(EVERY_N_LAYERS)
+        if every_bytes + share * (least_bytes - every_bytes) <= budgets.budget_bytes(context, none):
+            context.fetch([none])
+            return
+
+
+def _without(ways: Mapping[_Way, Strategy], parts: int) -> list[Strategy]:
+    return [each for way, each in ways.items() if way[1:] == (False, parts)]
