@@ -276,7 +276,11 @@ def _with_less_saving(
     and are faster than what fits."""
     fitting = [each for each in rough if each.misses is None and each.time]
     quickest = min(fitting, key=lambda each: each.seconds, default=None)
-    if quickest is None or len(fitting) == len(rough):
+    if quickest is None:
+        return list(rough)
+    most_rows = max(each.per_device_train_batch_size for each in wave)
+    has_most = quickest.candidate.per_device_train_batch_size == most_rows
+    if has_most and not _savings(quickest.candidate):
         return list(rough)
     added: list[Judged] = []
     below_s = quickest.seconds / AS_FAST
