@@ -1,12 +1,13 @@
-"""`python -m launch run` for one mode, on CPUs; FSDP2, which the product refuses there, through its
-shim."""
+"""`python -m launch run` for one mode, on CPUs; what the product refuses there through a shim:
+FSDP2, and DDP whose activations are kept on the host."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from launch.__main__ import main
 from launch.base import compile_caches, interpreter
@@ -25,6 +26,8 @@ from launch.supervise.screen import Screen
 from tests import builders
 
 SHIM = CODE / "tests" / "modes" / "fsdp_on_cpu.py"
+HOST_SHIM = CODE / "tests" / "modes" / "host_on_cpu.py"
+COUNTS = "OFFLOADING_COUNTS"  # the folder in which its ranks count
 
 
 def as_fsdp2(plan: Plan, recipe: Recipe, parameters: Shapes) -> Plan:
@@ -34,23 +37,36 @@ def as_fsdp2(plan: Plan, recipe: Recipe, parameters: Shapes) -> Plan:
     return replace(plan, strategy=strategy, estimate=estimate)
 
 
-def through_shim(command: Command) -> Command:
+def on_host(plan: Plan, recipe: Recipe, parameters: Shapes) -> Plan:
+    """A plan that checkpoints, with what it keeps on the host."""
+    assert plan.strategy.activation_checkpointing
+    return replace(plan, strategy=replace(plan.strategy, activation_offloading=True))
+
+
+def through_shim(command: Command, shim: Path = SHIM) -> Command:
     entrypoint = str(CODE / "train_low_mem.py")
     assert entrypoint in command.argv
-    argv = tuple(str(SHIM) if word == entrypoint else word for word in command.argv)
-    return Command(argv, {**command.env, "PYTHONPATH": str(CODE)})
+    argv = tuple(str(shim) if word == entrypoint else word for word in command.argv)
+    asked = {name: os.environ[name] for name in (COUNTS,) if name in os.environ}
+    return Command(argv, {**command.env, **asked, "PYTHONPATH": str(CODE)})
 
 
-def fsdp2(recipe_file: str, overrides: Sequence[str]) -> int:
-    """What `python -m launch run` does, with the mode changed after planning."""
+def changed(
+    recipe_file: str,
+    overrides: Sequence[str],
+    change: Callable[[Plan, Recipe, Shapes], Plan],
+    shim: Path,
+) -> int:
+    """What `python -m launch run` does, with the plan of DDP changed."""
     compile_caches.settle()
     choice = resolve(recipe_file, [*overrides, "--launch.mode=multi_cpu"])
-    plan = as_fsdp2(choice.plan, choice.recipe, choice.context.parameters)
+    plan = change(choice.plan, choice.recipe, choice.context.parameters)
     choice = replace(choice, plan=plan)
     recipe, workspace = choice.recipe, Workspace.here()
     run, attempt = builders.opened_run(choice, "auto")
     command = through_shim(
-        render_command.command(plan, choice.machine, run, attempt, workspace, os.environ)
+        render_command.command(plan, choice.machine, run, attempt, workspace, os.environ),
+        shim,
     )
     screen = Screen(layout.log_file(workspace.root, run))
     result = supervise_attempt.run(recipe, choice.machine, run, attempt, command, screen)
@@ -63,7 +79,9 @@ if __name__ == "__main__":
     interpreter.end_on_stop_signals()
     mode, recipe_name, *words = sys.argv[1:]
     if mode == "fsdp2" and not machine.machine().gpus:
-        exit_code = fsdp2(recipe_name, words)
+        exit_code = changed(recipe_name, words, as_fsdp2, SHIM)
+    elif mode == "ddp_on_host":
+        exit_code = changed(recipe_name, words, on_host, HOST_SHIM)
     else:
         exit_code = main(["run", recipe_name, f"--launch.mode={mode}", *words])
     interpreter.ignore_stop_signals()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -19,10 +20,16 @@ from launch.run_folder import manifest
 from tests import builders
 
 
-def kill_after(workspace: Path, words: list[str], step: int, **extra: str) -> None:
+def kill_after(
+    workspace: Path,
+    words: list[str],
+    step: int,
+    program: Sequence[str] = ("-m", "launch"),
+    **extra: str,
+) -> None:
     """Start a run and kill -9 every process of it once it has logged `step`."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "launch", *words],
+        [sys.executable, *program, *words],
         env=builders.environment(workspace, **extra),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

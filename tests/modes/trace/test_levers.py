@@ -20,6 +20,7 @@ from launch.plan.planner import Choice
 from launch.plan.search import AS_FAST
 from launch.predict import estimate, model_config
 from launch.predict.facts import PlanContext
+from launch.predict.memory.allocator_config import EXPANDABLE
 from launch.predict.traces import Traces
 from launch.probe import described
 from launch.schema.machine import GIB, MIB
@@ -42,9 +43,11 @@ def chosen(
     data: dict[str, Any] | None = None,
     most_targets: Sequence[int] = (),
     exact_batch: bool = True,
+    may_expand: bool = False,
     **training: Any,
 ) -> Choice:
-    """The plan of a card with so much free memory. `most_targets` of tokenised rows."""
+    """The plan of a card with so much free memory. `most_targets` of tokenised rows; `may_expand`:
+    the card can grow the allocator's segments."""
     recipe = Recipe.model_validate(
         {
             "name": "levers",
@@ -79,7 +82,7 @@ def chosen(
         context = replace(context, counts=counts, lengths=(LENGTH, LENGTH))
     with closing(Traces(recipe, context.model, context.lora_targets, folder / "traces")) as traces:
         return planner.choose(
-            replace(context, traces=traces),
+            replace(context, traces=traces, may_expand=may_expand),
             LaunchConstraints(no_every_n_layers=no_every_n_layers, no_varlen_attn=None),
         )
 
@@ -194,6 +197,21 @@ def test_logits_at_targets_fit_where_those_of_all_positions_do_not(tmp_path):
     for refused in ({}, {"most_targets": targets, "logits_at_targets": False}):
         with pytest.raises(DoesNotFit):
             chosen(tmp_path, free_gib, **fixed, **refused)
+
+
+def test_segments_that_grow_fit_where_those_of_fixed_size_do_not(tmp_path):
+    """The number of targets varies, so that no later step fits into the segments of the first."""
+    fixed: dict[str, Any] = {"num_output_chunks": 1, "activation_checkpointing": False}
+    fixed["most_targets"] = [LENGTH // 4, *[LENGTH // 8] * 20]
+    plain, grows = (chosen(tmp_path, 70, **fixed, may_expand=grow).plan for grow in (False, True))
+    assert (plain.allocator_settings, grows.allocator_settings) == ("", EXPANDABLE)
+    assert grows.estimate.fragmentation_bytes < plain.estimate.fragmentation_bytes - 32 * MIB
+    assert grows.estimate.allocated_bytes == pytest.approx(plain.estimate.allocated_bytes, rel=0.01)
+    free_gib = (grows.estimate.device_bytes + 16 * MIB) / 0.95 / GIB  # launch.vram_fraction
+    choice = chosen(tmp_path, free_gib, **fixed, may_expand=True)
+    assert choice.plan.allocator_settings == EXPANDABLE
+    with pytest.raises(DoesNotFit):  # though cached blocks would be given back
+        chosen(tmp_path, free_gib, **fixed)
 
 
 def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(tmp_path):

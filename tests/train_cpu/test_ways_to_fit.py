@@ -1,0 +1,103 @@
+"""Ways to save memory in real runs: the losses are those of runs without, a killed run goes on,
+also with another number of parts, and the model is exported as ever."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests import builders
+from tests.train_cpu.test_resume import kill_after
+
+SHORT = {"num_train_epochs": 3, "save_steps": 3, "optim": "sgd", "learning_rate": 0.1}
+KEYS = ("tiled_mlp_num_shards", "num_output_chunks", "logits_at_targets")
+# name -> the words of a run without, of the attempt that is killed, and of the next
+WAYS = {
+    "MLPs in parts": (
+        ("--training.tiled_mlp_num_shards=1",),
+        ("--training.activation_checkpointing=true", "--training.tiled_mlp_num_shards=4"),
+        ("--training.tiled_mlp_num_shards=3",),
+    ),
+    "logits in parts": (
+        ("--training.num_output_chunks=1",),
+        ("--training.num_output_chunks=4",),
+        ("--training.num_output_chunks=3",),
+    ),
+    "logits at targets": (
+        ("--training.logits_at_targets=false",),
+        ("--training.logits_at_targets=true",),
+        ("--training.logits_at_targets=true",),
+    ),
+}
+
+
+def losses(workspace: Path) -> dict[int, float]:
+    """The loss of each step of a run, by the attempt that has trained it last."""
+    events = builders.events(builders.only_run(workspace))
+    return {event["step"]: event["loss"] for event in events}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = folder.glob("*model.safetensors")
+    return load_file(file)
+
+
+def settings(run: Path) -> list[tuple[Any, ...]]:
+    """The ways of each attempt of a run, as its plan says."""
+    plans = [json.loads(file.read_text()) for file in sorted(run.glob("attempts/*/plan.json"))]
+    return [tuple(plan["strategy"][key] for key in KEYS) for plan in plans]
+
+
+@pytest.mark.parametrize(
+    ("way", "shape", "ranks", "sections", "used"),
+    [
+        ("MLPs in parts", "llama-tiny", 1, {"lora": {"r": 4}}, [(4, 1, True), (3, 1, True)]),
+        ("logits in parts", "llama-tiny", 1, {"lora": {"r": 4}}, [(1, 4, True), (1, 3, True)]),
+        ("logits at targets", "gpt2-tiny", 1, {}, [(1, 1, True)] * 2),
+        *(
+            pytest.param(*values, marks=pytest.mark.modes)
+            for values in (
+                ("MLPs in parts", "gpt2-tiny", 1, {}, [(4, 1, True), (3, 1, True)]),
+                ("MLPs in parts", "t5-tiny", 2, {}, [(4, 1, True), (3, 1, True)]),
+                ("logits in parts", "t5-tiny", 2, {}, [(1, 4, True), (1, 3, True)]),
+                ("logits at targets", "t5-tiny", 2, {}, [(1, 1, True)] * 2),
+            )
+        ),
+    ],
+)
+def test_losses_and_model_are_those_of_a_run_without_across_a_resume(
+    tmp_path,
+    way: str,
+    shape: str,
+    ranks: int,
+    sections: dict[str, Any],
+    used: list[tuple[Any, ...]],
+):
+    training = {**SHORT, "per_device_train_batch_size": 8 // ranks}
+    recipe = str(builders.recipe(tmp_path, shape, training=training, **sections))
+    words = ["run", recipe, f"--launch.num_processes={ranks}"]
+    without, killed, resumed = WAYS[way]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    done = builders.launch(whole, *words, *without, f"--output_dir={whole / 'model'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    kill_after(parts, [*words, *killed], step=7)
+    expected, before = losses(whole), losses(parts)
+    again = builders.launch(parts, *words, *resumed)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming from checkpoint-00000" in again.stdout
+    after = losses(parts)
+    assert len(expected) == len(after) == 18
+    for step, loss in expected.items():
+        assert after[step] == pytest.approx(loss, rel=1e-5)
+        assert before.get(step, loss) == pytest.approx(loss, rel=1e-5)
+    assert settings(builders.only_run(parts)) == used
+    assert settings(builders.only_run(whole)) == [(1, 1, way != "logits at targets")]
+    one, other = weights(whole / "model"), weights(tmp_path / "model")
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-5, msg=name)
