@@ -26,7 +26,7 @@ from launch.supervise.screen import Screen
 from tests import builders
 
 SHIM = CODE / "tests" / "modes" / "fsdp_on_cpu.py"
-HOST_SHIM = CODE / "tests" / "modes" / "host_on_cpu.py"
+HOST_SHIM = CODE / "tests" / "host_on_cpu.py"
 COUNTS = "OFFLOADING_COUNTS"  # the folder in which its ranks count
 
 

@@ -4,6 +4,8 @@ also with another number of parts, and the model is exported as ever."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,52 @@ def test_losses_and_model_are_those_of_a_run_without_across_a_resume(
     assert one.keys() == other.keys()
     for name, weight in one.items():
         torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+LAYERS, RANKS, STEPS = 2, 2, 18
+CHECKPOINTED = {
+    "per_device_train_batch_size": 4,
+    "num_train_epochs": 3,
+    "save_steps": 3,
+    "activation_checkpointing": True,
+}
+
+
+@pytest.mark.modes
+@pytest.mark.parametrize("sections", [{}, {"lora": {"r": 4}}], ids=["all weights", "LoRA"])
+def test_two_ranks_train_as_with_activations_on_the_device_across_a_resume(tmp_path, sections):
+    """DDP whose checkpointed layers keep their inputs on the host."""
+    recipe = str(builders.recipe(tmp_path, training=CHECKPOINTED, **sections))
+    words = [recipe, f"--launch.num_processes={RANKS}"]
+    plain, on_host = tmp_path / "plain", tmp_path / "on_host"
+    mode = ("--launch.mode=multi_cpu", f"--output_dir={plain / 'model'}")
+    done = builders.launch(plain, "run", *words, *mode)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counts = tmp_path / "counts"
+    counts.mkdir()
+    extra = {"OFFLOADING_COUNTS": str(counts)}
+    one = ("-m", "tests.modes.launch_one", "ddp_on_host")
+    kill_after(on_host, words, step=7, program=one, **extra)
+    again = subprocess.run(
+        [sys.executable, *one, *words],
+        env=builders.environment(on_host, **extra),
+        cwd=builders.CODE,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming from checkpoint-00000" in again.stdout
+    assert losses(on_host) == losses(plain)
+    assert len(losses(plain)) == STEPS
+    for rank in range(RANKS):
+        sent, received = (
+            (counts / f"{name}-{rank}").read_text().split() for name in ("sent", "received")
+        )
+        assert set(sent) == {str(RANKS)}
+        assert len(sent) > STEPS * LAYERS  # those after the last checkpoint twice
+        assert len(received) >= STEPS * LAYERS
+    expected, found = weights(plain / "model"), weights(tmp_path / "model")
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
