@@ -103,8 +103,10 @@ def fastest(
     wave: Sequence[Candidate],
     judged: list[tuple[Judged, str]],
     constraints: LaunchConstraints,
+    alone: bool = False,
 ) -> Judged | None:
-    """Choose the fastest of a wave that fits. All are added to `judged` with a verdict.
+    """Choose the fastest of a wave that fits. All are added to `judged` with a verdict. `alone`: no
+    candidates are added that save less than those of the wave.
 
     Without predicted times the order of the wave decides. The allocator is replayed only for those
     that may win. Of candidates that are about equally fast the first of the wave wins, which is
@@ -113,7 +115,8 @@ def fastest(
     refuted: dict[Candidate, Judged] = {}  # by a replay of the allocator
     while True:
         rough = _with_tiled_mlp(context, _needed(context, wave, refuted), refuted)
-        rough = _with_less_saving(context, wave, rough, refuted, constraints)
+        if not alone:
+            rough = _with_less_saving(context, wave, rough, refuted, constraints)
         order = _order(rough, constraints)
         first = next((each for each in order if each.misses is None), None)
         if first is None:

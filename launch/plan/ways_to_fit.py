@@ -106,7 +106,8 @@ def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterato
 def _most_frugal_fit(
     context: PlanContext, recipe: Recipe, constraints: LaunchConstraints
 ) -> Judged | None:
-    """The fastest candidate that fits in the smallest split of each; full copies come first."""
+    """The fastest candidate that fits in the smallest split of each; full copies come first, and
+    those that keep activations on the device."""
     context = plan_context.with_recipe(context, recipe)
     try:
         possible, _ = candidates.possible(context, constraints)
@@ -118,6 +119,14 @@ def _most_frugal_fit(
             for candidate in possible
             for frugal in candidates.most_frugal(context, candidate, constraints)
         ]
-    copies = [candidate for candidate in possible if candidate.launch_mode.is_whole]
-    others = [candidate for candidate in possible if candidate not in copies]
-    return fastest(context, copies, [], constraints) or fastest(context, others, [], constraints)
+    for is_whole, on_host in itertools.product((True, False), (False, True)):
+        wave = [
+            candidate
+            for candidate in possible
+            if candidate.launch_mode.is_whole == is_whole
+            and candidate.activation_offloading == on_host
+        ]
+        chosen = fastest(context, wave, [], constraints, alone=True)
+        if chosen is not None:
+            return chosen
+    return None

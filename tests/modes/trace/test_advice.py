@@ -46,6 +46,20 @@ def test_a_model_that_the_host_cannot_build_is_refused_and_what_is_offered_fits(
         assert taken.returncode == 0, (way, taken.stderr)
 
 
+def test_a_way_out_that_fits_takes_one_trace(tmp_path):
+    """It is not traced with activations on the host as well, nor with fewer checkpointed layers."""
+    machine = str(builders.CODE / "configs/machines/2x3080-20g-16g.yaml")
+    model = ("--model.shape=qwen2.5-1.5b", "--data.max_length=512")
+    words = ["plan", "sft_fast", *model, "--machine", machine]
+    traces = tmp_path / "traces"
+    refused = builders.launch(tmp_path / "workspace", *words, LOWMEM_TRACES=str(traces))
+    assert refused.returncode == 3, refused.stdout
+    ways = offered(refused.stderr)
+    assert len(ways) == 3
+    # the others are of ways that do not fit
+    assert len(list(traces.glob("*.json"))) <= 2 * len(ways)
+
+
 def test_beside_a_card_that_is_nearly_full_the_free_one_alone_is_taken(tmp_path):
     words = ["plan", "sft_fast", "--machine", described(tmp_path, (23.6, 0.5), 32.0)]
     automatic = builders.launch(tmp_path / "workspace", *words)
