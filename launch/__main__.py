@@ -35,9 +35,10 @@ VERBS = {
     "tune": "tune",
     "doctor": "doctor",
     "selfcheck": "selfcheck.verb",
-    "report": "past_runs",
-    "compare": "past_runs",
-    "samples": "past_runs",
+    "watch": "runs",
+    "report": "runs",
+    "compare": "runs",
+    "samples": "runs",
     "merge": "merge",
     "keys": "recipe_keys",
 }

@@ -39,6 +39,22 @@ def lock(path: Path, what: str) -> Iterator[None]:
         os.close(file)
 
 
+def holder_pid(path: Path) -> int | None:
+    """The process that holds a lock, for readers; None if no living process does. The lock itself
+    is not touched."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        holder = _holder(file)
+        return None if not holder or _is_dead(holder) else int(holder["pid"])
+    except (OSError, KeyError, TypeError, ValueError):  # no file of ours
+        return None
+    finally:
+        os.close(file)
+
+
 def _taken(path: Path, what: str) -> int:
     """Take the lock; return the file descriptor that holds it."""
     until = time.monotonic() + LEFTOVER_S

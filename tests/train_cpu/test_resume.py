@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -52,6 +54,14 @@ def kill_after(
     psutil.wait_procs(family, timeout=10)
 
 
+def watched(workspace: Path) -> dict[str, Any]:
+    """The only run of a workspace, as `watch --json` has it."""
+    done = builders.launch(workspace, "watch", "--json")
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(done.stdout)["runs"]
+    return run
+
+
 @pytest.mark.shows(
     "F1", "F18", "kill -9 of the whole tree, and one bit of the newest checkpoint flipped"
 )
@@ -76,6 +86,7 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
     assert whole.returncode == 0, whole.stderr
     shutil.copytree(tmp_path / "whole/.cache", tmp_path / "killed/.cache")  # tokenised rows
     kill_after(tmp_path / "killed", words, step=13)
+    assert watched(tmp_path / "killed")["state"] == "lost"
     newest = sorted(builders.only_run(tmp_path / "killed").glob("checkpoints/checkpoint-*"))[-1]
     if is_damaged:
         content = bytearray((newest / "model.safetensors").read_bytes())
@@ -83,6 +94,7 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
         (newest / "model.safetensors").write_bytes(content)
     again = builders.launch(tmp_path / "killed", *words)
     assert again.returncode == 0, again.stderr + again.stdout
+    assert watched(tmp_path / "killed").items() >= {"state": "complete", "step": 48}.items()
     assert (
         f"{newest.name}/model.safetensors was changed after it was written" in again.stdout
     ) == is_damaged

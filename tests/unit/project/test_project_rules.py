@@ -44,7 +44,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 LAYERS = {
     "launch": (
         *("schema", "base", "probe", "data", "predict", "queue", "recipe", "plan"),
-        *("run_folder", "render", "supervise", "report", "commands", "__main__"),
+        *("run_folder", "render", "supervise", "status", "report", "commands", "__main__"),
     ),
     "training": (
         "compat",

@@ -1,0 +1,94 @@
+"""The state of runs and cards as text of a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.text import Text
+
+from launch.base.progress import eta
+from launch.base.text import shown
+from launch.schema.machine import GIB
+from launch.status.cards import CardState
+from launch.status.runs import RunState
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_COLUMNS = 24
+STYLES = {"complete": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
+SILENT_S = 60.0  # from here on the time since the last sign of a rank is shown
+
+
+def page(runs: Sequence[RunState], cards: Sequence[CardState], waiting: Sequence[str]) -> Text:
+    """One screen: runs, those that wait, cards."""
+    lines = [line for run in runs for line in run_lines(run)] or [Text("no runs here yet")]
+    lines += [Text(shown(line)) for line in waiting]
+    lines += [Text(card_line(card)) for card in cards]
+    return Text("\n").join(lines)
+
+
+def run_lines(run: RunState) -> Iterator[Text]:
+    """One line for a run that has ended, three for one that has not; and the verdict of its last
+    failure."""
+    style = STYLES.get(run.state, "bold")
+    head = Text.assemble((shown(run.run), "bold"), "  ", (run.state, style))
+    if run.max_steps:
+        head.append(f"  step {run.step:,} of {run.max_steps:,}")
+    if run.seconds_left is not None:
+        head.append(f"  {eta(run.seconds_left).removeprefix('ETA ')} left")
+    if run.attempt > 1:
+        head.append(f"  attempt {run.attempt}")
+    if (run.silent_s or 0.0) >= SILENT_S:
+        head.append(f"  silent for {run.silent_s:.0f} s", "yellow")
+    if run.has_ended:
+        head.append(_losses(run))
+    yield head
+    if not run.has_ended:
+        if run.loss is not None:
+            speed = f"  {run.tokens_per_s:,.0f} tokens/s" if run.tokens_per_s is not None else ""
+            yield Text(f"{_losses(run)}  {curve(run.losses)}{speed}")
+        yield Text(f"  {'   '.join(_memory(run))}")
+    if run.verdict and run.state != "complete":
+        yield Text(f"  {shown(run.verdict)}", style="red" if run.has_ended else "yellow")
+
+
+def _losses(run: RunState) -> str:
+    named = {"loss": run.loss, "held out": run.eval_loss}
+    return "".join(f"  {name} {value:.4g}" for name, value in named.items() if value is not None)
+
+
+def _memory(run: RunState) -> Iterator[str]:
+    """VRAM and host RAM: now, as predicted at most, and the limit."""
+    for name, now, predicted, limit in (
+        ("VRAM", run.vram_bytes, run.vram_predicted_bytes, run.vram_total_bytes),
+        ("RAM", run.host_bytes, run.host_predicted_bytes, run.host_limit_bytes),
+    ):
+        if now or predicted:
+            taken = f"{now / GIB:.2f} GiB, " if now else ""
+            of = f" of {limit / GIB:.1f}" if limit else ""
+            yield f"{name} {taken}predicted {predicted / GIB:.2f}{of}"
+
+
+def curve(values: Sequence[float], columns: int = CURVE_COLUMNS) -> str:
+    """The course of a series in bars, oldest first; what is not finite is a blank."""
+    size = max(1, math.ceil(len(values) / columns))
+    means = [
+        sum(part) / len(part)
+        for part in (values[offset : offset + size] for offset in range(0, len(values), size))
+    ]
+    drawn = [value for value in means if math.isfinite(value)]
+    low, high = min(drawn, default=0.0), max(drawn, default=0.0)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(
+        BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in means
+    )
+
+
+def card_line(card: CardState) -> str:
+    facts = [
+        f"card {card.index} {shown(card.name)}",
+        f"{card.used_bytes / GIB:.1f} of {card.total_bytes / GIB:.1f} GiB",
+        "" if card.busy_percent is None else f"busy {card.busy_percent} %",
+        "" if card.celsius is None else f"{card.celsius} °C",
+    ]
+    return "  ".join(filter(None, facts))
