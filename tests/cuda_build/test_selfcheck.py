@@ -24,6 +24,11 @@ def findings(place: Workplace) -> dict[str, dict]:
     return {each["name"]: each for each in json.loads(file.read_text())["findings"]}
 
 
+def weights(place: Workplace) -> list[Path]:
+    """Those that checks have left on the disk."""
+    return [*(place.folder / "workspace/selfcheck").rglob("*.safetensors")]
+
+
 def test_a_card_that_another_program_uses_is_refused(tmp_path: Path):
     done = Workplace(tmp_path, Card(other_gib=3)).launch("selfcheck")
     assert done.returncode == 3, done.stdout + done.stderr
@@ -55,6 +60,7 @@ def test_a_check_that_is_cut_off_leaves_nothing_running_and_the_same_line_goes_o
     while time.monotonic() < deadline and running(place):
         time.sleep(0.5)
     assert not running(place)
+    assert not weights(place), "full, bf16 is over, and the next run has saved nothing"
 
     again = place.launch("selfcheck", "--part=1", "--minutes=1.2")
     assert again.returncode == 0, again.stdout + again.stderr
@@ -63,6 +69,7 @@ def test_a_check_that_is_cut_off_leaves_nothing_running_and_the_same_line_goes_o
     assert findings(place)["full, bf16"] == first["full, bf16"]
     page = (place.folder / "workspace/selfcheck/selfcheck.html").read_text()
     assert "full, bf16" in page and "first step" in page
+    assert {path.parts[-2] for path in weights(place)} <= {"base"}, "no check goes on from others"
 
 
 COSTS = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -66,6 +67,7 @@ class Bench:
     def prepare(self) -> None:
         """Make the folder, its rows, and the link to the user's cache."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.remove_checkpoints("*")  # of a check that was killed
         self.cache.mkdir(exist_ok=True)
         with suppress(FileExistsError):
             (self.folder / ".cache").symlink_to(self.cache)
@@ -113,8 +115,16 @@ class Bench:
 
     def run(self, name: str, changes: Changes) -> dict[str, Any]:
         """Train a recipe to its end: predicted beside measured memory of each part, and seconds of
-        a step."""
-        return measured(self.train(name, changes))
+        a step. Neither checkpoints nor the model stay."""
+        try:
+            return measured(self.train(name, changes))
+        finally:
+            shutil.rmtree(self.models / name, ignore_errors=True)
+
+    def remove_checkpoints(self, name: str) -> None:
+        """Make room on the disk: no check goes on from one."""
+        for folder in self.folder.glob(f"runs/{name}/*/checkpoints"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def train(self, name: str, changes: Changes) -> RunDir:
         """Train a recipe to its end. Raises CheckFailed and TimeoutError."""
@@ -175,6 +185,7 @@ class Child:
                 self.process.wait()
         if self.process.stdin:
             self.process.stdin.close()
+        self._bench.remove_checkpoints(self._name)
 
     def wait(self) -> None:
         """Wait for its end. Raises CheckFailed with its last lines, and TimeoutError."""
