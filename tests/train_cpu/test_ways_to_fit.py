@@ -58,12 +58,24 @@ def settings(run: Path) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("way", "shape", "ranks", "sections", "used"),
     [
-        ("MLPs in parts", "llama-tiny", 1, {"lora": {"r": 4}}, [(4, 1, True), (3, 1, True)]),
-        ("logits in parts", "llama-tiny", 1, {"lora": {"r": 4}}, [(1, 4, True), (1, 3, True)]),
         ("logits at targets", "gpt2-tiny", 1, {}, [(1, 1, True)] * 2),
         *(
             pytest.param(*values, marks=pytest.mark.modes)
             for values in (
+                (
+                    "MLPs in parts",
+                    "llama-tiny",
+                    1,
+                    {"lora": {"r": 4}},
+                    [(4, 1, True), (3, 1, True)],
+                ),
+                (
+                    "logits in parts",
+                    "llama-tiny",
+                    1,
+                    {"lora": {"r": 4}},
+                    [(1, 4, True), (1, 3, True)],
+                ),
                 ("MLPs in parts", "gpt2-tiny", 1, {}, [(4, 1, True), (3, 1, True)]),
                 ("MLPs in parts", "t5-tiny", 2, {}, [(4, 1, True), (3, 1, True)]),
                 ("logits in parts", "t5-tiny", 2, {}, [(1, 4, True), (1, 3, True)]),
