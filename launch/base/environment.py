@@ -28,6 +28,14 @@ def _is_needed(name: str) -> bool:
     return name in NAMES or (name.startswith(PREFIXES) and not SECRET_NAME.search(name))
 
 
+def of_trackers(
+    environ: Mapping[str, str], trackers: Sequence[str], more: Sequence[str] = ()
+) -> list[str]:
+    """Names of variables of a run's trackers that are not passed: they may be keys."""
+    prefixes = tuple(f"{tracker.upper()}_" for tracker in trackers)
+    return sorted(name for name in environ if name.startswith(prefixes) and name not in more)
+
+
 def unknown(environ: Mapping[str, str], more: Sequence[str] = ()) -> list[str]:
     """Names of variables that begin like those of a library of the ranks, but that it is not known
     to read, so that they are not passed."""

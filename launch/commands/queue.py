@@ -146,6 +146,8 @@ def _ask(place: Path, lease: Lease, is_held: bool) -> None:
 def _move(place: Path, moved: Lease, before: Lease) -> None:
     """Let a run come before another: both are of one user and one priority, and so are those whose
     places change between them."""
+    if moved.number == before.number:
+        raise ConfigError(f"queue move {moved.number} {before.number}: expected two runs")
     if moved.uid != before.uid or moved.record.priority != before.record.priority:
         raise ConfigError(
             f"queue move {moved.number} {before.number}: they differ in user or"

@@ -260,6 +260,12 @@ def _show_plan(
             f"not passed to the ranks, no library is known to read it: {', '.join(names)};"
             f" --launch.pass_env='[{', '.join([*recipe.launch.pass_env, *names])}]' passes it"
         )
+    passed = recipe.launch.pass_env
+    if names := environment.of_trackers(os.environ, recipe.training.report_to, passed):
+        screen.say(
+            f"not passed to the trackers: {', '.join(names)};"
+            f" --launch.pass_env='[{', '.join([*passed, *names])}]' passes it"
+        )
     leased_bytes = run_lease.leased_disk_bytes(opened.run.root, resolve.granted_leases())
     for line in disk_space.check(opened.run, recipe, plan, leased_bytes):
         screen.say(line)

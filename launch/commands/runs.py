@@ -86,7 +86,7 @@ def _watch(workspace: Workspace, arguments: Namespace) -> int:
         print(json.dumps(state, indent=1))
         return 0
     console = Console()
-    if arguments.once or not sys.stdout.isatty():
+    if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
         console.print(watcher.page(), soft_wrap=True)
         return 0
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
+import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -88,6 +90,11 @@ def no_varlen_attn() -> str | None:
     return f"torch {installed} has no varlen_attn with grouped heads; {expected} has it"
 
 
+def pip_install(requirement: str) -> str:
+    """The line that installs a package for the Python that runs this."""
+    return f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(requirement)}"
+
+
 def refuse_missing(recipe: Recipe) -> None:
     """Raises ResourceError if a package that the recipe needs is not installed."""
     for package, key in {
@@ -96,7 +103,7 @@ def refuse_missing(recipe: Recipe) -> None:
     }.items():
         if key and find_spec(package) is None:
             raise ResourceError(
-                f"{key} needs the package {package}, which is not installed; pip install {package}"
+                f"{key} needs the package {package}, which is not installed; {pip_install(package)}"
             )
     for tracker in recipe.training.report_to:
         _refuse_tracker(tracker, recipe.launch.pass_env)
@@ -107,12 +114,12 @@ def _refuse_tracker(tracker: Tracker, pass_env: Sequence[str]) -> None:
     key = f"training.report_to: {tracker}"
     if find_spec(tracker) is None:
         raise ResourceError(
-            f"{key} is not installed; pip install '{PIP_NAMES.get(tracker, tracker)}'"
+            f"{key} is not installed; {pip_install(PIP_NAMES.get(tracker, tracker))}"
         )
     if tracker == "swanlab" and numbers(installed := version(tracker))[:2] >= WITHOUT_NO_RUN:
         raise ResourceError(
-            f"{key} {installed} does not work with the callback of transformers; pip install"
-            f" '{PIP_NAMES[tracker]}'"
+            f"{key} {installed} does not work with the callback of transformers;"
+            f" {pip_install(PIP_NAMES[tracker])}"
         )
     for name in UPLOADS:
         if name in pass_env:

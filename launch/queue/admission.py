@@ -155,7 +155,7 @@ def notes(leases: Sequence[Lease]) -> tuple[str, ...]:
     if not leases:
         return ()
     parts = [f"{lease.name} {_sizes(lease)}" for lease in leases]
-    return (f"planned beside the leases of {'; '.join(parts)}",)
+    return (f"planned beside the leases of {'; '.join(parts)} (--launch.wait waits for their end)",)
 
 
 def sizes(needs: Needs) -> str:

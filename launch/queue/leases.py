@@ -155,7 +155,13 @@ def folder() -> Path:
                 f"LOWMEM_LEASES {named!r}: holds a control character; name another folder"
             )
         path = Path(named).absolute()
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ResourceError(
+                f"LOWMEM_LEASES {named}: no folder for leases can be made there"
+                f" ({error.strerror}); name another one"
+            ) from error
         return path
     problems = []
     for path in FOLDERS:

@@ -12,6 +12,7 @@ from launch.schema.machine import Machine
 from launch.schema.plan import MULTIPLE, Change, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.result import RunResult
+from launch.schema.training_section import TENSORBOARD
 
 WORTH_A_WORD = 0.1  # of what a step computes, saved
 STATES = ("weights", "gradients", "optimizer")
@@ -384,4 +385,5 @@ def _success_lines(
         yield f"  note       {result.note}"
     if chat:
         yield f"  chat       {chat}"
-    yield f"  run        {result.run_dir} (report.html, tensorboard)"
+    files = ["report.html", *(name for name in recipe.training.report_to if name == TENSORBOARD)]
+    yield f"  run        {result.run_dir} ({', '.join(files)})"

@@ -6,7 +6,7 @@ import math
 import re
 from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -171,6 +171,11 @@ class LaunchSection(Section):
     def wait_s(self) -> float:
         """The longest wait for memory."""
         return math.inf if isinstance(self.wait, bool) else self.wait * 3600
+
+    @field_validator("after", "not_before", mode="before")
+    @classmethod
+    def typed_without_quotes(cls, value: Any) -> Any:
+        return str(value) if type(value) is int else value  # YAML reads 7 as a number
 
     @field_validator("not_before")
     @classmethod

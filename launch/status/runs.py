@@ -19,6 +19,7 @@ from launch.supervise import heartbeats
 
 # lost: neither its launcher nor a word about its end is there
 State = Literal[
+    "waiting",  # for memory, or for another run
     "starting",
     "tokenising",
     "loading",
@@ -121,7 +122,7 @@ class RunFiles:
             vram_total_bytes=last.vram_total_bytes if last else 0,
             host_bytes=last.host_pss_bytes if last else 0,
             silent_s=self._silent_s(beat) if beat and not has_ended else None,
-            verdict=self._verdict(attempts),
+            verdict=self._verdict(attempts, state),
             **self._planned,
         )
 
@@ -201,10 +202,13 @@ class RunFiles:
             return None
         return max(0.0, time.monotonic() - beat.monotonic_s)
 
-    def _verdict(self, attempts: list[AttemptDir]) -> str:
-        """The cause of the newest failure of an attempt; "" if none failed."""
-        for attempt in reversed(attempts):
+    def _verdict(self, attempts: list[AttemptDir], state: State) -> str:
+        """The cause of the end of a run that has ended, or of the attempt before the one that runs
+        now; "" if none failed. A stop is the user's own: it is no reason to say it again later."""
+        newest = attempts[-1:] if state in ENDED else attempts[-2:-1]
+        for attempt in newest:
             end = files.read_or_none(attempt.supervisor_file, AttemptEnd)
-            if end and end.failure:
+            is_old_stop = state not in ENDED and end and end.exit_code in STOPPED_CODES
+            if end and end.failure and not is_old_stop:
                 return f"attempt {attempt.number}: {end.failure.cause} (exit code {end.exit_code})"
         return ""

@@ -65,8 +65,8 @@ def _memory(run: RunState) -> Iterator[str]:
     ):
         if now or predicted:
             taken = f"{now / GIB:.2f} GiB, " if now else ""
-            of = f" of {limit / GIB:.1f}" if limit else ""
-            yield f"{name} {taken}predicted {predicted / GIB:.2f}{of}"
+            of = f", {limit / GIB:.1f} in all" if limit else ""
+            yield f"{name} {taken}predicted {predicted / GIB:.2f} GiB{of}"
 
 
 def curve(values: Sequence[float], columns: int = CURVE_COLUMNS) -> str:

@@ -141,13 +141,14 @@ class Blocked:
         if launch.after is None or self._is_number:
             self._check_number()
             return
-        folder = workspace.root / launch.after
-        if not folder.is_dir():
+        folder = (workspace.root / launch.after).resolve()
+        leased = [lease.record.run for lease in leases.live(place) if lease.is_own]
+        if not (RunDir(folder).attempts() or str(folder) in leased):
             raise ConfigError(
                 f"launch.after {launch.after}: no run has that folder; give runs/<recipe>/<time>,"
                 " or a number of python -m launch queue"
             )
-        self._after = str(folder.resolve())
+        self._after = str(folder)
 
     def reason(self, own: OwnLease) -> str:
         """The reason of now; "" if there is none."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -28,8 +29,8 @@ logger = logging.getLogger("lowmem")
 FINISH_S = 60.0  # for what has not been sent when training ends
 # how a tracker works without its service, and the line that sends its figures later
 OFFLINE: Mapping[Tracker, tuple[dict[str, str], str]] = {
-    "wandb": ({"WANDB_MODE": "offline"}, "wandb sync {run}/wandb/offline-run-*"),
-    "swanlab": ({"SWANLAB_MODE": "offline"}, "swanlab sync {run}/swanlog/run-*"),
+    "wandb": ({"WANDB_MODE": "offline"}, "{programs}/wandb sync {run}/wandb/offline-run-*"),
+    "swanlab": ({"SWANLAB_MODE": "offline"}, "{programs}/swanlab sync {run}/swanlog/run-*"),
 }
 
 
@@ -70,6 +71,9 @@ class TrackerCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         def begin() -> None:
+            if self._name == "swanlab" and "SWANLAB_MODE" not in os.environ:
+                # after a start without key or network it could not start again
+                import_module("swanlab").login()
             callback = INTEGRATION_TO_CALLBACK[self._name]()
             callback.on_train_begin(args, state, control, **kwargs)
             self._callback = callback
@@ -87,7 +91,7 @@ class TrackerCallback(TrainerCallback):
             if not (again := _failure(begin)):
                 logger.warning(
                     "training.report_to: %s works offline (%s); later: %s",
-                    *(self._name, error, later.format(run=self._run.root)),
+                    *(self._name, error, _line(later, self._run)),
                 )
             error = again
         self._leave_out_after(error)
@@ -127,6 +131,10 @@ class TrackerCallback(TrainerCallback):
                 "training.report_to: %s fails and is left out of the rest of this start: %s",
                 *(self._name, error),
             )
+
+
+def _line(later: str, run: RunDir) -> str:
+    return later.format(programs=Path(sys.executable).parent, run=run.root)
 
 
 def _failure(call: Callable[[], None]) -> str | None:

@@ -162,7 +162,7 @@ def test_a_tracker_that_fails_is_a_line_and_the_run_ends_as_without_it(tmp_path,
     )
     training = {"max_steps": 6, "save_steps": 4, "logging_steps": 1}
     ended = {}
-    for report_to in ("[wandb, mlflow]", "none"):
+    for report_to in ("[wandb, mlflow, swanlab]", "none"):
         folder = tmp_path / re.sub(r"\W", "", report_to)
         done = builders.launch(
             folder / "h",
@@ -173,14 +173,19 @@ def test_a_tracker_that_fails_is_a_line_and_the_run_ends_as_without_it(tmp_path,
         ended[report_to] = (done, losses(builders.only_run(folder / "h")))
     (failing, measured), (plain, expected) = ended.values()
     lines = [line for line in failing.stdout.splitlines() if "training.report_to: " in line]
-    assert len(lines) == 2, failing.stdout
+    assert len(lines) == 3, failing.stdout
     assert "wandb works offline (CommError" in lines[0]
-    assert "wandb sync " in lines[0]
+    assert f"later: {Path(sys.executable).parent}/wandb sync " in lines[0]
     assert "mlflow fails and is left out of the rest of this start: MlflowException" in lines[1]
+    assert "swanlab works offline (KeyFileError" in lines[2]
     assert "0" * 40 not in failing.stdout
     assert "training.report_to: " not in plain.stdout
     assert measured == expected
-    assert len(of_wandb(builders.only_run(tmp_path / "wandbmlflow" / "h"), packages)) == 6
+    run = builders.only_run(tmp_path / "wandbmlflowswanlab" / "h")
+    assert len(of_wandb(run, packages)) == 6
+    (kept,) = run.glob("swanlog/run-*/backup.swanlab")
+    assert kept.read_bytes().count(b"train/loss") >= 2
+    assert "tensorboard" not in failing.stdout.splitlines()[-1]
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(tmp_path):
@@ -189,5 +194,6 @@ def test_a_tracker_that_is_not_installed_is_refused_with_what_to_install(tmp_pat
     )
     assert done.returncode == 3
     assert done.stderr == (
-        "error: training.report_to: wandb is not installed; pip install 'wandb'\n"
+        "error: training.report_to: wandb is not installed;"
+        f" {sys.executable} -m pip install wandb\n"
     )

@@ -65,6 +65,7 @@ def test_runs_are_listed_and_those_that_wait_are_moved_held_released_and_cancell
     ]
     assert facts[2]["needs"]["host_bytes"] == 7 * GIB
 
+    assert queue(capsys, "move", "3", "3") == (2, "error: queue move 3 3: expected two runs\n")
     assert queue(capsys, "move", "3", "2") == (0, "run 3 comes before run 2\n")
     lines_until(second, "behind run 3 of ")
     assert queue(capsys, "hold", "3")[0] == 0

@@ -116,7 +116,10 @@ def test_a_run_waits_for_a_time_and_for_another_run(tmp_path, hold, monkeypatch)
         reason(after="2")
     with pytest.raises(ConfigError, match=r"launch.after runs/tiny/1: no run has that folder"):
         reason(after="runs/tiny/1")
-    (tmp_path / "runs/tiny/1").mkdir(parents=True)
+    (tmp_path / "runs/tiny").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"launch.after runs/tiny: no run has that folder"):
+        reason(after="runs/tiny")
+    (tmp_path / "runs/tiny/1/attempts/01").mkdir(parents=True)
     assert reason(after="runs/tiny/1") == ""
     with leases.admission(tmp_path) as begin:
         run = str(tmp_path / "runs/tiny/1")

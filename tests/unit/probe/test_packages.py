@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 from pydantic import ValidationError
 
+from launch.base import environment
 from launch.base.errors import ResourceError
 from launch.probe import packages
 from launch.schema.training_section import TrainingSection
@@ -57,8 +58,14 @@ def test_a_swanlab_whose_functions_raise_without_a_run_is_named_with_one_that_wo
     assert refusal(monkeypatch, "swanlab", "0.7.20") == ""
     assert refusal(monkeypatch, "swanlab", "0.10.3") == (
         "training.report_to: swanlab 0.10.3 does not work with the callback of transformers;"
-        " pip install 'swanlab<0.8'"
+        f" {sys.executable} -m pip install 'swanlab<0.8'"
     )
+
+
+def test_variables_of_a_runs_trackers_that_are_not_passed_are_named():
+    environ = {"WANDB_API_KEY": "x", "WANDB_PROJECT": "y", "MLFLOW_TRACKING_URI": "z", "HOME": "/"}
+    named = environment.of_trackers(environ, ("tensorboard", "wandb"), ("WANDB_PROJECT",))
+    assert named == ["WANDB_API_KEY"]
 
 
 @pytest.mark.parametrize("name", packages.UPLOADS)

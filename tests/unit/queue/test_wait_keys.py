@@ -50,6 +50,12 @@ def test_a_text_that_is_no_time_is_refused_with_an_example(text):
         LaunchSection(not_before=text)
 
 
+def test_a_number_needs_no_quotes():
+    assert LaunchSection.model_validate({"after": 7}).after == "7"
+    with pytest.raises(ValidationError, match=r"22 is no time"):
+        LaunchSection.model_validate({"not_before": 22})
+
+
 @pytest.mark.parametrize("keys", [{"after": "3"}, {"not_before": "22:30"}])
 def test_a_run_that_comes_after_another_waits_for_memory_too(keys):
     assert LaunchSection(**keys).waits

@@ -6,16 +6,22 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 from launch.base import files, locks, processes
+from launch.base.errors import ConfigError, ResourceError
+from launch.base.workspace import Workspace
+from launch.queue import leases
+from launch.queue.leases import Needs
 from launch.run_folder.layout import RunDir
 from launch.schema.result import AttemptEnd, Failure, HeldOut, StepEvent
 from launch.status import runs, screen
 from launch.status.cards import CardState
+from launch.status.watcher import Watcher
 
 EVENT = StepEvent(
     step=1,
@@ -119,6 +125,53 @@ def test_between_two_attempts_it_is_starting_and_says_what_ended_the_last(run):
     assert found.verdict == "attempt 1: CUDA ran out (exit code 12)"
 
 
+def test_what_ended_an_older_attempt_is_no_verdict_on_a_later_one(run):
+    end(run, 75, "stopped by SIGTERM")
+    run.new_attempt()
+    with locks.lock(run.lock_file, "it"):
+        assert runs.RunFiles(run).state().verdict == ""
+    lost = runs.RunFiles(run).state()
+    assert (lost.state, lost.verdict) == ("lost", "")
+
+
+@pytest.fixture
+def watcher(run, tmp_path, monkeypatch) -> Callable[..., Watcher]:
+    monkeypatch.setenv("LOWMEM_LEASES", str(tmp_path / "leases"))
+    run.plan_file.write_text("{}", encoding="utf-8")
+    return lambda named=None: Watcher(Workspace(tmp_path), named)
+
+
+def test_a_run_that_waits_is_waiting_whatever_its_files_lack(run, watcher, monkeypatch):
+    record = leases.boot_record(state="waiting", needs=Needs(0), run=str(run.root), recipe="tiny")
+    waiting = [leases.Lease(2, os.geteuid(), 1, record)]
+    monkeypatch.setattr(leases, "live", lambda place: waiting)
+    for watched in (watcher(), watcher("tiny"), watcher(str(run.root))):
+        assert [state.state for state in watched.runs()] == ["waiting"]
+        assert "tiny" in watched.waiting()[0]
+    waiting.clear()
+    assert [state.state for state in watcher().runs()] == ["lost"]
+    assert watcher().waiting() == []
+
+
+@pytest.mark.parametrize("name", ["other", "*", "**", "/nowhere", "runs/tiny", "a\x1b[31m"])
+def test_a_name_of_no_run_is_refused(watcher, name):
+    with pytest.raises(ConfigError, match="expected a recipe that has run in"):
+        watcher(name)
+
+
+def test_a_dry_run_is_no_run(run, watcher):
+    dry_run = run.root.rename(run.root.parent / "dry-run")
+    with pytest.raises(ConfigError, match="expected a recipe"):
+        watcher(str(dry_run))
+
+
+def test_where_no_folder_of_leases_can_be_made_there_are_none(run, watcher, monkeypatch):
+    monkeypatch.setenv("LOWMEM_LEASES", "/dev/null/leases")
+    assert watcher().waiting() == []
+    with pytest.raises(ResourceError, match="LOWMEM_LEASES /dev/null/leases: no folder"):
+        leases.folder()
+
+
 def test_steps_are_read_as_they_are_written_and_their_pace_says_what_is_left(run):
     watched = runs.RunFiles(run)
     with locks.lock(run.lock_file, "it"):
@@ -136,7 +189,7 @@ def test_steps_are_read_as_they_are_written_and_their_pace_says_what_is_left(run
     text = screen.page([found], [], []).plain
     assert "step 12 of 1,000  0:32:56 left" in text
     assert "loss 2  ████" in text
-    assert "VRAM 3.00 GiB, predicted 0.00 of 20.0" in text
+    assert "VRAM 3.00 GiB, predicted 0.00 GiB, 20.0 in all" in text
 
 
 def test_a_long_file_of_steps_is_read_from_its_end(run):
