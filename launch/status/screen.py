@@ -47,7 +47,8 @@ def run_lines(run: RunState) -> Iterator[Text]:
         if run.loss is not None:
             speed = f"  {run.tokens_per_s:,.0f} tokens/s" if run.tokens_per_s is not None else ""
             yield Text(f"{_losses(run)}  {curve(run.losses)}{speed}")
-        yield Text(f"  {'   '.join(_memory(run))}")
+        if memory := "   ".join(_memory(run)):
+            yield Text(f"  {memory}")
     if run.verdict and run.state != "complete":
         yield Text(f"  {shown(run.verdict)}", style="red" if run.has_ended else "yellow")
 

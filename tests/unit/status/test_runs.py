@@ -148,6 +148,7 @@ def test_a_run_that_waits_is_waiting_whatever_its_files_lack(run, watcher, monke
     for watched in (watcher(), watcher("tiny"), watcher(str(run.root))):
         assert [state.state for state in watched.runs()] == ["waiting"]
         assert "tiny" in watched.waiting()[0]
+        assert screen.page(watched.runs(), [], []).plain == "tiny/20260101-000000  waiting"
     waiting.clear()
     assert [state.state for state in watcher().runs()] == ["lost"]
     assert watcher().waiting() == []
