@@ -106,8 +106,8 @@ def num_ranks(mode: str) -> int:
 
 
 def processor() -> str:
-    """What decides the bits of a sum beside the code: the processor's kind and instructions, and
-    torch's version."""
+    """Identity of all that decides the bits of a sum beside the code: the processor's kind and
+    instructions, and torch's version."""
     described = Path("/proc/cpuinfo").read_text("utf-8").partition("\n\n")[0].splitlines()
     names = ("vendor_id", "cpu family", "model", "flags")
     facts = [line for line in described if line.partition(":")[0].strip() in names]
@@ -188,7 +188,7 @@ def judged(child: Start, event: Row) -> list[str]:
 
 
 def stacks(child: Start) -> str:
-    """Where the processes of a start stand; a rank writes its stacks when it is asked."""
+    """Processes of a start that does not end, and the stacks that its ranks write when asked."""
     family = descendants(child)
     named = [str(one) for one in family]  # pid, name, status
     for one in family:

@@ -145,7 +145,7 @@ def _reap(children: set[int], seen: Seen) -> None:
 
 
 def _check(place: Path, seen: Seen) -> None:
-    """What is granted fits side by side."""
+    """Check that granted leases fit side by side."""
     with leases.admission(place):  # nothing is granted meanwhile
         granted, _ = starts.split(leases.live(place))
     leased = sum(lease.record.needs.host_bytes for lease in granted)

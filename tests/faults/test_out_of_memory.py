@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,22 +195,6 @@ def test_what_changes_the_result_is_given_up_only_where_allowed_and_starts_over(
         plans = sorted(child.workspace.glob("runs/*/*/plan.json"))
         assert len(plans) > 1, "the shorter rows were trained in the same run"
         assert RunDir(plans[-1].parent).read_recipe().data.max_length == 128
-
-
-@pytest.fixture
-def cgroup() -> Iterator[Path]:
-    group = Path("/sys/fs/cgroup/memory") / f"lowmem-test-{time.monotonic_ns()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    yield group
-    for _ in range(50):
-        try:
-            group.rmdir()
-            break
-        except OSError:
-            time.sleep(0.1)
 
 
 @pytest.fixture

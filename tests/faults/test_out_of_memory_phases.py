@@ -4,8 +4,6 @@ ends a process, the verdict names the part, and with more memory the same line g
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +37,12 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def cgroup() -> Iterator[Path]:
-    group = Path("/sys/fs/cgroup/memory") / f"lowmem-test-{time.monotonic_ns()}"
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no cgroup can be made here: {error}")
-    yield group
-    for _ in range(50):
-        try:
-            group.rmdir()
-            break
-        except OSError:
-            time.sleep(0.1)
-
-
 def limit(group: Path, limit_bytes: int) -> None:
     (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
 
 
 def kills(group: Path) -> int:
-    """How often the kernel has ended a process in it for want of memory."""
+    """Number of processes in it that the kernel has ended for want of memory."""
     lines = (group / "memory.oom_control").read_text().splitlines()
     return int(dict(line.split() for line in lines)["oom_kill"])
 

@@ -25,7 +25,7 @@ import sys, time
 taken = bytearray(int(sys.argv[1]))
 taken[::4096] = b"1" * len(taken[::4096])
 print("taken", flush=True)
-time.sleep(600)
+time.sleep(600)  # the test kills it; one whose test died ends by itself
 """
 
 

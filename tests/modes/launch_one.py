@@ -57,7 +57,7 @@ def changed(
     change: Callable[[Plan, Recipe, Shapes], Plan],
     shim: Path,
 ) -> int:
-    """What `python -m launch run` does, with the plan of DDP changed."""
+    """Steps of `python -m launch run`, with the plan of DDP changed."""
     compile_caches.settle()
     choice = resolve(recipe_file, [*overrides, "--launch.mode=multi_cpu"])
     plan = change(choice.plan, choice.recipe, choice.context.parameters)

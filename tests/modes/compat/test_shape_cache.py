@@ -50,6 +50,7 @@ def content(log: Log) -> list[Any]:
 def test_a_step_is_the_same_with_torchs_own_keys(training, monkeypatch):
     shape, sections = TRAININGS[training]
     short = traced(shape, **sections)
+    # the reference: torch's own way, which is taken without ours
     monkeypatch.setattr(fake_private, "short_cache", lambda: [])
     assert content(traced(shape, **sections)) == content(short)
 

@@ -124,6 +124,7 @@ def test_the_folder_of_a_machine_is_open_to_all_its_users(tmp_path, monkeypatch)
     monkeypatch.delenv("LOWMEM_LEASES")
     shared, squatted = tmp_path / "shared", tmp_path / "squatted"
     squatted.mkdir(0o700)
+    # not the machine's own folders
     monkeypatch.setattr(leases, "FOLDERS", (tmp_path / "missing" / "lowmem", squatted, shared))
     before = os.umask(0o077)
     try:

@@ -43,6 +43,7 @@ def refusal(monkeypatch, tracker: str, installed: str, *pass_env: str) -> str:
     module = ModuleType(tracker)
     module.__spec__ = sys.__spec__
     monkeypatch.setitem(sys.modules, tracker, module)
+    # two versions of one package cannot be installed; test_trackers.py runs the real ones
     monkeypatch.setattr(packages, "version", lambda package: installed)
     recipe = builders.recipe_of(
         training={"report_to": tracker}, launch={"pass_env": list(pass_env)}

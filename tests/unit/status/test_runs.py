@@ -144,6 +144,7 @@ def watcher(run, tmp_path, monkeypatch) -> Callable[..., Watcher]:
 def test_a_run_that_waits_is_waiting_whatever_its_files_lack(run, watcher, monkeypatch):
     record = leases.boot_record(state="waiting", needs=Needs(0), run=str(run.root), recipe="tiny")
     waiting = [leases.Lease(2, os.geteuid(), 1, record)]
+    # of real processes: tests/process/queue; leases of this process are not among those read
     monkeypatch.setattr(leases, "live", lambda place: waiting)
     for watched in (watcher(), watcher("tiny"), watcher(str(run.root))):
         assert [state.state for state in watched.runs()] == ["waiting"]
