@@ -1,5 +1,5 @@
 """`python -m launch queue`: the runs of this machine that have or wait for a lease, and what their
-user may change: cancel, hold, release, move."""
+user may change: cancel, hold, release, move, yield."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.commands import recipe_arguments
 from launch.queue import admission, leases, starts
 from launch.queue.leases import Asked, Lease
 
-ACTIONS = ("cancel", "hold", "release", "move")
+ACTIONS = ("cancel", "hold", "release", "move", "yield")
 STATES = {"granted": "runs", "waiting": "waits", "blocked": "blocked"}
 ROW = "{:>4}  {:<10} {:>8}  {:<8} {:>8}  {:>11}  {:<16} {:<12} {}"
 HEAD = ("run", "user", "process", "state", "priority", "host RAM", "VRAM", "since", "recipe")
@@ -27,7 +27,7 @@ HEAD = ("run", "user", "process", "state", "priority", "host RAM", "VRAM", "sinc
 
 def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     parser = recipe_arguments.add_simple_parser(
-        subparsers, verb, "list the runs that have or wait for memory; cancel, hold or move yours"
+        subparsers, verb, "list the runs that have or wait for memory; change yours"
     )
     parser.add_argument("action", nargs="?", choices=ACTIONS, help="none: list them")
     parser.add_argument(
@@ -56,6 +56,8 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         _cancel(place, runs[0])
     elif action == "move":
         _move(place, *runs)
+    elif action == "yield":
+        _yield(place, runs[0])
     else:
         _ask(place, runs[0], is_held=action == "hold")
     return 0
@@ -113,8 +115,14 @@ def _own_run(place: Path, action: str, text: str) -> Lease:
             f"queue {action} {text}: it is a run of {leases.user_name(lease.uid)}; only that user"
             " and root may change it"
         )
-    if action != "cancel" and lease.record.state == "granted":
-        raise ConfigError(f"queue {action} {text}: it runs already; queue cancel {text} stops it")
+    runs = lease.record.state == "granted"
+    if runs and action not in ("cancel", "yield"):
+        raise ConfigError(
+            f"queue {action} {text}: it runs already; queue yield {text} lets it wait again, queue"
+            f" cancel {text} stops it"
+        )
+    if action == "yield" and not runs:
+        raise ConfigError(f"queue yield {text}: it waits already; queue move changes its place")
     return lease
 
 
@@ -141,6 +149,13 @@ def _ask(place: Path, lease: Lease, is_held: bool) -> None:
     asked = Asked(is_held, lease.record.place)
     leases.write_asked(place, lease, asked)
     print(f"run {lease.number} {'is held until queue release' if is_held else 'is released'}")
+
+
+def _yield(place: Path, lease: Lease) -> None:
+    """Ask a run to save a checkpoint and to wait behind all runs that wait now."""
+    last = leases.last_number(place)
+    leases.write_asked(place, lease, Asked(place=last + 1, is_yielded=True))
+    print(f"run {lease.number} saves a checkpoint and waits for memory again")
 
 
 def _move(place: Path, moved: Lease, before: Lease) -> None:

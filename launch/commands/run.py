@@ -31,7 +31,15 @@ from launch.report import first_screen, text
 from launch.run_folder import disk_space, layout
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RunDir
-from launch.supervise import oom_record, run_lease, show_rows, stop_signals, tokenising
+from launch.schema.result import RunResult
+from launch.supervise import (
+    failures,
+    oom_record,
+    run_lease,
+    show_rows,
+    stop_signals,
+    tokenising,
+)
 from launch.supervise.screen import Screen
 
 
@@ -115,9 +123,31 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool) -> in
         if start.oom_history.ran_out and not opened.run.evidence_file.exists():
             oom_record.write(opened.run, start.oom_history.ran_out)
         screen.log_to(*logs)
+        choice, result = _train(start, choice, opened, resume, new_run)
+        return ending.report(facts.workspace, choice, result, screen)
+
+
+def _train(
+    start: Start,
+    choice: Choice,
+    opened: run_resume.Start,
+    resume: str,
+    new_run: Callable[[], RunDir],
+) -> tuple[Choice, RunResult]:
+    """Run attempts to the end of the run; where it yields, wait for memory and go on."""
+    while True:
         attempts = Attempts(start, choice, opened.run)
-        result = attempts.until_end()
-        return ending.report(facts.workspace, attempts.choice, result, screen)
+        result, run = attempts.until_end(), attempts.run
+        if result.failure is None or result.failure.kind != failures.YIELDED:
+            return attempts.choice, result
+        start.screen.say(result.failure.cause)
+        own = str(run.root) if run.last_step() else resume
+        wait = start.signals.interrupting(_wait)
+        choice, opened = wait(start, attempts.choice, replace(opened, run=run), own, new_run)
+        for line in [*text.planned_lines(choice.plan), opened.line]:
+            start.screen.say(line)
+        if opened.run.root != run.root:
+            start.locks.enter_context(layout.run_lock(opened.run))
 
 
 def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str]) -> float | None:

@@ -84,10 +84,11 @@ class Record:
 
 @dataclass(frozen=True)
 class Asked:
-    """Changes that its user asks of a run that waits, in a file beside its lease."""
+    """Changes that its user asks of a run, in a file beside its lease."""
 
     is_held: bool = False
     place: Annotated[int, Field(ge=0, le=10**9)] = 0
+    is_yielded: bool = False  # it is to save and wait behind those that wait now
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,16 @@ class OwnLease:
         if record != self.record:
             self.record = record
             os.pwrite(self._file, _content(record), 0)
+
+    def is_yielded(self) -> bool:
+        """True if its user has asked it to give its memory to those that wait."""
+        return read_asked(self.path).is_yielded
+
+    def settle_yield(self) -> None:
+        """Take back the request to yield, which is done; its new place in the order stays."""
+        asked = read_asked(self.path)
+        if asked.is_yielded:
+            files.write_json(_asked_path(self.path), replace(asked, is_yielded=False))
 
     def release(self) -> None:
         """End the lease, unless that is done."""
@@ -236,7 +247,7 @@ def lease_path(place: Path, number: int) -> Path:
 
 
 def write_asked(place: Path, lease: Lease, asked: Asked) -> None:
-    """Ask a run that waits for changes; its process reads them at its next look."""
+    """Ask a run for changes; its process reads them at its next look."""
     path = _asked_path(lease_path(place, lease.number))
     files.write_json(path, asked)
     if os.geteuid() != lease.uid:

@@ -113,6 +113,7 @@ def wait(
         with leases.admission(place) as begin:
             if lease is None:
                 lease = begin(replace(record, state="waiting", cards=()))
+            lease.settle_yield()
             lease.write(state="waiting", needs=record.needs, taken=record.taken, cards=())
         while True:
             with leases.admission(place):

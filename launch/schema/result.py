@@ -212,6 +212,7 @@ class AttemptRecord:
     hang: str = ""  # the silent rank, the section that it was in, and for how long
     # why the host's RAM was about to run out, if the ranks were stopped for that
     pressure: str = ""
+    is_yielded: bool = False  # they were stopped for the runs that wait for memory
     # pids of ranks that the supervisor ended, since another had ended before them
     ended_ranks: tuple[int, ...] = ()
     silent_ranks: tuple[tuple[int, int], ...] = ()  # (rank, pid) of ranks that wrote no error

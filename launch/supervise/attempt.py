@@ -50,14 +50,15 @@ def run(
     command: Command,
     screen: Screen,
     check: Callable[[SecondStep], bool] = lambda measured: True,
-    hold: Callable[[int], None] = lambda host_bytes: None,
+    hold: Callable[[int], bool] = lambda host_bytes: False,
     signals: StopSignals | None = None,
     end_s: float | None = None,
 ) -> RunResult:
     """Start the ranks of an attempt and watch them to their end.
 
     `check` gets the memory of the second step; if it returns False the ranks are ended, and the
-    result, which is no failure, asks to plan again. `hold` gets the job's host RAM each second.
+    result, which is no failure, asks to plan again. `hold` gets the job's host RAM each second, and
+    returns True if the run is to yield its memory.
     `signals` collects signals for several attempts; `end_s` is the time on the monotonic clock at
     which they must be over."""
     strategy = attempt.read_plan().strategy
@@ -113,6 +114,7 @@ def result_of(
         preempted=None if completed else outcome,
         hang=ended.hang,
         pressure=ended.pressure,
+        is_yielded=ended.is_yielded,
         ended_ranks=tuple(ended.ended_ranks),
         # not the process that tokenises, which has a rank's place
         silent_ranks=tuple(
@@ -129,7 +131,7 @@ def result_of(
             failure, section=heartbeats.section_of_the_first(beats, record.rank_errors)
         )
     # a stop before there was a rank to write it
-    if outcome is None and failure is not None and failure.kind == "stopped":
+    if outcome is None and failure is not None and failure.kind in ("stopped", failures.YIELDED):
         files.write_json(attempt.outcome_file, Outcome(complete=False, ended="preempted"))
     notes = []
     if ended.unkillable:

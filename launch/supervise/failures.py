@@ -62,6 +62,7 @@ STEP = re.compile(r"  step \d+/\d+  epoch ")
 # kinds that a card's failure leaves behind
 OF_A_CARD = ("hang", "crash", "unknown", "signal", "nccl", "collective_timeout", "driver")
 STOPPED = "Stopped"  # errors.Stopped, as ranks write it
+YIELDED = "yielded"  # the kind of an end that waits for memory again
 CONTINUE = "run the same line again to continue"
 
 
@@ -109,6 +110,9 @@ def _cause(record: AttemptRecord) -> Failure:
         return Failure("hang", 7, f"{record.hang}{_saved(record)}", "its heartbeat file", fix)
     if record.stopped_by is not None:
         return stopped(record.stopped_by, _saved(record))
+    if record.is_yielded:
+        cause = f"gave its memory to the runs that wait{_saved(record)}"
+        return Failure(YIELDED, 75, cause, "python -m launch queue yield", CONTINUE)
     if _has_stopped(record):
         return _preempted(record)
     return _fallen(record)

@@ -85,16 +85,23 @@ class RunLease:
             record = self._record(choice, run)
             self._own.write(needs=record.needs, taken=record.taken, cards=record.cards)
 
-    def hold_taken(self, choice: Choice, run: RunDir, host_bytes: int) -> None:
-        """Write what the ranks take of host RAM and the disk."""
+    def hold_taken(self, choice: Choice, run: RunDir, host_bytes: int) -> bool:
+        """Write what the ranks take of host RAM and the disk. True: the run is to yield."""
         if self._own is None:
-            return
+            return False
         now = time.monotonic()
         if now - self._stored_at > STORED_INTERVAL_S:
             self._stored_at = now
             self._stored_bytes = disk_space.stored_bytes(run, choice.recipe, choice.plan)
         card_bytes = self._own.record.taken.card_bytes
         self._own.write(taken=Taken(host_bytes, card_bytes, self._stored_bytes))
+        if not self._own.is_yielded():
+            return False
+        if choice.recipe.launch.nodes > 1:
+            self._say("queue yield: a run of several machines cannot wait; it goes on")
+            self._own.settle_yield()
+            return False
+        return True
 
     def hold_measured(self, choice: Choice, measured: SecondStep) -> None:
         """Hold what the second step took, and what is predicted of evaluation and saving, instead

@@ -42,6 +42,7 @@ class Ended:
     is_refuted: bool = False  # the second step took more than was planned
     hang: str = ""  # which rank was silent, where and how long
     pressure: str = ""  # why the host's RAM was about to run out
+    is_yielded: bool = False  # its user gave its memory to the runs that wait
     # pids of ranks that ran on after another rank had ended, and were ended here
     ended_ranks: list[int] = field(default_factory=list)
     unkillable: list[int] = field(default_factory=list)
@@ -60,7 +61,7 @@ class RankWatcher:
         launch: LaunchSection,
         host_limit_bytes: int,
         check: Callable[[SecondStep], bool],
-        hold: Callable[[int], None],
+        hold: Callable[[int], bool],
     ) -> None:
         self._run, self._attempt, self._screen, self._signals = run, attempt, screen, signals
         self._launch, self._host_limit_bytes = launch, host_limit_bytes
@@ -124,7 +125,9 @@ class RankWatcher:
         # measured on both sides of the job: what it takes or frees meanwhile is not others' memory
         before = machine.host_available()[0]
         job, highest = processes.job_pss_bytes(os.getpid())
-        self._hold(job)
+        if self._hold(job) and not self._ended.is_yielded:
+            self._ended.is_yielded = True
+            self._screen.say("queue yield: saving a checkpoint, then waiting for memory again")
         self._ended.host_peak_bytes = max(self._ended.host_peak_bytes, highest)
         for_job = job + max(before, machine.host_available()[0])
         self._ended.host_left_bytes = min(self._ended.host_left_bytes or for_job, for_job)
@@ -147,7 +150,8 @@ class RankWatcher:
         if self._signals.save and beats:
             self._signals.save = False
             processes.send(beats[0].pid, signal.SIGUSR2)
-        if self._signals.stop is None and not self._ended.pressure:
+        ended = self._ended
+        if self._signals.stop is None and not ended.pressure and not ended.is_yielded:
             return False
         if self._stopping_since is None:
             self._stopping_since = now

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from launch.probe import machine as probe_machine
 from launch.queue import leases
 from launch.run_folder.layout import RunDir
@@ -18,6 +20,7 @@ from launch.schema.machine import GIB
 from tests import builders
 from tests.process.queue.holders import holders, said
 
+FOR_ONE = 0.9
 FOR_TWO = 1.45  # GiB; a run needs 0.63
 LIMIT_S = 300.0
 TAKE_MEMORY = """
@@ -118,8 +121,34 @@ def steps(workspace: Path, name: str) -> list[int]:
     (run,) = RunDir.all(workspace / "runs", name) or [None]
     if run is None:
         return []
-    lines = (line for path in run.root.glob("attempts/*/events.jsonl") for line in path.open())
+    lines = (
+        line for path in sorted(run.root.glob("attempts/*/events.jsonl")) for line in path.open()
+    )
     return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+
+def test_a_run_that_yields_waits_behind_the_others_and_ends_with_the_same_weights(tmp_path):
+    flags = ("--launch.wait", f"--launch.host_limit_gib={FOR_ONE}")
+    with (
+        start(tmp_path, "first", 100, *flags) as first,
+        start_after(tmp_path, "second", 2, *flags) as second,
+    ):
+        until(lambda: len(steps(tmp_path, "first")) > 8)
+        asked = builders.launch(tmp_path, "queue", "yield", "1")
+        assert asked.stdout == "run 1 saves a checkpoint and waits for memory again\n"
+        assert second.wait(LIMIT_S) == 0
+        assert first.wait(LIMIT_S) == 0
+    assert states(tmp_path) == {}
+    assert "waiting as run 1 for" in output(tmp_path, "first")
+    assert steps(tmp_path, "first") == list(range(1, 601))
+    (run,) = RunDir.all(tmp_path / "runs", "first")
+    first_end, last_end = (attempt.read_end() for attempt in run.attempts())
+    assert first_end.failure.kind == "yielded" and last_end.failure is None
+    with start(tmp_path / "alone", "first", 100) as alone:
+        assert alone.wait(LIMIT_S) == 0
+    there = builders.weights(tmp_path / "first" / "model")
+    for name, weight in builders.weights(tmp_path / "alone" / "first" / "model").items():
+        assert torch.equal(weight, there[name]), name
 
 
 def test_a_program_that_takes_the_memory_delays_a_run_and_does_not_end_it(tmp_path):

@@ -85,7 +85,7 @@ def test_runs_are_listed_and_those_that_wait_are_moved_held_released_and_cancell
         (["cancel", "7"], "queue cancel 7: no such run has or waits for a lease; there are: 1"),
         (["cancel"], "queue cancel: found 0 runs, expected 1, such as queue cancel 7"),
         (["move", "1"], "queue move: found 1 runs, expected 2, such as queue move 7 8"),
-        (["hold", "1"], "queue hold 1: it runs already; queue cancel 1 stops it"),
+        (["hold", "1"], "queue hold 1: it runs already; queue yield 1 lets it wait again"),
         (["hold", "1", "--json"], "queue hold: --json is for the list alone"),
         (["stop", "1"], "invalid choice: 'stop'"),
     ],
