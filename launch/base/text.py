@@ -52,3 +52,12 @@ def size(count: int) -> str:
     if count >= GIB // 10:
         return f"{count / GIB:,.2f} GiB"
     return f"{count / MIB:.1f} MiB" if count >= MIB else f"{count / (1 << 10):.1f} KiB"
+
+
+def duration(seconds: float) -> str:
+    """A time as people read it."""
+    if seconds < 90:
+        return f"{seconds:.0f} s" if seconds >= 10 or not seconds else f"{seconds:.1f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:,.1f} h" if seconds < 172_800 else f"{seconds / 86400:,.1f} days"

@@ -18,10 +18,10 @@ from launch.predict import estimate
 from launch.predict.history import cache_keys
 from launch.predict.history.calibration import Figures, Measurement
 from launch.predict.history.ledger import Ledger
-from launch.report import html, text
+from launch.report import html, text, time_spent
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
-from launch.schema.result import RunResult, StepEvent
+from launch.schema.result import AttemptEnd, Outcome, RunResult, StepEvent, TokenisingEnd
 from launch.supervise.screen import Screen
 
 VERSIONED = ("torch", "transformers", "accelerate")  # packages named beside a measurement
@@ -32,9 +32,14 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
     recipe, machine, plan = choice.recipe, choice.machine, choice.plan
     run = RunDir(Path(result.run_dir))
     attempts = run.attempts()
-    by_attempt = [list(steps.events(attempt, screen.say)) for attempt in attempts]
-    events = [event for of_attempt in by_attempt for event in of_attempt]
-    has_measured = bool(by_attempt and by_attempt[-1])  # not one that only wrote the model again
+    parts = {
+        part.attempt.root: part
+        for part in steps.stretches(run, say=screen.say, with_continued=False)
+    }
+    events = [event for part in parts.values() for event in part.counted]
+    has_measured = bool(
+        attempts and attempts[-1].root in parts
+    )  # not one that only wrote the model
     is_complete = not result.failure and result.summary.get("complete")
     if choice.plan.estimate.peak and is_complete and has_measured:
         measurement = _measurement(choice, run, result, events, screen)
@@ -42,13 +47,43 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
     chat = chat_command(recipe.output_dir)
     for line in text.result_lines(recipe, machine, plan, result, chat):
         screen.say(line)
-    rows = [attempt_row(attempt, screen.say) for attempt in attempts]
-    evaluations = [
-        evaluation for attempt in attempts for evaluation in steps.evaluations(attempt, screen.say)
-    ]
-    page = html.html(recipe, machine, plan, result, events, rows, evaluations, run.read_rows())
-    files.write_atomic(run.report_file, page)
+    records = html.Records(
+        events=events,
+        evaluations=[score for part in parts.values() for score in part.evaluations],
+        attempts=[attempt_row(attempt, screen.say) for attempt in attempts],
+        spent=time_spent.spent(_time(attempt, parts.get(attempt.root)) for attempt in attempts),
+        rows=run.read_rows(),
+        repeat=repeat_lines(run, sys.argv),
+    )
+    files.write_atomic(run.report_file, html.html(recipe, machine, plan, result, records))
     return result.exit_code
+
+
+def _time(attempt: AttemptDir, part: steps.Stretch | None) -> time_spent.AttemptTime:
+    """The records of an attempt's time; attempt_row() names those that are damaged."""
+    tokenised = files.read_or_none(attempt.tokenised_file, TokenisingEnd)
+    return time_spent.AttemptTime(
+        end=files.read_or_none(attempt.supervisor_file, AttemptEnd),
+        outcome=files.read_or_none(attempt.outcome_file, Outcome),
+        part=part,
+        tokenising_s=tokenised.seconds if tokenised else 0.0,
+    )
+
+
+def repeat_lines(run: RunDir, argv: Sequence[str]) -> list[tuple[str, str]]:
+    """(what it does, command line) of the ways to start the run again."""
+    again = [sys.executable, "-m", "launch", "run", str(run.recipe_yaml)]
+    typed = [sys.executable, "-m", "launch", *argv[1:]]
+    versions = ", ".join(f"{package} {version(package)}" for package in VERSIONED)
+    lines = [
+        ("The line that was typed; while the run is not complete, it continues it:", typed),
+        (
+            "All settings as they were, defaults among them, in a new run from the first step"
+            f" ({versions}):",
+            [*again, "--resume=never"],
+        ),
+    ]
+    return [(text, shlex.join(line)) for text, line in lines]
 
 
 def attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html as markup
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +19,9 @@ from launch.base import text as base_text
 from launch.base.errors import ConfigError
 from launch.base.text import shown
 from launch.base.workspace import Workspace
-from launch.report import comparable, svg
-from launch.report import html as report_html
+from launch.report import comparable, curves, page
 from launch.report.comparable import Difference, Side
+from launch.report.page import escaped
 from launch.run_folder import steps
 from launch.schema.result import StepEvent
 
@@ -56,10 +55,10 @@ def run(workspace: Workspace, first: str, second: str, anyway: bool) -> int:
     print(shown(as_text(table)))
     for line in RULES:
         print(line)
-    page = workspace.runs / f"compare-{a.run.run_id}-{b.run.run_id}.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomic(page, html(a, b, differs, table))
-    print(shown(f"page: {page}"))
+    file = workspace.runs / f"compare-{a.run.run_id}-{b.run.run_id}.html"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.write_atomic(file, html(a, b, differs, table))
+    print(shown(f"page: {file}"))
     return 0
 
 
@@ -254,7 +253,7 @@ def as_text(table: Sequence[Figure]) -> str:
 
 STYLE = """
 .dot{display:inline-block;width:.8rem;height:.8rem;border-radius:50%;margin-right:.4rem;vertical-align:-.05rem}
-ul{padding-left:1.2rem}li.bad{color:#8a1c1c}td.sub{padding-left:1.8rem;color:#52606d}p.note{font-size:.9rem;color:#52606d}
+ul{padding-left:1.2rem}li.bad{color:#8a1c1c}td.sub{padding-left:1.8rem;color:#52606d}
 """
 
 
@@ -263,32 +262,28 @@ def html(a: Side, b: Side, differs: Sequence[Difference], table: Sequence[Figure
     title = f"{a.run.run_id} and {b.run.run_id}"
     head = list(heading(a, b, differs))
     legend = "".join(
-        f'<p><span class="dot" style="background:{color}"></span>{_escaped(line)}</p>'
+        f'<p><span class="dot" style="background:{color}"></span>{escaped(line)}</p>'
         for color, line in zip(COLORS, head, strict=False)
     )
-    same = "".join(f"<p>{_escaped(line)}</p>" for line in head[2:])
+    same = "".join(f"<p>{escaped(line)}</p>" for line in head[2:])
     listed = "".join(
-        f"<li{' class=bad' if item.blocks else ''}>{_escaped(item.text)}</li>" for item in differs
+        f"<li{' class=bad' if item.blocks else ''}>{escaped(item.text)}</li>" for item in differs
     )
     rows = "".join(
         f"<tr><td{' class=sub' if figure.name.startswith(' ') else ''}>"
-        f"{_escaped(figure.name.strip())}</td>"
-        + "".join(f"<td class=n>{_escaped(cell)}</td>" for cell in figure.cells())
+        f"{escaped(figure.name.strip())}</td>"
+        + "".join(f"<td class=n>{escaped(cell)}</td>" for cell in figure.cells())
         + "</tr>"
         for figure in table
     )
-    return (
-        '<!doctype html><html lang="en"><meta'
-        f' charset="utf-8"><title>{_escaped(title)}</title><meta name="viewport"'
-        f' content="width=device-width"><style>{report_html.STYLE}{STYLE}</style><h1>A beside'
-        f" B</h1>{legend}{same}"
+    body = (
+        f"<h1>A beside B</h1>{legend}{same}"
         + (f"<h2>What differs</h2><ul>{listed}</ul>" if listed else "")
-        + "<h2>Figures</h2><table><tr><th></th><th class=n>A</th><th class=n>B</th><th"
-        " class=n>B/A</th></tr>"
-        f'{rows}</table><p class="note">{"<br>".join(RULES)}</p>'
-        + f"<h2>Curves</h2>{_curves(a, b)}"
-        + "</html>\n"
+        + "<h2>Figures</h2><table class=figures><tr><th></th><th class=n>A</th><th class=n>B</th>"
+        f'<th class=n>B/A</th></tr>{rows}</table><p class="note">{"<br>".join(RULES)}</p>'
+        f"<h2>Curves</h2>{_curves(a, b)}"
     )
+    return page.page(title, body, STYLE)
 
 
 def _curves(a: Side, b: Side) -> str:
@@ -299,8 +294,12 @@ def _curves(a: Side, b: Side) -> str:
     def drawn(
         title: str, points: Sequence[list[tuple[float, float]]], from_zero: bool = False
     ) -> str:
-        lines = map(svg.Line, points, COLORS, WIDTHS)
-        return svg.figure(title, list(lines), unit, from_zero)
+        axes = [([x for x, _ in side], [y for _, y in side]) for side in points]
+        lines = [
+            curves.Line(*axis, name, color, width)
+            for axis, name, color, width in zip(axes, "AB", COLORS, WIDTHS, strict=True)
+        ]
+        return curves.figure(title, lines, unit, from_zero)
 
     losses = [
         _means(side, unit, count, lambda some: sum(step.loss for step in some) / len(some))
@@ -329,7 +328,3 @@ def _means(
     seen = _seen(side, unit)
     groups = [slice(start, start + count) for start in range(0, len(seen), count)]
     return [(seen[group][-1], mean(side.steps[group])) for group in groups]
-
-
-def _escaped(text: str) -> str:
-    return markup.escape(shown(text))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from launch.base.text import size
+from launch.base.text import duration, size
 from launch.predict.budgets import host_budget_bytes
 from launch.report.text import batch, length_text, notes
 from launch.schema.machine import Machine
@@ -178,19 +178,11 @@ def _time(recipe: Recipe, plan: Plan, now: datetime, finished_steps: int) -> str
     seconds = plan.seconds_per_step * steps_left
     count = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
     if seconds > FARTHEST_END_S:
-        return f"{pace} x {count} = {_duration(seconds)}"
+        return f"{pace} x {count} = {duration(seconds)}"
     # minutes are rounded up: a start at 10:00 that takes 10 s ends at 10:01
     end = (now + timedelta(seconds=seconds + 59)).replace(second=0)
     day = "" if end.date() == now.date() else f"{end:%Y-%m-%d} "
-    return f"{pace} x {count} = {_duration(seconds)}: ends about {day}{end:%H:%M}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:,.1f} h" if seconds < 172_800 else f"{seconds / 86400:,.1f} days"
+    return f"{pace} x {count} = {duration(seconds)}: ends about {day}{end:%H:%M}"
 
 
 def _changes(changes: Sequence[Change], most: int) -> tuple[list[str], int]:

@@ -1,12 +1,11 @@
-"""The section of the HTML report on the rows that were trained."""
+"""The section of the HTML report on the data that was trained."""
 
 from __future__ import annotations
 
-import html as markup
-
-from launch.base.text import shown
 from launch.report import row_facts
-from launch.schema.plan import DataFormat
+from launch.report.page import escaped
+from launch.schema.plan import Plan
+from launch.schema.recipe import Recipe
 from launch.schema.shown_rows import ShownRow, ShownRows
 
 STYLE = """
@@ -23,24 +22,41 @@ STYLE = """
 """
 
 
-def section(data_format: DataFormat, summary: ShownRows | None, max_length: int) -> str:
-    """The section; "" if the rows were tokenised by a version that did not write them."""
-    if summary is None:
-        return ""
-    facts = "".join(
-        f"<tr><td>{markup.escape(label)}</td><td>{_escaped(text)}</td></tr>"
-        for label, text in (
-            ("columns", data_format.reason),
-            *row_facts.facts(data_format, summary, max_length),
-        )
+def section(recipe: Recipe, plan: Plan, summary: ShownRows | None) -> str:
+    """The facts of the files, and of the rows unless a version tokenised them that did not write
+    them."""
+    max_length = recipe.data.max_length
+    facts = [
+        ("trained", _counted(recipe.data.train_names, plan.rows)),
+        ("held out", _held_out(recipe, plan)),
+        ("columns", plan.data_format.reason),
+    ]
+    drawn = ""
+    if summary is not None:
+        facts += row_facts.facts(plan.data_format, summary, max_length)
+        drawn = "".join(_row(row, max_length) for row in summary.rows)
+        if any(row.has_escapes for row in summary.rows):
+            drawn += f"<p>{escaped(row_facts.ESCAPES)}</p>"
+        if drawn:
+            drawn = f"<p>Tokens with a loss are <span class=tokens><b>green</b></span>.</p>{drawn}"
+        drawn = _lengths(summary.lengths) + drawn
+    rows = "".join(
+        f"<tr><td>{escaped(label)}</td><td>{escaped(text)}</td></tr>"
+        for label, text in facts
+        if text
     )
-    rows = "".join(_row(row, max_length) for row in summary.rows)
-    if any(row.has_escapes for row in summary.rows):
-        rows += f"<p>{markup.escape(row_facts.ESCAPES)}</p>"
-    legend = "<p>Tokens with a loss are <span class=tokens><b>green</b></span>.</p>" if rows else ""
-    return (
-        f"<h2>Rows</h2><table class=facts>{facts}</table>{_lengths(summary.lengths)}{legend}{rows}"
-    )
+    return f"<table class=facts>{rows}</table>{drawn}"
+
+
+def _counted(name: str, rows: int | None) -> str:
+    return name if rows is None else f"{name}: {rows:,} rows"
+
+
+def _held_out(recipe: Recipe, plan: Plan) -> str:
+    if recipe.data.validation_file:
+        return recipe.data.validation_file
+    held_out = plan.rows_held_out
+    return f"{held_out:,} rows of the same (data.validation_size)" if held_out else "none"
 
 
 def _lengths(lengths: list[int]) -> str:
@@ -57,12 +73,8 @@ def _lengths(lengths: list[int]) -> str:
 
 def _row(row: ShownRow, max_length: int) -> str:
     parts = "".join(
-        f"<b>{_escaped(part.text)}</b>" if part.is_target else _escaped(part.text)
+        f"<b>{escaped(part.text)}</b>" if part.is_target else escaped(part.text)
         for part in row.parts
     )
-    place = _escaped(row_facts.heading(row, max_length))
+    place = escaped(row_facts.heading(row, max_length))
     return f"<div class=place>{place}</div>" + (f"<pre class=tokens>{parts}</pre>" if parts else "")
-
-
-def _escaped(text: str) -> str:
-    return markup.escape(shown(text))

@@ -319,6 +319,19 @@ def result_lines(
     return list(_success_lines(recipe, machine, plan, result, chat))
 
 
+def badge(result: RunResult) -> str:
+    """The end of a run in a few words."""
+    if result.failure:
+        return result.failure.cause
+    return "stopped early" if result.summary.get("ended") == "stopped early" else "complete"
+
+
+def ended(summary: Mapping[str, Any]) -> str:
+    """The reason for which a run that has not failed ended."""
+    steps = f"{summary.get('step', 0):,}"
+    return f"All {steps} steps are trained."
+
+
 def failure_lines(result: RunResult) -> list[str]:
     """The cause of a failure, its proof, and its fix."""
     failure = result.failure

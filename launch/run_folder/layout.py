@@ -53,6 +53,7 @@ class AttemptDir:
         self.machine_file = root / "machine.json"  # on which it was planned
         self.tokenising_file = root / "tokenising.json"  # a TokenCache: rows to be tokenised
         self.tokenising_log = root / "tokenise.log"
+        self.tokenised_file = root / "tokenised.json"  # a TokenisingEnd
         self.events_file = root / "events.jsonl"
         self.held_out_file = root / "held_out.jsonl"
         self.outcome_file = root / "outcome.json"

@@ -99,13 +99,18 @@ class Stretch:
     evaluations: tuple[HeldOut, ...]
     steady_since: float  # unix time
     wall_s: float  # since then, to its last step or evaluation; with steps that do not count
+    began: float  # unix time at which its first step began
+    trained_s: float  # of all its steps, also of those that do not count
 
 
 def stretches(
-    run: RunDir, last_step: float = math.inf, say: Say = lambda line: None
+    run: RunDir,
+    last_step: float = math.inf,
+    say: Say = lambda line: None,
+    with_continued: bool = True,
 ) -> list[Stretch]:
     """The attempts of a run in their order, as far as they count; first those of the run that it
-    continues."""
+    continues, if `with_continued`."""
     newest_first: list[Stretch] = []
     limit = last_step
     for attempt in reversed(run.attempts()):
@@ -123,10 +128,14 @@ def stretches(
                 evaluations=tuple(scored),
                 steady_since=since,
                 wall_s=until - since,
+                began=trained[0].time - trained[0].seconds,
+                trained_s=sum(step.seconds for step in trained),
             )
         )
         limit = min(limit, trained[0].step - 1)
-    if continues := run.read_continues():  # its steps are counted by its own batch
+    if with_continued and (
+        continues := run.read_continues()
+    ):  # its steps are counted by its own batch
         checkpoint = continues.checkpoint
         newest_first += reversed(
             stretches(RunDir(checkpoint.parent.parent), manifest.step_of(checkpoint), say)

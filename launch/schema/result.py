@@ -242,6 +242,14 @@ class AttemptEnd:
     failure: Failure | None
     seconds: float
     host_peak_bytes: int = 0
+    ended_at: float = 0.0  # unix time; 0: a record of an older version
+
+
+@dataclass(frozen=True)
+class TokenisingEnd:
+    """The end of a successful tokenising in an attempt: tokenised.json."""
+
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -206,5 +206,7 @@ def _tail(path: Path) -> str:
 
 def write_outcome(result: RunResult, attempt: AttemptDir) -> None:
     """Write the end of the attempt as the supervisor saw it, beside rank 0's outcome."""
-    end = AttemptEnd(result.exit_code, result.failure, result.seconds, result.host_peak_bytes)
+    end = AttemptEnd(
+        result.exit_code, result.failure, result.seconds, result.host_peak_bytes, time.time()
+    )
     files.write_json(attempt.supervisor_file, end)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from launch.base import environment, processes
+from launch.base import environment, files, processes
 from launch.base.interpreter import STOPS
 from launch.base.text import shown
 from launch.base.workspace import CODE
@@ -19,7 +19,7 @@ from launch.data.token_cache import TokenCache
 from launch.plan import context as plan_context
 from launch.predict.facts import PlanContext
 from launch.run_folder.layout import AttemptDir, RunDir
-from launch.schema.result import Failure, RunResult
+from launch.schema.result import Failure, RunResult, TokenisingEnd
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise import heartbeats, restarts
 from launch.supervise.attempt import Beginning
@@ -64,6 +64,8 @@ def until_done(
         beginning = Beginning()
         ended = _child(context, run, attempt, say, signals)
         if ended.returncode == 0:
+            seconds = time.monotonic() - beginning.monotonic_s
+            files.write_json(attempt.tokenised_file, TokenisingEnd(seconds))
             return
         # a stop signal to the child alone is a stop too
         of_child = -ended.returncode if -ended.returncode in STOPS else None

@@ -78,7 +78,7 @@ def test_the_bytes_of_a_candidate_are_all_of_its_device():
 
 def test_the_page_of_a_run_has_the_picture():
     recipe, on = recipe_of(), machine()
-    result = RunResult("/run", 1, None, 2.0, 1 << 30, None)
+    result = RunResult("/run", 1, None, 2.0, 1 << 30)
     planned = replace(plan(recipe, on), compared=(FITS, MISSES))
-    assert "single_gpu x1</text>" in html.html(recipe, on, planned, result, [])
-    assert "<figure" not in html.html(recipe, on, replace(planned, compared=()), result, [])
+    assert "single_gpu x1</text>" in html.html(recipe, on, planned, result)
+    assert "<figure" not in html.html(recipe, on, replace(planned, compared=()), result)

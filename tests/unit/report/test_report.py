@@ -47,10 +47,11 @@ def test_answers_are_told_as_far_as_they_were_scored(scores, words):
     assert "gradients not measured" in "\n".join(lines)
     told = [("batch 8", "the GPU ran out <of> memory")] * 2
     held_out = [HeldOut(step, 8 * step, 3.0 - step, 0.1, 1.0) for step in (1, 2)]
-    page = html.html(recipe, on, plan(recipe, on), result, [], told, held_out)
+    records = html.Records(evaluations=held_out, attempts=told)
+    page = html.html(recipe, on, plan(recipe, on), result, records)
     assert "complete" in page
     assert "  chat " not in page
-    assert "loss on the held-out rows" in page
+    assert "held out</span>" in page
     assert page.count("<td>batch 8</td><td>the GPU ran out &lt;of&gt; memory</td>") == 2
 
 
@@ -74,17 +75,19 @@ def test_the_page_shows_rows_with_their_loss_and_escapes_their_texts():
         bad=["a.jsonl:3: is not <JSON>"],
         num_bad=7,
     )
-    page = html.html(recipe, on, plan(recipe, on), result, [], rows=rows)
-    section = page.partition("<h2>Rows</h2>")[2].partition("<h2>Plan")[0]
+    page = html.html(recipe, on, plan(recipe, on), result, html.Records(rows=rows))
+    section = page.partition("<h2>Data</h2>")[2].partition("<summary>Plan")[0]
     assert "&lt;script&gt;a&lt;/script&gt;<b>&lt;b&gt;" in section
-    assert "<script>" not in page and "\x1b" not in page and "of &lt;/td&gt;a folder" in section
+    assert page.count("<script>") == 1 and "<script>a" not in page  # the page's own
+    assert "\x1b" not in page and "of &lt;/td&gt;a folder" in section
     assert "a.jsonl:1: 9 tokens, 4 with a loss, truncated at" in section
     assert "a.jsonl:2: left out, no answer in it has a loss" in section
     assert "the first 40 were read, 1 left out (no answer" in section
     assert "7 bad rows left out" in section and "a.jsonl:3: is not &lt;JSON&gt;" in section
     assert section.count("<i style='width:100.0%'>") == 8
     assert "A backslash before" in section
-    assert "<h2>Rows" not in html.html(recipe, on, plan(recipe, on), result, [])
+    without = html.html(recipe, on, plan(recipe, on), result)
+    assert "class=tokens" not in without and "train.parquet" in without
 
 
 def test_the_loss_of_the_exported_weights_is_told():

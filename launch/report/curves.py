@@ -1,0 +1,186 @@
+"""Curves over a common axis: self-contained SVG between labels that keep their size on any screen,
+with a switch to a logarithmic axis and the values under the pointer (page.SCRIPT)."""
+
+from __future__ import annotations
+
+import html as markup
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+WIDTH, HEIGHT = 1000, 300  # of the drawing, which is stretched to its place
+BUCKETS = 500  # of a line with more points: each keeps its lowest and its highest point
+DOTS = 40  # a line of at most as many points shows each
+LOG_FROM = 10.0  # highest / lowest value from which the axis is logarithmic at first
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """Values ys at xs, in the order of x, with a name, colour and width."""
+
+    xs: Sequence[float]
+    ys: Sequence[float]
+    name: str = ""
+    color: str = "#2563eb"
+    width: float = 1.8
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """The vertical axis: its ends, its ticks, and the share of its height at which a value is."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    is_log: bool
+
+    def share(self, value: float) -> float:
+        """From 0, at the top, to 1."""
+        low, high = (math.log(end) if self.is_log else end for end in (self.low, self.high))
+        return (high - (math.log(value) if self.is_log else value)) / ((high - low) or 1.0)
+
+
+def figure(title: str, lines: Sequence[Line], unit: str, from_zero: bool) -> str:
+    """The lines with their axes; "" where they have no two finite points. x counts `unit`s."""
+    drawn = [(line, points) for line in lines if (points := thinned(line))]
+    xs, ys = ([point[axis] for _, points in drawn for point in points] for axis in (0, 1))
+    if len(xs) < 2:
+        return ""
+    x0, span = min(xs), (max(xs) - min(xs)) or 1.0
+    axes = [_linear(min(ys), max(ys), from_zero)]
+    if min(ys) > 0 and max(ys) > min(ys):
+        axes.append(_logarithmic(min(ys), max(ys)))
+    starts_log = len(axes) == 2 and not from_zero and max(ys) / min(ys) >= LOG_FROM
+    switch = (
+        f'<label><input type="checkbox"{" checked" if starts_log else ""}> log axis</label>'
+        if len(axes) == 2
+        else ""
+    )
+    legend = "".join(
+        f'<span class="key"><i style="background:{line.color}"></i>{markup.escape(line.name)}'
+        "</span>"
+        for line, _ in drawn
+        if line.name
+    )
+    views = "".join(_view(axis, drawn, x0, span) for axis in axes)
+    values = {
+        "unit": unit,
+        "lines": [
+            [line.name, [_short(x) for x, _ in points], [_short(y) for _, y in points]]
+            for line, points in drawn
+        ],
+    }
+    data = markup.escape(json.dumps(values, separators=(",", ":")), quote=True)
+    return (
+        f'<figure class="curve" data-values="{data}"><figcaption>{markup.escape(title)}{legend}'
+        f'{switch}</figcaption><div class="plot">{views}<div class="at" hidden></div><div'
+        f' class="tip" hidden></div></div><div class="xs"><span>{unit} {x0:,.0f}</span><span>'
+        f"{x0 + span:,.0f}</span></div></figure>"
+    )
+
+
+def _view(
+    axis: _Axis, lines: Sequence[tuple[Line, Sequence[Point]]], x0: float, span: float
+) -> str:
+    """Ticks and lines over one of the two axes."""
+
+    def place(point: Point) -> str:
+        return f"{(point[0] - x0) / span * WIDTH:.1f},{axis.share(point[1]) * HEIGHT:.1f}"
+
+    ticks = "".join(
+        f'<span style="top:{100 * axis.share(tick):.2f}%">{_number(tick)}</span>'
+        for tick in axis.ticks
+    )
+    grid = "".join(f"M0 {axis.share(tick) * HEIGHT:.1f}H{WIDTH}" for tick in axis.ticks)
+    steady = 'fill="none" vector-effect="non-scaling-stroke"'
+    drawn = "".join(
+        f'<polyline points="{" ".join(map(place, points))}" {steady} stroke="{line.color}"'
+        f' stroke-width="{line.width}" stroke-linejoin="round"/>'
+        + (
+            f'<path d="{"".join(f"M{place(point)}h0" for point in points)}" {steady}'
+            f' stroke="{line.color}" stroke-width="{line.width + 4}" stroke-linecap="round"/>'
+            if len(points) <= DOTS
+            else ""
+        )
+        for line, points in lines
+    )
+    return (
+        f'<div class="{"log" if axis.is_log else "linear"}"><div class="ys">{ticks}</div><svg'
+        f' viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img"><path d="{grid}"'
+        f' {steady} stroke="#e3e8ee"/>{drawn}</svg></div>'
+    )
+
+
+def _linear(low: float, high: float, from_zero: bool) -> _Axis:
+    low = min(low, 0.0) if from_zero else low
+    spread = (high - low) or abs(high) or 1.0
+    step = 10.0 ** math.floor(math.log10(spread / 3))
+    step *= next((factor for factor in (1, 2, 5) if spread / (factor * step) <= 5), 10)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    last = max(last, first + 1)
+    ticks = tuple(number * step for number in range(first, last + 1))
+    return _Axis(ticks[0], ticks[-1], ticks, False)
+
+
+def _logarithmic(low: float, high: float) -> _Axis:
+    """Ticks at 1, 2 and 5, fewer where there are many powers of ten; the ends of the values where
+    there are hardly any."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    every = math.ceil(len(decades) / 6)
+    factors = (1, 2, 5) if len(decades) <= 3 else (1, 3) if len(decades) <= 5 else (1,)
+    ticks = [
+        factor * 10.0**decade
+        for decade in decades[::every]
+        for factor in factors
+        if low <= factor * 10.0**decade <= high
+    ]
+    return _Axis(low, high, tuple(ticks if len(ticks) > 1 else (low, high)), True)
+
+
+def thinned(line: Line) -> list[Point]:
+    """The finite points; of many, the lowest and the highest of each bucket, so that no spike is
+    lost."""
+    xs, ys = _plottable(line)
+    if len(ys) <= 2 * BUCKETS:
+        return list(zip(xs, ys, strict=True))
+    extremes: list[Point] = []
+    for start, part in _buckets(ys):
+        ends = sorted({part.index(min(part)), part.index(max(part))})
+        extremes += [(xs[start + number], part[number]) for number in ends]
+    return extremes
+
+
+def mean(line: Line) -> Line | None:
+    """The means of the buckets of a line that is thinned; None for a line that is not."""
+    xs, ys = _plottable(line)
+    if len(ys) <= 2 * BUCKETS:
+        return None
+    parts = list(_buckets(ys))
+    middles = [xs[start + len(part) // 2] for start, part in parts]
+    means = [sum(part) / len(part) for _, part in parts]
+    return Line(middles, means, f"mean of {len(parts[0][1]):,}")
+
+
+def _plottable(line: Line) -> tuple[Sequence[float], Sequence[float]]:
+    if all(map(math.isfinite, line.ys)):
+        return line.xs, line.ys
+    points = [point for point in zip(line.xs, line.ys, strict=True) if math.isfinite(point[1])]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _buckets(ys: Sequence[float]) -> Iterator[tuple[int, Sequence[float]]]:
+    """(index of the first value, values) of each bucket."""
+    size = math.ceil(len(ys) / BUCKETS)
+    for start in range(0, len(ys), size):
+        yield start, ys[start : start + size]
+
+
+def _short(value: float) -> float | int:
+    """A value with five digits, for the page."""
+    return int(value) if value == int(value) else float(f"{value:.5g}")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,104 @@
+"""Uses of a run's time, of each attempt, from the records in its folder."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from launch.run_folder.steps import STEADY_FROM, Stretch
+from launch.schema.result import AttemptEnd, Outcome
+
+TRAINING = "steps that count"
+TOKENISING = "tokenising"
+STARTING = "starting: processes, imports, loading the model"
+FIRST_STEPS = f"the first {STEADY_FROM} steps of each attempt, beyond the others (compiling)"
+WAITING = "waiting for data"
+EVALUATING = "evaluations"
+SAVING = "saving checkpoints"
+AGAIN = "steps that were lost and trained again"
+WITHOUT = "attempts that trained no step"
+REST = "logs, export, closing down"
+LEAST_S = 0.05  # less is not shown
+ORDER = (
+    TRAINING,
+    FIRST_STEPS,
+    WAITING,
+    EVALUATING,
+    SAVING,
+    STARTING,
+    TOKENISING,
+    AGAIN,
+    WITHOUT,
+    REST,
+)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of the attempts that went to one use."""
+
+    name: str
+    seconds: float
+
+    @property
+    def is_training(self) -> bool:
+        return self.name == TRAINING
+
+
+@dataclass(frozen=True)
+class AttemptTime:
+    """The records of an attempt; None: not there."""
+
+    end: AttemptEnd | None
+    outcome: Outcome | None
+    part: Stretch | None  # None: it trained no step
+    tokenising_s: float = 0.0
+
+
+def spent(attempts: Iterable[AttemptTime]) -> list[Spent]:
+    """The uses that took time, in a fixed order."""
+    total: Counter[str] = Counter()
+    for attempt in attempts:
+        for name, seconds in _of(attempt):
+            total[name] += max(seconds, 0.0)  # pyright: ignore[reportArgumentType]
+    return [Spent(name, total[name]) for name in ORDER if total[name] >= LEAST_S]
+
+
+def _of(attempt: AttemptTime) -> Iterator[tuple[str, float]]:
+    yield TOKENISING, attempt.tokenising_s
+    part, end = attempt.part, attempt.end
+    if part is None:
+        yield WITHOUT, end.seconds if end else 0.0
+        return
+    trained_s, began, until = part.trained_s, part.began, part.steady_since + part.wall_s
+    counted_s = sum(step.seconds for step in part.counted)
+    waited_s = sum(step.data_seconds or 0.0 for step in part.counted)
+    first_s = _first_steps_s(part)
+    evaluated_s = sum(evaluation.seconds for evaluation in part.evaluations)
+    yield TRAINING, counted_s - waited_s - first_s
+    yield FIRST_STEPS, first_s
+    yield WAITING, waited_s
+    yield EVALUATING, evaluated_s
+    yield AGAIN, trained_s - counted_s
+    started_s = 0.0
+    if end and end.ended_at:  # a record of an older version has no such time
+        started_s = began - (end.ended_at - end.seconds)
+    yield STARTING, started_s
+    rest_s = (end.seconds - started_s if end else until - began) - trained_s - evaluated_s
+    saved_s = min(attempt.outcome.save_seconds, max(rest_s, 0.0)) if attempt.outcome else 0.0
+    yield SAVING, saved_s
+    yield REST, rest_s - saved_s
+
+
+def _first_steps_s(part: Stretch) -> float:
+    """The time of the first steps beyond that of as many others."""
+    if len(part.steady) < STEADY_FROM:
+        return 0.0
+    busy_s = [step.seconds - (step.data_seconds or 0.0) for step in part.counted]
+    return max(0.0, sum(busy_s[:STEADY_FROM]) - STEADY_FROM * statistics.median(busy_s))
+
+
+def seconds(spent: Sequence[Spent]) -> float:
+    return sum(part.seconds for part in spent)

@@ -1,0 +1,58 @@
+"""The time of attempts adds up, each second under one name."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.report import time_spent
+from launch.report.time_spent import AttemptTime
+from launch.run_folder.steps import Stretch
+from launch.schema.result import AttemptEnd, HeldOut, Outcome
+from tests.unit.report.test_compare import START, STEP_S, WAIT_S, step
+
+
+def stretch(count: int, counted: int, first_s: float = STEP_S) -> Stretch:
+    """Steps from START on, of which so many count; the first is slower."""
+    rest_s = first_s - STEP_S
+    steps = [
+        step(n, START + rest_s + STEP_S * n, seconds=first_s if n == 1 else STEP_S)
+        for n in range(1, count + 1)
+    ]
+    evaluations = (HeldOut(count, 8 * count, 2.0, 3.0, steps[-1].time + 3.0),)
+    return Stretch(
+        attempt=None,  # type: ignore[arg-type]  not read here
+        counted=tuple(steps[:counted]),
+        steady=tuple(steps[2:counted]),
+        evaluations=evaluations,
+        steady_since=steps[1].time,
+        wall_s=evaluations[0].time - steps[1].time,
+        began=START,
+        trained_s=sum(event.seconds for event in steps),
+    )
+
+
+def test_each_second_of_the_attempts_has_one_name():
+    killed = AttemptTime(AttemptEnd(137, None, 50.0, ended_at=START + 30.0), None, stretch(10, 6))
+    outcome = Outcome(complete=True, ended="complete", save_seconds=4.0)
+    end = AttemptEnd(0, None, 60.0, ended_at=START + 55.0)
+    complete = AttemptTime(end, outcome, stretch(10, 10, first_s=12.0), tokenising_s=9.0)
+    without = AttemptTime(AttemptEnd(3, None, 7.0, ended_at=START), None, None)
+    uses = time_spent.spent([killed, complete, without])
+    assert {use.name: use.seconds for use in uses} == {
+        time_spent.TRAINING: pytest.approx(16 * (STEP_S - WAIT_S)),
+        time_spent.FIRST_STEPS: pytest.approx(10.0),
+        time_spent.WAITING: pytest.approx(16 * WAIT_S),
+        time_spent.EVALUATING: 6.0,
+        time_spent.AGAIN: 4 * STEP_S,
+        time_spent.STARTING: 20.0 + 5.0,
+        time_spent.SAVING: 4.0,
+        time_spent.TOKENISING: 9.0,
+        time_spent.WITHOUT: 7.0,
+        time_spent.REST: pytest.approx(50 - 20 - 23 + 60 - 5 - 30 - 3 - 4),
+    }
+    assert time_spent.seconds(uses) == pytest.approx(50.0 + 60.0 + 7.0 + 9.0)
+
+
+def test_an_attempt_whose_launcher_was_killed_counts_as_far_as_its_records_go():
+    uses = time_spent.spent([AttemptTime(None, None, stretch(4, 4))])
+    assert time_spent.seconds(uses) == pytest.approx(4 * STEP_S + 3.0)
