@@ -11,9 +11,11 @@ ROWS_LINE = re.compile(
 
 
 def eta(seconds: float) -> str:
-    """The time left, as h:mm:ss."""
+    """The time left, as h:mm:ss, or as days and h:mm:ss."""
     minutes, seconds_left = divmod(round(seconds), 60)
-    return f"ETA {minutes // 60}:{minutes % 60:02}:{seconds_left:02}"
+    days, hours = divmod(minutes // 60, 24)
+    of_days = f"{days:,} day{'' if days == 1 else 's'} " if days else ""
+    return f"ETA {of_days}{hours}:{minutes % 60:02}:{seconds_left:02}"
 
 
 @dataclass(frozen=True)

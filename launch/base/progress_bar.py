@@ -10,13 +10,26 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
 
+from launch.base.progress import eta
+
 PACE_S = 600.0  # the time left is estimated from the steps of the last so many seconds
+
+
+class _TimeLeft(TimeRemainingColumn):
+    """Time left, in days where there are some, as the log has it."""
+
+    def render(self, task: Task) -> Text:
+        left_s = task.time_remaining
+        if task.total is None or left_s is None:
+            return super().render(task)
+        return Text(eta(left_s).removeprefix("ETA "), style="progress.remaining")
 
 
 class ProgressBar:
@@ -30,7 +43,7 @@ class ProgressBar:
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("ETA"),
-            TimeRemainingColumn(),
+            _TimeLeft(),
             console=console,
             speed_estimate_period=PACE_S,
         )

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from launch.base.text import duration, size
+from launch.base.text import size
 from launch.predict.budgets import host_budget_bytes
-from launch.report.text import batch, length_text, notes
+from launch.report.text import batch, length_text, notes, time_text
 from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan
 from launch.schema.recipe import Recipe
@@ -167,22 +167,13 @@ def _host_memory(recipe: Recipe, machine: Machine, plan: Plan) -> str:
 
 def _time(recipe: Recipe, plan: Plan, now: datetime, finished_steps: int) -> str:
     """Seconds a step, steps, hours and the end, as far as they are known before training."""
-    steps = plan.total_steps(recipe)
-    if plan.seconds_per_step is None:
-        count = "" if steps is None else f"{steps:,} steps; "
-        return f"{count}seconds a step are not known yet: no step of this kind was traced"
-    pace = f"{plan.seconds_per_step:.3g} s a step predicted"
-    if steps is None:
-        return f"{pace}; steps and end are not known before the rows are counted"
-    steps_left = max(steps - finished_steps, 0)
-    seconds = plan.seconds_per_step * steps_left
-    count = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
-    if seconds > FARTHEST_END_S:
-        return f"{pace} x {count} = {duration(seconds)}"
+    text, seconds = time_text(recipe, plan, finished_steps)
+    if seconds is None or seconds > FARTHEST_END_S:
+        return text
     # minutes are rounded up: a start at 10:00 that takes 10 s ends at 10:01
     end = (now + timedelta(seconds=seconds + 59)).replace(second=0)
     day = "" if end.date() == now.date() else f"{end:%Y-%m-%d} "
-    return f"{pace} x {count} = {duration(seconds)}: ends about {day}{end:%H:%M}"
+    return f"{text}: ends about {day}{end:%H:%M}"
 
 
 def _changes(changes: Sequence[Change], most: int) -> tuple[list[str], int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from launch.base.text import size
+from launch.base.text import duration, size
 from launch.schema.machine import Machine
 from launch.schema.plan import MULTIPLE, Change, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -70,6 +70,7 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
     )
     for line in schedule_notes(recipe, plan):
         yield f"             {line}"
+    yield f"  time       {time_text(recipe, plan)[0]}"
     yield from padding_lines(plan)
     backend = f", backend {strategy.backend}" if strategy.backend else ""
     yield f"  mode       {strategy.mode}{backend}"
@@ -87,6 +88,22 @@ def _plan_lines(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[str]:
         yield f"  {'' if number else 'compared':<10} {line}"
     for number, line in enumerate(plan.savings):
         yield f"  {'' if number else 'saves':<10} {line}"
+
+
+def time_text(recipe: Recipe, plan: Plan, finished_steps: int = 0) -> tuple[str, float | None]:
+    """Seconds a step, steps and their time, as far as they are known before training; and the
+    seconds, None where they are not."""
+    steps = plan.total_steps(recipe)
+    if plan.seconds_per_step is None:
+        count = "" if steps is None else f"{steps:,} steps; "
+        return f"{count}seconds a step are not known yet: no step of this kind was traced", None
+    pace = f"{plan.seconds_per_step:.3g} s a step predicted"
+    if steps is None:
+        return f"{pace}; steps and end are not known before the rows are counted", None
+    steps_left = max(steps - finished_steps, 0)
+    seconds = plan.seconds_per_step * steps_left
+    count = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
+    return f"{pace} x {count} = {duration(seconds)}", seconds
 
 
 def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:

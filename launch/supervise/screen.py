@@ -19,7 +19,7 @@ from launch.base.text import shown
 from launch.run_folder.layout import AttemptDir
 from launch.supervise import heartbeats
 
-STEP_LINE = re.compile(r"  step \d+/\d+  epoch \S+  (ETA \S+  )?")
+STEP_LINE = re.compile(r"  step \d+/\d+  epoch \S+  (ETA (?:\S| (?! ))+  )?")
 SECTION_WORDS = {
     "load": "loading the model",
     "first step": "the first step",

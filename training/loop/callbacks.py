@@ -28,6 +28,7 @@ from training.loop.memory_peaks import MemoryPeaks, Part
 logger = logging.getLogger("lowmem")
 
 STEADY_STEP = 2  # the first step has no optimizer states yet
+LONG_WAIT_S = 60.0  # until a log line: the remaining time is logged before
 COUNTED = ("tokens", "computed_tokens", "samples")
 PSS_INTERVAL_S = 2.0  # reading smaps_rollup costs milliseconds a GiB
 
@@ -227,6 +228,9 @@ class Reporter(TrainerCallback):
             now = time.monotonic()
         self._step_began = now
         self._second_step_at = self._second_step_at or (now if self._steps > 1 else None)
+        if self._steps == STEADY_STEP + 1:
+            logging_steps = max(int(args.logging_steps), 1)
+            self._say_time_left_early(state.global_step, state.max_steps, logging_steps)
         if self._bar:
             self._bar.show("training", state.global_step, state.max_steps, self._figures)
 
@@ -299,15 +303,28 @@ class Reporter(TrainerCallback):
         }
         mean = replace(self.last_event, **means)
         self._figures = mean.metrics()
-        logger.info("%s", mean.line(self._time_left(mean)))
+        logger.info("%s", mean.line(self._time_left(mean.step, mean.max_steps)))
 
-    def _time_left(self, event: StepEvent) -> str:
-        """The remaining time at the pace of this attempt, with evaluations and checkpoints. ""
-        before the second step and after the last."""
-        steps_left, past = event.max_steps - event.step, self._steps - STEADY_STEP
-        if self._second_step_at is None or past < 1 or steps_left < 1:
-            return ""
-        return eta(steps_left * (time.monotonic() - self._second_step_at) / past)
+    def _pace_s(self) -> float | None:
+        """Seconds of a step of this attempt, with evaluations and checkpoints; None before its
+        third step."""
+        past = self._steps - STEADY_STEP
+        if self._second_step_at is None or past < 1:
+            return None
+        return (time.monotonic() - self._second_step_at) / past
+
+    def _time_left(self, step: int, max_steps: int) -> str:
+        """The remaining time; "" before the third step and after the last."""
+        pace_s = self._pace_s()
+        return "" if pace_s is None or step >= max_steps else eta((max_steps - step) * pace_s)
+
+    def _say_time_left_early(self, step: int, max_steps: int, logging_steps: int) -> None:
+        """Log the remaining time at the third step, where the next log line is a minute away."""
+        pace_s = self._pace_s() or 0.0
+        next_log_s = (-step % logging_steps) * pace_s
+        if self._rank == 0 and next_log_s > LONG_WAIT_S and step < max_steps:
+            left = self._time_left(step, max_steps)
+            logger.info("step %d/%d  %s at %.3g s a step", step, max_steps, left, pace_s)
 
     def _write(self, file: IO[str] | None, figures: Sequence[StepEvent | HeldOut]) -> None:
         """Write figures. If the disk refuses them they are lost, a warning says so once, and the

@@ -15,6 +15,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir
 from training.data.sample_order import SampleOrder
+from training.loop import callbacks
 from training.loop.callbacks import Reporter, StepMeter
 from training.loop.memory_peaks import MemoryPeaks
 
@@ -34,7 +35,7 @@ class Loop:
         self.model = torch.nn.Linear(2, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.said = (
-            TrainingArguments(report_to=[], use_cpu=True),
+            TrainingArguments(report_to=[], use_cpu=True, logging_steps=1),
             TrainerState(max_steps=9),
             TrainerControl(),
         )
@@ -122,3 +123,19 @@ def test_log_lines_say_the_time_left_from_the_third_step_until_the_last(tmp_path
     assert [" ETA " in line for line in lines] == [False, False, *[True] * 6, False]
     assert re.search(r"  ETA \d+:\d\d:\d\d  loss ", lines[2])
     assert " ETA 0:00:00 " not in lines[2]  # 6 steps of at least 0.2 s
+
+
+@pytest.mark.parametrize(("logging_steps", "num_lines"), [(500, 1), (3, 0)])
+def test_the_time_left_is_logged_early_where_the_next_log_line_is_far(
+    tmp_path, caplog, monkeypatch, logging_steps, num_lines
+):
+    monkeypatch.setattr(callbacks, "LONG_WAIT_S", 10.0)
+    loop = Loop(tmp_path)
+    arguments, state, _ = loop.said
+    arguments.logging_steps, state.max_steps = logging_steps, 30_000
+    with caplog.at_level(logging.INFO, logger="lowmem"):
+        for _ in range(4):
+            loop.step(wait_s=SLOW_S)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == num_lines
+    assert all(re.match(r"step 3/30000  ETA \d+:\d\d:\d\d at 0\.\d+ s a step", x) for x in lines)
