@@ -36,6 +36,7 @@ VERBS = {
     "doctor": "doctor",
     "selfcheck": "selfcheck.verb",
     "watch": "runs",
+    "runs": "runs",
     "report": "runs",
     "compare": "runs",
     "samples": "runs",

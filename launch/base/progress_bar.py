@@ -26,10 +26,10 @@ class _TimeLeft(TimeRemainingColumn):
     """Time left, in days where there are some, as the log has it."""
 
     def render(self, task: Task) -> Text:
-        left_s = task.time_remaining
-        if task.total is None or left_s is None:
+        remaining_s = task.time_remaining
+        if task.total is None or remaining_s is None:
             return super().render(task)
-        return Text(eta(left_s).removeprefix("ETA "), style="progress.remaining")
+        return Text(eta(remaining_s).removeprefix("ETA "), style="progress.remaining")
 
 
 class ProgressBar:

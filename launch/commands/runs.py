@@ -1,4 +1,4 @@
-"""`python -m launch watch`, `report`, `compare` and `samples`: runs of now and of before."""
+"""`python -m launch watch`, `runs`, `report`, `compare`, `samples`: runs of now and of before."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launch.base.errors import Interrupted
+from launch.base import files
+from launch.base.errors import ConfigError, Interrupted
+from launch.base.text import shown, size
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments
 from launch.predict.history.ledger import Ledger
-from launch.run_folder import sample_audit
+from launch.run_folder import cleanup, sample_audit
 from launch.run_folder.layout import RunDir
 
 INTERVAL_S = 2.0  # between two looks of `watch`
+KEEP = 5  # runs of each recipe that `runs clean` leaves their checkpoints
 DESCRIPTIONS = {
     "watch": "show the runs of this machine: state, step, time left, loss, memory",
+    "runs": "list all runs of this checkout; clean: free disk space that finished runs still take",
     "report": "show how well predictions agreed with the runs so far",
     "compare": "show two runs side by side: speed, memory, losses; a table and a page",
     "samples": "show that a run has trained each row once an epoch",
@@ -33,6 +37,23 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
         parser.add_argument("run", nargs="?", help="a recipe (its newest run) or a run's folder")
         parser.add_argument("--once", action="store_true", help="print the screen once")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
+    elif verb == "runs":
+        parser.add_argument("action", nargs="?", choices=("clean",), help="none: list them")
+        parser.add_argument("--json", action="store_true", help="list them for scripts")
+        parser.add_argument(
+            "--keep",
+            type=int,
+            metavar="N",
+            help="clean: the newest N runs of each recipe keep their checkpoints; default 5",
+        )
+        parser.add_argument(
+            "--unfinished",
+            action="store_true",
+            help="clean: also checkpoints from which a run could be continued",
+        )
+        parser.add_argument(
+            "--dry-run", action="store_true", help="clean: only say what would be removed"
+        )
     elif verb == "samples":
         parser.add_argument("run", type=Path, help="a folder runs/<recipe>/<time>")
     elif verb == "report":
@@ -58,6 +79,8 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     workspace = Workspace.here()
     if arguments.verb == "watch":
         return _watch(workspace, arguments)
+    if arguments.verb == "runs":
+        return _clean(workspace, arguments) if arguments.action else _list(workspace, arguments)
     if arguments.verb == "compare":
         from launch.report import compare  # rich's tables
 
@@ -67,6 +90,52 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     else:
         lines = sample_audit.lines(RunDir(arguments.run))
     print("\n".join(lines))
+    return 0
+
+
+def _list(workspace: Workspace, arguments: Namespace) -> int:
+    if arguments.keep is not None or arguments.unfinished or arguments.dry_run:
+        raise ConfigError(
+            "runs: --keep, --unfinished and --dry-run are for runs clean; add clean, or leave them"
+            " out"
+        )
+    from launch.status import table
+
+    rows = table.rows(workspace.runs)
+    if arguments.json:
+        print(files.to_json([asdict(row) for row in rows], indent=1))
+    elif rows:
+        from rich.console import Console
+
+        Console(highlight=False).print(table.table(rows))
+    else:
+        print(shown(f"no runs in {workspace.runs} yet"))
+    return 0
+
+
+def _clean(workspace: Workspace, arguments: Namespace) -> int:
+    """Free disk space by the rules of cleanup.py."""
+    keep = KEEP if arguments.keep is None else arguments.keep
+    if keep < 0:
+        raise ConfigError(f"runs clean --keep {keep}: expected 0 or more runs, such as --keep 5")
+    if arguments.json:
+        raise ConfigError("runs clean: --json is for the list alone; leave it out")
+    freed_bytes, survey = 0, cleanup.survey(workspace.runs, keep, arguments.unfinished)
+    for removal in survey.removals:
+        what = "checkpoints of the" if removal.rule in ("complete", "unfinished") else "a"
+        name = f"{removal.run.root.parent.name}/{removal.run.root.name}"
+        line = (
+            f"{what} {removal.rule}{' run' if what != 'a' else ''}: {name}, {size(removal.bytes)}"
+        )
+        line += f" ({removal.note})" if removal.note else ""
+        if not arguments.dry_run and not cleanup.remove(removal):
+            line = f"stays: {name}: a start has just taken it"
+        else:
+            freed_bytes += removal.bytes
+        print(shown(line))
+    for line in survey.stays:
+        print(shown(f"stays: {line}"))
+    print(f"{'would free' if arguments.dry_run else 'freed'} {size(freed_bytes)}")
     return 0
 
 

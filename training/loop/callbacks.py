@@ -323,8 +323,8 @@ class Reporter(TrainerCallback):
         pace_s = self._pace_s() or 0.0
         next_log_s = (-step % logging_steps) * pace_s
         if self._rank == 0 and next_log_s > LONG_WAIT_S and step < max_steps:
-            left = self._time_left(step, max_steps)
-            logger.info("step %d/%d  %s at %.3g s a step", step, max_steps, left, pace_s)
+            time_left = self._time_left(step, max_steps)
+            logger.info("step %d/%d  %s at %.3g s a step", step, max_steps, time_left, pace_s)
 
     def _write(self, file: IO[str] | None, figures: Sequence[StepEvent | HeldOut]) -> None:
         """Write figures. If the disk refuses them they are lost, a warning says so once, and the

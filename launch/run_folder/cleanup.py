@@ -1,0 +1,157 @@
+"""Disk space that finished runs still take, and its removal by rules.
+
+1. Folders of dry runs, and of starts that were killed before they had a plan.
+2. Checkpoints of complete runs, but of the newest runs of each recipe.
+3. Only if asked: checkpoints of unfinished runs, but of the newest runs of each recipe.
+
+Logs, figures and reports of runs stay. A run that is in use is left alone, and so is a checkpoint
+from which another, unfinished run continues."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from launch.base import locks
+from launch.base.errors import CheckpointError, LockHeld
+from launch.run_folder import layout
+from launch.run_folder.layout import DRY_RUN, RunDir, holds_model
+
+UNTOUCHED_S = 60.0  # a start makes its folder some seconds before its plan
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A folder whose content can go: all of it, or the checkpoints of a run."""
+
+    rule: Literal["dry run", "start without a plan", "complete", "unfinished"]
+    run: RunDir
+    bytes: int
+    note: str = ""
+
+    @property
+    def paths(self) -> list[Path]:
+        """Paths to remove. The folder of checkpoints stays; it may be a link to another disk."""
+        if self.rule in ("complete", "unfinished"):
+            return sorted(self.run.checkpoints.iterdir())
+        return [self.run.root]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Removals in the order of the rules, and lines on runs that stay although they are old."""
+
+    removals: list[Removal]
+    stays: list[str]
+
+
+def survey(runs: Path, keep: int, unfinished: bool) -> Survey:
+    """Look at all runs; nothing is changed. `keep`: so many of the newest runs of each recipe keep
+    their checkpoints; `unfinished`: those of unfinished runs can go too."""
+    removals, stays = list(_leftovers(runs)), []
+    names = sorted({run.root.parent.name for run in RunDir.all(runs)})
+    protected = set(_continued(RunDir.all(runs)))
+    for name in names:
+        trained = [run for run in RunDir.all(runs, name) if has_checkpoints(run) or _ended(run)]
+        for run in trained[keep:]:
+            if not has_checkpoints(run):
+                continue
+            checkpoints_bytes, is_complete = size_bytes(run.checkpoints), _ended(run)
+            if is_in_use(run):
+                stays.append(f"{run.run_id}: in use")
+            elif run.root.resolve() in protected:
+                stays.append(f"{run.run_id}: an unfinished run continues from its checkpoint")
+            elif is_complete or unfinished:
+                rule = "complete" if is_complete else "unfinished"
+                removals.append(Removal(rule, run, checkpoints_bytes, _note(run, is_complete)))
+            else:
+                stays.append(f"{run.run_id}: not complete, --unfinished removes its checkpoints")
+    order = {"dry run": 0, "start without a plan": 1, "complete": 2, "unfinished": 3}
+    return Survey(sorted(removals, key=lambda removal: order[removal.rule]), stays)
+
+
+def _leftovers(runs: Path) -> Iterator[Removal]:
+    for root in sorted(runs.glob("*/*")):
+        run = RunDir(root)
+        if not root.is_dir() or root.is_symlink() or is_in_use(run):
+            continue
+        if time.time() - root.stat().st_mtime < UNTOUCHED_S:
+            continue
+        if root.name == DRY_RUN:
+            yield Removal("dry run", run, size_bytes(root))
+        elif run.checkpoints.is_dir() and not run.plan_file.exists() and not run.attempts():
+            yield Removal("start without a plan", run, size_bytes(root))
+
+
+def remove(removal: Removal) -> bool:
+    """Remove it; False if a start has taken the run in the meantime."""
+    is_run = removal.rule in ("complete", "unfinished")
+    try:
+        with layout.run_lock(removal.run) if is_run else nullcontext():
+            for path in removal.paths:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+    except LockHeld:
+        return False
+    return True
+
+
+def has_checkpoints(run: RunDir) -> bool:
+    return run.checkpoints.is_dir() and any(run.checkpoints.glob("checkpoint-*"))
+
+
+def is_in_use(run: RunDir) -> bool:
+    return locks.holder_pid(run.lock_file) is not None
+
+
+def _ended(run: RunDir) -> bool:
+    """True if the run is complete; one whose outcome is damaged is not known to be."""
+    try:
+        return run.outcome() is not None
+    except CheckpointError:
+        return False
+
+
+def _continued(runs: Sequence[RunDir]) -> Iterator[Path]:
+    """Folders of the runs from whose checkpoints unfinished runs continue."""
+    for run in runs:
+        try:
+            continues = run.read_continues()
+        except CheckpointError:
+            continue  # it cannot continue either
+        if continues and not _ended(run):
+            yield continues.checkpoint.parent.parent.resolve()
+
+
+def _note(run: RunDir, is_complete: bool) -> str:
+    """A warning where no other copy of the weights is known."""
+    if not is_complete:
+        return "it could still be continued"
+    outcome = run.outcome()
+    if outcome and holds_model(Path(outcome.model_dir), run.run_id):
+        return ""
+    return "its model is not in its output_dir any more: these are its only weights here"
+
+
+def size_bytes(folder: Path) -> int:
+    """Bytes of all files in a folder; one with several names counts once, links do not."""
+    total, seen = 0, set[tuple[int, int]]()
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                status = Path(place, name).lstat()
+            except FileNotFoundError:  # a running run removes files
+                continue
+            if status.st_nlink > 1 and (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            total += status.st_size
+    return total

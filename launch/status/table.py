@@ -1,0 +1,85 @@
+"""All runs of a workspace, a row for each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from launch.base.text import shown, size
+from launch.run_folder import cleanup
+from launch.run_folder.layout import RunDir
+from launch.status.runs import RunFiles
+from launch.status.screen import STYLES
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run, how far it came, how it ended, and what it takes on the disk."""
+
+    recipe: str
+    run: str  # <recipe>/<time>
+    started_at: str  # ISO 8601, local time; "" for a folder of another name
+    state: str
+    step: int
+    max_steps: int
+    loss: float | None
+    eval_loss: float | None
+    bytes: int
+    checkpoint_bytes: int  # a part of `bytes`
+    verdict: str  # of a run that has not ended well
+    folder: str
+
+
+def rows(runs: Path) -> list[RunRow]:
+    """Every run, the newest first."""
+    made = [_row(run) for run in RunDir.all(runs)]
+    return sorted(made, key=lambda row: Path(row.folder).name, reverse=True)
+
+
+def _row(run: RunDir) -> RunRow:
+    state = RunFiles(run).state()
+    try:
+        started_at = datetime.strptime(run.root.name[:15], "%Y%m%d-%H%M%S").isoformat()
+    except ValueError:
+        started_at = ""
+    return RunRow(
+        recipe=run.root.parent.name,
+        run=state.run,
+        started_at=started_at,
+        state=state.state,
+        step=state.step,
+        max_steps=state.max_steps,
+        loss=state.loss,
+        eval_loss=state.eval_loss,
+        bytes=cleanup.size_bytes(run.root),
+        checkpoint_bytes=cleanup.size_bytes(run.checkpoints),
+        verdict="" if state.state == "complete" else state.verdict,
+        folder=str(run.root),
+    )
+
+
+def table(made: Sequence[RunRow]) -> Table:
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("run", "state", "steps", "loss", "held out", "disk"):
+        drawn.add_column(name, justify="left" if name in ("run", "state") else "right")
+    for row in made:
+        state = Text(row.state, style=STYLES.get(row.state, "bold"))
+        if row.verdict:
+            state.append(f"\n{shown(row.verdict)}", style="dim")
+        drawn.add_row(
+            Text(shown(row.run)),
+            state,
+            f"{row.step:,} of {row.max_steps:,}" if row.max_steps else "",
+            *("" if value is None else f"{value:.4f}" for value in (row.loss, row.eval_loss)),
+            size(row.bytes),
+        )
+    total = sum(row.bytes for row in made)
+    drawn.caption = f"{len(made):,} run{'' if len(made) == 1 else 's'}, {size(total)}"
+    drawn.caption_justify = "left"
+    return drawn

@@ -1,0 +1,166 @@
+"""`runs` lists every run, and `runs clean` removes what its rules say and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from datetime import datetime, timedelta
+
+import pytest
+
+from launch.__main__ import main
+from launch.base import files, locks
+from launch.base.workspace import Workspace
+from launch.render import write as render_write
+from launch.run_folder import cleanup, layout
+from launch.run_folder.layout import RunDir
+from launch.schema.result import AttemptEnd, Continues, ExportedModel, HeldOut, Outcome
+from tests import builders
+from tests.unit.status.test_runs import EVENT
+
+CHECKPOINT_BYTES = 1000
+LONG_AGO = 1_000_000.0
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch) -> Workspace:
+    monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path / "workspace"))
+    return Workspace.here()
+
+
+def made(workspace: Workspace, day: int, is_complete: bool = True, name: str = "wish") -> RunDir:
+    """A run of that day with two checkpoints, as a launcher and rank 0 write it."""
+    recipe, on = builders.recipe_of(name=name), builders.machine()
+    run = RunDir.create(workspace.runs, name, datetime(2026, 1, 1) + timedelta(days=day))
+    attempt = render_write.write_run(run, recipe, on, builders.plan(recipe, on), workspace)
+    for step in (4, 8):
+        folder = run.checkpoints / f"checkpoint-{step:06d}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(CHECKPOINT_BYTES))
+    event = {**asdict(EVENT), "step": 8, "max_steps": 8 if is_complete else 16}
+    attempt.events_file.write_text(json.dumps(event) + "\n")
+    scored = asdict(HeldOut(8, 64, 2.5, 1.0, 1.0))
+    attempt.held_out_file.write_text(json.dumps(scored) + "\n")
+    model = workspace.root / "models" / f"{name}-{day}"
+    if is_complete:
+        outcome = Outcome(complete=True, ended="complete", model_dir=str(model), step=8)
+        files.write_json(attempt.outcome_file, outcome)
+        files.write_json(attempt.supervisor_file, AttemptEnd(0, None, 1.0))
+        model.mkdir(parents=True)
+        files.write_json(model / "lowmem.json", ExportedModel(run.run_id))
+    return run
+
+
+def dry_run(workspace: Workspace, age_s: float = 1000.0) -> RunDir:
+    run = RunDir.dry_run(workspace.runs, "wish")
+    (run.root / "plan.json").write_bytes(bytes(100))
+    time = run.root.stat().st_mtime - age_s
+    os.utime(run.root, (time, time))
+    return run
+
+
+def test_dry_runs_go_first_then_checkpoints_of_complete_runs_beyond_the_newest(workspace, capsys):
+    oldest, older, unfinished, *newest = [
+        made(workspace, day, is_complete=day != 2) for day in range(5)
+    ]
+    other = made(workspace, 0, name="other")
+    left_over = dry_run(workspace)
+    (workspace.root / "models/wish-1/lowmem.json").unlink()  # of another run now
+    before = cleanup.size_bytes(workspace.runs)
+    command = ["runs", "clean", "--keep", "2"]
+    assert main([*command, "--dry-run"]) == 0
+    promised = capsys.readouterr().out
+    assert cleanup.size_bytes(workspace.runs) == before
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert promised.replace("would free", "freed").splitlines() == lines
+    assert lines[0].startswith("a dry run: wish/dry-run, ")
+    assert lines[1].startswith("checkpoints of the complete run: wish/20260102-000000, ")
+    assert lines[1].endswith("these are its only weights here)")
+    assert lines[2] == "checkpoints of the complete run: wish/20260101-000000, 2.0 KiB"
+    assert lines[3].startswith("stays: wish-20260103-000000: not complete, --unfinished removes")
+    assert lines[4] == "freed 4.0 KiB"
+    assert before - cleanup.size_bytes(workspace.runs) == 4 * CHECKPOINT_BYTES + 100
+    assert not left_over.root.exists()
+    for run in (oldest, older):
+        assert run.outcome() and not any(run.checkpoints.iterdir())
+    for run in (unfinished, *newest, other):
+        assert cleanup.has_checkpoints(run)
+
+
+def test_unfinished_runs_go_only_when_asked(workspace, capsys):
+    run = made(workspace, 0, is_complete=False)
+    assert main(["runs", "clean", "--keep", "0"]) == 0
+    assert cleanup.has_checkpoints(run)
+    assert main(["runs", "clean", "--keep", "0", "--unfinished"]) == 0
+    assert not cleanup.has_checkpoints(run)
+    assert "(it could still be continued)" in capsys.readouterr().out
+
+
+def test_a_run_in_use_and_the_source_of_an_unfinished_run_stay(workspace, capsys):
+    source, running = made(workspace, 0), made(workspace, 1)
+    continuing = made(workspace, 2, is_complete=False)
+    continues = Continues(source.checkpoints / "checkpoint-000008", 64)
+    files.write_json(continuing.continues_file, continues)
+    with layout.run_lock(running):
+        assert main(["runs", "clean", "--keep", "0"]) == 0
+        assert not cleanup.remove(cleanup.Removal("complete", running, 0))
+    words = capsys.readouterr().out
+    assert "stays: wish-20260102-000000: in use" in words
+    assert "stays: wish-20260101-000000: an unfinished run continues from its checkpoint" in words
+    assert words.endswith("freed 0.0 KiB\n")
+    assert cleanup.has_checkpoints(source) and cleanup.has_checkpoints(running)
+
+
+def test_checkpoints_on_another_disk_go_and_their_link_stays(workspace, tmp_path):
+    run, disk = made(workspace, 0), tmp_path / "disk"
+    run.checkpoints.rename(disk)
+    run.checkpoints.symlink_to(disk)
+    assert main(["runs", "clean", "--keep", "0"]) == 0
+    assert run.checkpoints.is_symlink() and not any(disk.iterdir())
+
+
+def test_a_start_that_was_killed_before_its_plan_goes_a_dry_run_of_now_stays(workspace):
+    empty = RunDir.create(workspace.runs, "wish", datetime(2026, 1, 1))
+    os.utime(empty.root, (LONG_AGO, LONG_AGO))
+    new = RunDir.create(workspace.runs, "wish", datetime(2026, 1, 2))
+    recent = dry_run(workspace, age_s=0.0)
+    with locks.lock(workspace.runs / "wish" / ".lock-a", "it"):
+        assert main(["runs", "clean"]) == 0
+    assert not empty.root.exists() and new.root.exists() and recent.root.exists()
+
+
+def test_the_list_has_each_run_with_its_outcome_and_size(workspace, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    made(workspace, 0)
+    stopped = made(workspace, 1, is_complete=False)
+    end = AttemptEnd(75, None, 1.0)
+    files.write_json(stopped.attempts()[-1].supervisor_file, end)
+    assert main(["runs"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "wish/" in line]
+    assert lines[0][:5] == ["wish/20260102-000000", "stopped", "8", "of", "16"]
+    assert lines[1][:7] == ["wish/20260101-000000", "complete", "8", "of", "8", "3.0000", "2.5000"]
+    assert main(["runs", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["state"] for row in rows] == ["stopped", "complete"]
+    assert rows[1]["started_at"] == "2026-01-01T00:00:00"
+    assert rows[1]["checkpoint_bytes"] == 2 * CHECKPOINT_BYTES < rows[1]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["clean", "--keep", "-1"], "--keep -1: expected 0 or more runs"),
+        (["--keep", "2"], "are for runs clean; add clean"),
+        (["clean", "--json"], "--json is for the list alone"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(workspace, capsys, words, message):
+    assert main(["runs", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_runs_there_is_a_line(workspace, capsys):
+    assert main(["runs"]) == 0 and main(["runs", "clean"]) == 0
+    assert "no runs in" in capsys.readouterr().out
