@@ -4,20 +4,30 @@ checkpointing of some layers. Bytes and seconds of traced steps say for which of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from launch.plan import candidates
+from launch.plan import candidates, tiled_mlp
 from launch.plan.candidates import LaunchConstraints
-from launch.predict import budgets, estimate
+from launch.predict import budgets, estimate, sharding
+from launch.predict.estimate import Judged
 from launch.predict.facts import PlanContext
+from launch.predict.memory import context as memory_context
 from launch.predict.time.timing import LAUNCH_S
-from launch.schema.plan import Strategy
+from launch.schema.plan import MemoryEstimate, Peak, Strategy
 
 # of a step with checkpointing: the forward pass that it repeats is a third at most, where backward
 # makes no gradients of weights, and so takes as long as forward
 NOT_RECOMPUTED = 2 / 3
+
+# for backward, without checkpointing, beside what estimate counts outside an MLP: what its
+# activation function takes, and in a gated one what that gives and what it is multiplied by
+KEPT_INSIDE_MLP, KEPT_INSIDE_GATED = 1, 3
+OF_A_LAYER = re.compile(r"(^|[. ])\d")  # in names of modules
+# of a word of a position, when backward begins: its float32 logit, log-softmax and gradient
+LOGIT_BYTES = 3 * 4
 
 # layers of which one is checkpointed, from the fastest on: of more the seconds hardly differ
 EVERY_N_LAYERS = (4, 2)
@@ -31,6 +41,81 @@ class Step:
 
     seconds: float
     device_bytes: float
+
+
+def hopeless(context: PlanContext, candidate: Strategy) -> Judged | None:
+    """The candidate judged by its states, or by the least that its device holds when backward
+    begins, where that exceeds a budget."""
+    if context.traces is None:
+        return estimate.hopeless(context, candidate)
+    judged = estimate.hopeless(context, candidate, with_step=True)
+    if judged is not None:
+        by_states = estimate.hopeless(context, candidate)
+        return by_states or replace(judged, misses=f"at least {judged.misses}")
+    if (memory := at_backward(context, candidate)) is None:
+        return None
+    budget = budgets.budget_bytes(context, candidate)
+    misses = budgets.misses(context, candidate, memory, budget)
+    excess = memory.device_bytes / max(budget, 1)
+    if misses is None:
+        return None
+    return Judged(candidate, memory, None, budget, f"at least {misses}", excess)
+
+
+def at_backward(context: PlanContext, candidate: Strategy) -> MemoryEstimate | None:
+    """The least that a card holds when backward begins, with what each MLP keeps and the loss
+    makes; None where that is not known. Of frozen layers nothing may be kept."""
+    recipe, config = context.recipe, context.model.config
+    if (
+        config["model_type"] not in tiled_mlp.TILED
+        or context.model.is_encoder_decoder
+        or candidate.device == "cpu"
+        or candidate.torch_compile
+        or recipe.model.freeze
+        or OF_A_LAYER.search(" ".join(context.lora_targets))
+    ):
+        return None
+    share, chunks = candidate.checkpointed_share, candidate.num_output_chunks
+    width, layers = (
+        next(config[name] for name in names if config.get(name))
+        for names in (estimate.WIDTH_NAMES, estimate.LAYER_NAMES)
+    )
+    kept = width * (estimate.KEPT_TENSORS_A_LAYER - estimate.INSIDE_MLP)
+    if candidate.tiled_mlp_num_shards == 1:
+        kept += _kept_inside_mlp(context) * tiled_mlp.inner_size(config)
+    checkpointed = 0 if candidate.activation_offloading else share * width
+    is_16_bit = candidate.mixed_precision != "no" or recipe.model.dtype != "float32"
+    of_token = (checkpointed + (1 - share) * kept) * layers * (2 if is_16_bit else 4)
+    of_position, length = config["vocab_size"] * LOGIT_BYTES, context.question(candidate).lengths[1]
+    of_step = max(
+        batch.rows * length * of_token
+        + of_position
+        * (batch.targets if candidate.logits_at_targets else batch.rows * length // chunks)
+        for batch in context.most_targets(candidate).batches(candidate.per_device_train_batch_size)
+    )
+    states = sharding.per_rank(
+        context.full_copy, context.parameters, recipe, candidate, context.model.family
+    )
+    state_bytes = states.model_state_bytes
+    if candidate.gradient_accumulation_steps == 1:  # no gradients of a micro-batch before
+        state_bytes -= states.gradients_bytes
+    parts = {"states": state_bytes, "activations": int(of_step)}
+    outside, _ = memory_context.context_bytes(context.machine.gpus[0], context.import_memory.card)
+    outside += estimate.NCCL_BYTES if candidate.backend == "nccl" else 0
+    return replace(states, peak=Peak("backward", "", parts), outside_bytes=outside)
+
+
+def _kept_inside_mlp(context: PlanContext) -> int:
+    """Tensors of an MLP's inner width. Two matrices of that width are into it and out of it, in a
+    gated MLP a third is, or the one into it is twice as wide."""
+    inner = tiled_mlp.inner_size(context.model.config)
+    of_layer = (
+        side // inner
+        for name, shape in context.parameters.items()
+        if ".0." in name and len(shape) == 2
+        for side in set(shape) & {inner, 2 * inner}
+    )
+    return KEPT_INSIDE_GATED if sum(of_layer) == 3 else KEPT_INSIDE_MLP
 
 
 def by_interpolation(
@@ -124,15 +209,21 @@ def _pair(steps: Mapping[_Way, Step], rows: int) -> tuple[Step, Step] | None:
     return min(pairs, key=lambda pair: pair[1].device_bytes, default=None)
 
 
+def _traced(context: PlanContext, way: _Way, ways: Mapping[_Way, Strategy]) -> Strategy | None:
+    """The candidate whose trace says what a way takes."""
+    candidate, (rows, *others) = ways[way], way
+    alike = [candidate]
+    if rows == 1:
+        alike += [each for (number, *rest), each in ways.items() if number > 1 and rest == others]
+    return next((each for each in alike if context.trace(each) is not None), None)
+
+
 def _step(context: PlanContext, way: _Way, ways: Mapping[_Way, Strategy]) -> Step | None:
     """By its own trace, or, of a single sample, by that of more rows; None if there is neither."""
-    candidate, (rows, *others) = ways[way], way
-    traced = candidate
-    if context.trace(candidate) is None and rows == 1:
-        more = (each for (number, *rest), each in ways.items() if number > 1 and rest == others)
-        traced = next((each for each in more if context.trace(each) is not None), candidate)
-    trace = context.trace(traced)
-    if trace is None:
+    candidate, rows = ways[way], way[0]
+    traced = _traced(context, way, ways)
+    trace = traced and context.trace(traced)
+    if traced is None or trace is None:
         return None
     judged = estimate.judge(context, traced, exact=False)
     peak_bytes = trace.peak(rows, None).allocated_bytes  # evaluation takes fewer rows, if need be
@@ -160,14 +251,20 @@ def _trace_without_checkpointing(
         return
     for none in sorted(_without(ways, most_parts), key=lambda each: -_way(each)[0]):
         rows = none.per_device_train_batch_size
-        checkpointed = (each for way, each in ways.items() if way[:2] == (rows, True))
-        every = next((each for each in checkpointed if context.trace(each) is not None), None)
-        if every is None:
+        checkpointed = (
+            (traced, step)
+            for way in ways
+            if way[:2] == (rows, True)
+            and (traced := _traced(context, way, ways)) is not None
+            and (step := _step(context, way, ways)) is not None
+        )
+        every, step = next(checkpointed, (None, None))
+        if every is None or step is None:
             continue
         if estimate.at_least_s(context, none, every, NOT_RECOMPUTED) >= below_s:
             continue
-        every_bytes = estimate.judge(context, every, exact=False).memory.device_bytes
-        least = estimate.hopeless(context, none, with_step=True)
+        every_bytes = step.device_bytes
+        least = hopeless(context, none)
         least_bytes = least.memory.device_bytes if least else 0
         share = 1 - 1 / min(EVERY_N_LAYERS)
         if every_bytes + share * (least_bytes - every_bytes) <= budgets.budget_bytes(context, none):

@@ -88,14 +88,24 @@ def search_waves(
     if chosen is None or not chosen.candidate.launch_mode.is_whole:
         return chosen
     sharded = candidates.sharded_splits(context, possible, constraints)
-    quickest = min(loser.seconds for loser, _ in judged if loser.time) if chosen.time else 0.0
-    if chosen.seconds <= MUCH_SLOWER * quickest or not sharded:
+    if chosen.seconds <= MUCH_SLOWER * _least_s(judged, chosen) or not sharded:
         return chosen
     others: list[tuple[Judged, str]] = []
     other = fastest(context, sharded, others, constraints)
     best = other if other is not None and other.seconds * AS_FAST < chosen.seconds else chosen
     judged[:] = _verdicts([*judged, *others], best)
     return best
+
+
+def _least_s(judged: Sequence[tuple[Judged, str]], chosen: Judged) -> float:
+    """Seconds of the quickest candidate, whether it fits or not, and of the choice without
+    recomputation, which may have been too large to be traced."""
+    if chosen.time is None:
+        return 0.0
+    busy_s = chosen.time.compute_s + chosen.time.memory_s
+    recomputed_s = (1 - NOT_RECOMPUTED) * chosen.candidate.checkpointed_share * busy_s
+    traced_s = (loser.seconds for loser, _ in judged if loser.time)
+    return min(chosen.seconds - recomputed_s, *traced_s)
 
 
 def fastest(
@@ -172,7 +182,8 @@ def _needed(
             and not _is_slower(context, candidate, judged)
         ]
         hopeless = {
-            candidate: _hopeless(context, _evaluated(context, candidate)) for candidate in open_
+            candidate: less_saving.hopeless(context, _evaluated(context, candidate))
+            for candidate in open_
         }
         context.fetch(candidate for candidate in open_ if hopeless[candidate] is None)
         for candidate in open_:
@@ -207,16 +218,6 @@ def least_s(context: PlanContext, candidate: Candidate, other: Candidate) -> flo
         other.activation_checkpointing and not candidate.activation_checkpointing
     ) or (other.num_output_chunks > candidate.num_output_chunks)
     return estimate.at_least_s(context, candidate, other, NOT_RECOMPUTED if recomputes_more else 1)
-
-
-def _hopeless(context: PlanContext, candidate: Candidate) -> Judged | None:
-    """The candidate judged by its states, or by the least that a step holds beside them, where that
-    exceeds a budget."""
-    by_states = estimate.hopeless(context, candidate)
-    if by_states or context.traces is None:
-        return by_states
-    at_least = estimate.hopeless(context, candidate, with_step=True)
-    return at_least and replace(at_least, misses=f"at least {at_least.misses}")
 
 
 def _savings(candidate: Candidate) -> int:

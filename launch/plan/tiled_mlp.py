@@ -76,13 +76,14 @@ def tiled(context: PlanContext, untiled: Judged) -> Candidate | None:
     if (num_shards := next(fitting, None)) is None:
         return None
     element_bytes = 4 if candidate.mixed_precision == "no" else 2
-    inner = tokens * _inner_size(context.model.config) * element_bytes
+    inner = tokens * inner_size(context.model.config) * element_bytes
     saved_bytes = int(INNER_TENSORS * inner * (1 - 1 / num_shards))
     if estimate.missing_bytes(context, untiled) > saved_bytes:
         return None
     return replace(candidate, tiled_mlp_num_shards=num_shards)
 
 
-def _inner_size(config: Mapping[str, Any]) -> int:
+def inner_size(config: Mapping[str, Any]) -> int:
+    """The features inside an MLP of a config."""
     width = next((config[name] for name in WIDTH_NAMES if config.get(name)), 0)
     return next((config[name] for name in INNER_NAMES if config.get(name)), 4 * width)
