@@ -53,6 +53,7 @@ from training.data.sample_order import SampleOrder
 from training.engines import setup
 from training.loop import arguments, evaluate, export, nan_guard, trackers
 from training.loop.callbacks import Reporter, StepMeter, start_logging
+from training.loop.early_stopping import AlreadyStopped, EarlyStopping
 from training.loop.memory_peaks import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
 from training.model import build, offloaded_inputs
@@ -161,6 +162,7 @@ class Parts:
     heartbeat: Heartbeat
     stop_callback: StopCallback
     control: Control
+    early_stopping: EarlyStopping | None
 
 
 def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
@@ -225,6 +227,8 @@ def build_parts(
         setup.tie_by_module(network)
     setup.unify_trained(network, plan.strategy)
     _check_counts(network, plan)
+    patience = recipe.training.early_stopping_patience
+    early_stopping = EarlyStopping(patience) if patience else None
     sent = trackers.callbacks(recipe.training.report_to, run, start.workspace.root, args)
     trainer = LowMemTrainer(
         order=order,
@@ -263,7 +267,11 @@ def build_parts(
         train_dataset=rows,
         eval_dataset=dataset.held_out(tokens),
         processing_class=tokenizer,
-        callbacks=[reporter, watch, stop_callback, *feeders, *sent],
+        keeps_best=recipe.training.load_best_model_at_end,
+        callbacks=[
+            *([early_stopping] if early_stopping else []),
+            *(reporter, watch, stop_callback, *feeders, *sent),
+        ],
     )
     if plan.strategy.activation_offloading:
         offloading = offloaded_inputs.Offloading(args.device)
@@ -272,7 +280,9 @@ def build_parts(
     if plan.strategy.launch_mode.engine == "fsdp2":
         setup.autocast_fsdp2(trainer)
     trainer.remove_callback(PrinterCallback)  # the log has the same figures already
-    return Parts(tokenizer, trainer, order, reporter, heartbeat, stop_callback, control)
+    return Parts(
+        *(tokenizer, trainer, order, reporter, heartbeat, stop_callback, control, early_stopping)
+    )
 
 
 def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> None:
@@ -289,14 +299,15 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
         trainer.is_converted = resume.is_converted
     with parts.control.deferred(), parts.heartbeat:
         metrics = _trained(parts, start.recipe, pairs, scores, resume.folder if resume else None)
-        is_complete = (
-            trainer.state.global_step >= trainer.state.max_steps and not parts.control.agreed
-        )
+        is_last = trainer.state.global_step >= trainer.state.max_steps
+        stopped_early = bool(parts.early_stopping and parts.early_stopping.has_stopped)
+        is_complete = (is_last or stopped_early) and not parts.control.agreed
+        ending = "complete" if is_last else "stopped early"
         outcome = Outcome(
             **_measured(start.plan.strategy, parts),
             **scores,
             complete=is_complete,
-            ended="complete" if is_complete else "preempted",
+            ended=ending if is_complete else "preempted",
             checkpoint=next(
                 (folder.name for folder in reversed(manifest.committed(run.checkpoints))), None
             ),
@@ -336,7 +347,11 @@ def _trained(
     """Train, then score, unless the ranks agree to stop. Returns Trainer's metrics."""
     metrics: dict[str, float] = {}
     try:
-        metrics = parts.trainer.train(resume_from_checkpoint=resume).metrics
+        try:
+            metrics = parts.trainer.train(resume_from_checkpoint=resume).metrics
+        except AlreadyStopped:
+            metrics = {"train_runtime": 0.0}
+            logger.info("training had stopped early at step %d", parts.trainer.state.global_step)
         if recipe.training.load_best_model_at_end and not parts.control.agreed:
             best.take(parts.trainer, Path(str(parts.trainer.args.output_dir)))
             scores["exported_step"] = parts.trainer.state.best_global_step

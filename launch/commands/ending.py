@@ -110,7 +110,7 @@ def _ending(attempt: AttemptDir) -> str:
     if end and end.failure:
         return f"{end.failure.cause} ({end.failure.proof})"
     if outcome and outcome.complete:
-        return "complete"
+        return outcome.ended
     return "ended to plan again" if end else "cut short"
 
 

@@ -132,8 +132,8 @@ def read(run: RunDir, say: run_folder_steps.Say = lambda line: None) -> Side:
     ending = f"at step {parts[-1].counted[-1].step:,} of {parts[-1].counted[-1].max_steps:,}"
     try:
         outcome, end, tokens = last.read_outcome(), last.read_end(), run.read_tokens()
-        if run.outcome():
-            ending = "finished"
+        if (done := run.outcome()) is not None:
+            ending = "finished" if done.ended == "complete" else f"stopped early {ending}"
         elif end and end.failure:
             ending += f" ({end.failure.cause})"
         plan = last.read_plan()

@@ -43,7 +43,7 @@ def html(
             "Result",
             result_html.tiles(machine, plan, result, events, records.evaluations, seconds),
         ),
-        ("Why it ended", result_html.why_it_ended(result)),
+        ("Why it ended", result_html.why_it_ended(recipe, result)),
         ("What was changed", result_html.what_was_changed(plan.changes, records.attempts)),
         (
             "Predicted beside measured",

@@ -14,6 +14,7 @@ from launch.report.time_spent import Spent
 from launch.schema.machine import Machine
 from launch.schema.phases import DeviceMemory
 from launch.schema.plan import Change, Plan
+from launch.schema.recipe import Recipe
 from launch.schema.result import HeldOut, RunResult, StepEvent
 
 STEADY_FROM = 2  # steps that are slower than the rest
@@ -112,10 +113,10 @@ def _figures(
     yield "time", f"{seconds / 3600:.3g} h", f"{duration(seconds)} in all; {device}"
 
 
-def why_it_ended(result: RunResult) -> str:
+def why_it_ended(recipe: Recipe, result: RunResult) -> str:
     failure = result.failure
     if failure is None:
-        return f"<p>{escaped(ended(result.summary))}</p>"
+        return f"<p>{escaped(ended(recipe, result.summary))}</p>"
     facts = (
         ("cause", failure.cause),
         ("where", f"in {failure.section} at step {result.last_step:,}" if failure.section else ""),

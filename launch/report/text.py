@@ -119,6 +119,11 @@ def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
     elif 0 < steps <= training.warmup_steps:
         rate = training.learning_rate_at(batch)
         yield f"warm-up takes all of the {steps} steps: the rate never reaches {rate:g}"
+    if training.early_stopping_patience and not training.load_best_model_at_end:
+        yield (
+            "training.early_stopping_patience: the model is that of the last step;"
+            " --training.load_best_model_at_end=true exports that of the lowest held-out loss"
+        )
     if num_samples is not None and num_samples < batch:
         kind = "packed sequences" if plan.packing else "rows"
         yield f"the effective batch holds all {num_samples:,} {kind}: one step an epoch"
@@ -343,10 +348,17 @@ def badge(result: RunResult) -> str:
     return "stopped early" if result.summary.get("ended") == "stopped early" else "complete"
 
 
-def ended(summary: Mapping[str, Any]) -> str:
+def ended(recipe: Recipe, summary: Mapping[str, Any]) -> str:
     """The reason for which a run that has not failed ended."""
     steps = f"{summary.get('step', 0):,}"
-    return f"All {steps} steps are trained."
+    if summary.get("ended") != "stopped early":
+        return f"All {steps} steps are trained."
+    patience = recipe.training.early_stopping_patience
+    return (
+        f"Stopped early at step {steps} of {summary['max_steps']:,}: the held-out loss did not fall"
+        f" below its lowest in {patience} evaluation{'' if patience == 1 else 's'}"
+        " (training.early_stopping_patience)."
+    )
 
 
 def failure_lines(result: RunResult) -> list[str]:
@@ -378,6 +390,8 @@ def _success_lines(
         f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({result.seconds:.0f}"
         " s in all)"
     )
+    if summary.get("ended") == "stopped early":
+        yield f"  end        {ended(recipe, summary)}"
     of_step = summary.get("exported_step")
     yield f"  model      {summary['model_dir']}" + (
         f" (step {of_step:,}: lowest held-out loss)" if of_step else ""

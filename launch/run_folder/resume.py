@@ -28,6 +28,7 @@ WORDS: Mapping[str, Allowed] = {
     "training.seed": "seed",
     "training.num_train_epochs": "schedule",
     "training.max_steps": "schedule",
+    "training.early_stopping_patience": "schedule",
     "data": "data",
     "tokenizer": "data",
     "model": "model",

@@ -70,10 +70,17 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def best_of_held_out_rows(self) -> Recipe:
-        if self.training.load_best_model_at_end and not self.evaluates:
+        training = self.training
+        if training.load_best_model_at_end and not self.evaluates:
             raise ValueError(
                 "training.load_best_model_at_end needs data.validation_file or"
                 " data.validation_size: held-out rows say what is best"
+            )
+        if training.early_stopping_patience is not None and not self.evaluates:
+            raise ValueError(
+                f"training.early_stopping_patience {training.early_stopping_patience} needs"
+                " data.validation_file or data.validation_size: the loss on held-out rows says when"
+                " to stop"
             )
         return self
 

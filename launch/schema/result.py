@@ -127,7 +127,8 @@ class Outcome(Scores):
 
     # a run that trained nothing leaves figures at None or 0
     complete: bool = field(kw_only=True)
-    ended: Literal["complete", "preempted"] = field(kw_only=True)
+    # "stopped early" is complete: training.early_stopping_patience
+    ended: Literal["complete", "stopped early", "preempted"] = field(kw_only=True)
     checkpoint: str | None = None  # its newest
     resumed_from: str | None = None
     model_dir: str = ""

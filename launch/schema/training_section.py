@@ -184,6 +184,12 @@ class TrainingSection(BaseModel):
         default=False,
         description="Export the weights with the lowest held-out loss; their checkpoint is kept.",
     )
+    early_stopping_patience: Annotated[int | None, affects("weights")] = Field(
+        default=None,
+        ge=1,
+        description="Stop when the held-out loss has not fallen below its lowest in so many"
+        " evaluations. null: never.",
+    )
     seed: Annotated[int, affects("weights", "rows")] = Field(
         default=23333,
         ge=0,

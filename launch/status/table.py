@@ -11,9 +11,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from launch.base import files
 from launch.base.text import shown, size
 from launch.run_folder import cleanup
 from launch.run_folder.layout import RunDir
+from launch.schema.result import Outcome
 from launch.status.runs import RunFiles
 from launch.status.screen import STYLES
 
@@ -44,6 +46,8 @@ def rows(runs: Path) -> list[RunRow]:
 
 def _row(run: RunDir) -> RunRow:
     state = RunFiles(run).state()
+    last = run.attempts()[-1:]
+    outcome = files.read_or_none(last[0].outcome_file, Outcome) if last else None
     try:
         started_at = datetime.strptime(run.root.name[:15], "%Y%m%d-%H%M%S").isoformat()
     except ValueError:
@@ -52,7 +56,7 @@ def _row(run: RunDir) -> RunRow:
         recipe=run.root.parent.name,
         run=state.run,
         started_at=started_at,
-        state=state.state,
+        state=outcome.ended if outcome and outcome.complete else state.state,
         step=state.step,
         max_steps=state.max_steps,
         loss=state.loss,
@@ -69,7 +73,8 @@ def table(made: Sequence[RunRow]) -> Table:
     for name in ("run", "state", "steps", "loss", "held out", "disk"):
         drawn.add_column(name, justify="left" if name in ("run", "state") else "right")
     for row in made:
-        state = Text(row.state, style=STYLES.get(row.state, "bold"))
+        style = "green" if row.state == "stopped early" else STYLES.get(row.state, "bold")
+        state = Text(row.state, style=style)
         if row.verdict:
             state.append(f"\n{shown(row.verdict)}", style="dim")
         drawn.add_row(

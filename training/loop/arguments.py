@@ -56,7 +56,11 @@ def of(
         save_strategy="steps",
         save_steps=training.save_steps,
         save_total_limit=None,  # commit.py deletes old checkpoints
-        metric_for_best_model="eval_loss" if training.load_best_model_at_end else None,
+        metric_for_best_model=(
+            "eval_loss"
+            if training.load_best_model_at_end or training.early_stopping_patience
+            else None
+        ),
         eval_strategy="steps" if evaluates else "no",
         eval_steps=training.eval_steps or steps_per_epoch,
         seed=training.seed,

@@ -73,6 +73,7 @@ class LowMemTrainer(OpenTrainer):
         logits_at_targets: bool = False,
         mlp_shards: int = 1,
         peaks: MemoryPeaks | None = None,
+        keeps_best: bool = False,  # training.load_best_model_at_end
         **kwargs: Any,
     ) -> None:
         """`facts` are part of each checkpoint's manifest. Without a `strategy` nothing is saved."""
@@ -84,6 +85,7 @@ class LowMemTrainer(OpenTrainer):
         self.save_s = 0.0
         self.peaks = peaks or MemoryPeaks(torch.device("cpu"))
         self._strategy = strategy
+        self._keeps_best = keeps_best
         super().__init__(compute_loss_func=self._loss, **kwargs)
         self._shift = not self.model.config.is_encoder_decoder
         has_head = output_chunks > 1 or logits_at_targets
@@ -226,9 +228,9 @@ class LowMemTrainer(OpenTrainer):
 
     def is_best_metric(self, library: Callable[[], bool], metrics: dict[str, float]) -> bool:
         """True if the held-out loss is the lowest so far. The checkpoint of such a step is written
-        and kept (best.py)."""
+        and kept (best.py), unless the loss only says when to stop."""
         is_best = bool(metrics) and library()
-        if is_best and not self.control.should_save:
+        if is_best and self._keeps_best and not self.control.should_save:
             self.control.should_save = True
             if self.stop_callback:
                 self.stop_callback.begin_save()
@@ -395,7 +397,7 @@ class LowMemTrainer(OpenTrainer):
         described = save.on_all(partial(commit.describe, save.staged, own_files))
         save.on_first(finish)
         self.verified.add(manifest.name(step))
-        best_name = best.checkpoint_name(self.state)
+        best_name = best.checkpoint_name(self.state) if self._keeps_best else None
         save.on_first(
             partial(commit.rotate, checkpoints, self._keep_checkpoints, self.verified, best_name)
         )
