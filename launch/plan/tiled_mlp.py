@@ -11,6 +11,7 @@ from launch.base.errors import ConfigError
 from launch.predict import estimate
 from launch.predict.estimate import WIDTH_NAMES, Judged
 from launch.predict.facts import PlanContext
+from launch.schema.plan import Peak
 from launch.schema.plan import Strategy as Candidate
 from launch.schema.recipe import Recipe
 
@@ -78,12 +79,29 @@ def tiled(context: PlanContext, untiled: Judged) -> Candidate | None:
     element_bytes = 4 if candidate.mixed_precision == "no" else 2
     inner = tokens * inner_size(context.model.config) * element_bytes
     saved_bytes = int(INNER_TENSORS * inner * (1 - 1 / num_shards))
+    if candidate.every_n_layers == 1:  # all that an MLP makes is of the layer that computes
+        made_bytes = _made_bytes(context, peak, tokens * element_bytes)
+        saved_bytes = min(saved_bytes, made_bytes + untiled.memory.fragmentation_bytes)
     if estimate.missing_bytes(context, untiled) > saved_bytes:
         return None
     return replace(candidate, tiled_mlp_num_shards=num_shards)
 
 
+def _made_bytes(context: PlanContext, peak: Peak, feature_bytes: int) -> int:
+    """The most that a checkpointed layer's MLP makes at the peak, of all that the layer has made:
+    in backward, what it keeps outside the MLP is there too."""
+    made_bytes = peak.parts.get("temporaries", 0)
+    if peak.section == "backward":
+        tensors = estimate.KEPT_TENSORS_A_LAYER - estimate.INSIDE_MLP
+        made_bytes -= tensors * _width(context.model.config) * feature_bytes
+    return made_bytes
+
+
 def inner_size(config: Mapping[str, Any]) -> int:
     """The features inside an MLP of a config."""
-    width = next((config[name] for name in WIDTH_NAMES if config.get(name)), 0)
-    return next((config[name] for name in INNER_NAMES if config.get(name)), 4 * width)
+    inner = (config[name] for name in INNER_NAMES if config.get(name))
+    return next(inner, 4 * _width(config))
+
+
+def _width(config: Mapping[str, Any]) -> int:
+    return next((config[name] for name in WIDTH_NAMES if config.get(name)), 0)

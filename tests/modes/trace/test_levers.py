@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from launch.base.errors import ConfigError, DoesNotFit
-from launch.plan import candidates, fit, less_saving, planner, search
+from launch.plan import candidates, fit, less_saving, planner, search, tiled_mlp
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.planner import Choice
@@ -245,6 +245,30 @@ def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(tmp_path):
     asked = chosen(tmp_path, free_gib, **long, tiled_mlp_num_shards=6).plan
     assert asked.strategy.tiled_mlp_num_shards == 6
     assert not any(change.key == "training.tiled_mlp_num_shards" for change in asked.changes)
+
+
+def test_mlps_in_parts_are_not_traced_where_all_that_a_layer_makes_is_less_than_what_is_missing(
+    tmp_path,
+):
+    long: dict[str, Any] = {
+        "data": {"max_length": 8192},
+        "per_device_train_batch_size": 1,
+        "num_output_chunks": 64,
+        "activation_checkpointing": True,
+    }
+    choice = chosen(tmp_path, 5, **long)
+    judged = estimate.judge(choice.context, choice.plan.strategy, exact=False)
+    assert judged.memory.peak is not None
+    of_layer = judged.memory.peak.parts["temporaries"]
+    inner = 8192 * 4864 * 2
+    assert of_layer < 14 * inner  # 7/8 of 16 tensors
+
+    def tiled(missing_bytes: int) -> Any:
+        budget = judged.memory.device_bytes - missing_bytes
+        return tiled_mlp.tiled(choice.context, replace(judged, budget_bytes=budget))
+
+    assert tiled(8 * inner) is not None
+    assert tiled(of_layer) is None
 
 
 def test_mlps_in_parts_are_not_traced_where_logits_are_the_peak(tmp_path):
