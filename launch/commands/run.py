@@ -22,6 +22,7 @@ from launch.commands.attempts import MAX_PLANS, Attempts, Start
 from launch.commands.recipe_arguments import RecipeArguments
 from launch.plan import planner, resolve
 from launch.plan.planner import Choice
+from launch.plan.resolve import Facts
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
 from launch.queue import starts
 from launch.recipe.guides import gpt2_variables
@@ -60,7 +61,12 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
+def main(
+    arguments: Namespace,
+    others: Sequence[str],
+    check: Callable[[Facts], None] = lambda facts: None,
+) -> int:
+    """`check` gets the facts of the start, and raises a LaunchError to refuse it."""
     variables = gpt2_variables.translate(os.environ) if arguments.from_environment else []
     for override in variables:
         print(shown(f"{override.typed}: {override.removeprefix('--')}"))
@@ -69,10 +75,16 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     leftovers.sweep_socket_folders(Path(os.environ["TMPDIR"]))
     if typed.is_auto and not arguments.dry_run:
         tune.tune_recipe(typed, again=False)
-    return run(typed, arguments.resume, arguments.dry_run, arguments.explain)
+    return run(typed, arguments.resume, arguments.dry_run, arguments.explain, check)
 
 
-def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool) -> int:
+def run(
+    typed: RecipeArguments,
+    resume: str,
+    dry_run: bool,
+    explain: bool,
+    check: Callable[[Facts], None],
+) -> int:
     """Train a recipe; with `dry_run` write the files and show the line that would. The exit
     code."""
     began, screen = time.monotonic(), Screen()
@@ -84,6 +96,7 @@ def run(typed: RecipeArguments, resume: str, dry_run: bool, explain: bool) -> in
             say=screen.say,
             test_link=True,
         )
+        check(facts)
         recipe, root = facts.context.recipe, facts.workspace.root
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
         start = Start(

@@ -104,10 +104,8 @@ def read(
     constraints = _beside(constraints, budget_notes, live)
     if described is None and not constraints.force_cpu and recipe.launch.device != "cpu":
         _refuse_cards(recipe, machine, constraints)
-    is_file = "/" in recipe_name or recipe_name.endswith((".yaml", ".yml"))
-    recipe, of_model = use_existing_model(
-        with_absolute_paths(recipe, Path.cwd() if is_file else workspace.root)
-    )
+    above = Path.cwd() if load.is_file(recipe_name) else workspace.root
+    recipe, of_model = use_existing_model(with_absolute_paths(recipe, above))
     recipe, of_tokenizer = use_existing_tokenizer(recipe)
     of_tokenizer += unused_tokenizer_keys(recipe)
     for folder in (*(workspace.root / name for name in ("runs", "logs", ".cache")), recipe.log_dir):

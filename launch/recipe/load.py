@@ -63,7 +63,7 @@ def load(
 ) -> tuple[Recipe, tuple[Change, ...]]:
     """The recipe of that name or file with the overrides, and the values that were replaced. Raises
     ConfigError."""
-    path = _find(name_or_path)
+    path = find(name_or_path)
     file = str(path)
     base, top = _read(path), _overrides(overrides)
     partial = _without_gpu(base)
@@ -110,8 +110,14 @@ def check_batch(text: str) -> int:
     return int(text)
 
 
-def _find(name_or_path: str) -> Path:
-    if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
+def is_file(name_or_path: str) -> bool:
+    """True for the path of a recipe's file, False for a name in configs/recipes/."""
+    return "/" in name_or_path or name_or_path.endswith((".yaml", ".yml"))
+
+
+def find(name_or_path: str) -> Path:
+    """The file of a recipe. Raises ConfigError for a name that is not there."""
+    if is_file(name_or_path):
         return Path(name_or_path)
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     if name_or_path not in names:

@@ -1,0 +1,131 @@
+"""A line of submit: what stands behind `run`, a sweep over it, and the plans of both."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from launch.base.errors import ConfigError, DoesNotFit
+from launch.commands import recipe_arguments, run
+from launch.commands.recipe_arguments import Parser, RecipeArguments, say
+from launch.plan import planner, resolve
+from launch.plan.planner import Choice
+from launch.plan.resolve import Facts
+from launch.recipe import load, strict_yaml
+from launch.recipe.strict_yaml import show
+from launch.schema.recipe import Recipe
+
+MEETING_PLACE = "--launch.main_process_ip=the-first-node"  # until Slurm has chosen it
+
+
+class Asked:
+    """A line of `run` that is submitted, and a sweep over it."""
+
+    def __init__(self, arguments: Namespace, others: Sequence[str]) -> None:
+        self.arguments, self.argv = arguments, list(others)
+        self.typed, self.resume = read(self.argv)
+        self.sweep = [_values(text) for text in arguments.sweep]
+        # what is printed may be read by a program
+        self.say = partial(print, file=sys.stderr) if arguments.print else say
+
+    def choice(self, typed: RecipeArguments) -> tuple[Choice, Facts]:
+        """The plan on the machine that was described, or on this one."""
+        overrides = list(typed.overrides)
+        if self.arguments.place == "slurm" and _nodes(typed) > 1:
+            overrides.append(MEETING_PLACE)
+        facts = resolve.read(
+            typed.recipe,
+            overrides,
+            recipe_arguments.described_machine(self.arguments),
+            typed.constraints,
+            self.say,
+        )
+        planner.refuse_hopeless(facts.context, facts.constraints)
+        return planner.choose(facts.context, facts.constraints), facts
+
+    def combinations(self, recipe: Recipe) -> Iterator[tuple[str, list[str]]]:
+        """(end of its name, keys) of each job of the sweep; one without keys where there is no
+        sweep."""
+        if not self.sweep:
+            yield "", []
+            return
+        for number, values in enumerate(itertools.product(*(values for _, values in self.sweep))):
+            text = "-".join(re.sub(r"[^\w.]+", "_", value) for value in values)
+            end = f"-{text}" if len(recipe.name) + len(text) < 60 else f"-{number}"
+            names = (name for name, _ in self.sweep)
+            yield (
+                end,
+                [
+                    *(f"--{name}={value}" for name, value in zip(names, values, strict=True)),
+                    f"--name={recipe.name}{end}",
+                    f"--output_dir={recipe.output_dir}{end}",
+                ],
+            )
+
+
+def read(argv: Sequence[str]) -> tuple[RecipeArguments, str]:
+    """The arguments of `launch run`: recipe, batch and keys; and --resume. Raises ConfigError."""
+    arguments, others = run_arguments(argv)
+    if arguments.dry_run or arguments.explain or arguments.from_environment:
+        flag = next(
+            flag for flag in ("dry_run", "explain", "from_environment") if getattr(arguments, flag)
+        )
+        raise ConfigError(f"submit: --{flag.replace('_', '-')} is for launch run; leave it out")
+    if arguments.resume == "never":
+        raise ConfigError(
+            "submit: with --resume never each start of the job would begin anew; give it a --name"
+            " and an --output_dir of its own instead"
+        )
+    return recipe_arguments.read(arguments, others), arguments.resume
+
+
+def run_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
+    parser = Parser(prog="python -m launch", allow_abbrev=False)
+    run.add_parser(parser.add_subparsers(), "run")
+    arguments, others = parser.parse_known_args(["run", *argv])
+    arguments.verb = "run"
+    return arguments, others
+
+
+def _values(text: str) -> tuple[str, list[str]]:
+    """(key, values) of --sweep. Raises ConfigError."""
+    key, equals, values = text.partition("=")
+    key = key.lstrip("-").replace("-", "_")
+    each = [value for value in values.split(",") if value]
+    if not equals or len(each) < 2 or len(set(each)) < len(each):
+        raise ConfigError(
+            f"--sweep {show(text)[1:-1]}: expected a key and several values, such as"
+            " --sweep training.learning_rate=1e-5,3e-5"
+        )
+    return key, each
+
+
+def _nodes(typed: RecipeArguments) -> int:
+    """launch.nodes of a recipe that cannot be loaded before its nodes are known."""
+    of_file = strict_yaml.read_yaml(load.find(typed.recipe))[0]
+    launch = of_file.get("launch") if isinstance(of_file, dict) else None
+    counts = [launch.get("nodes", 1)] if isinstance(launch, dict) else [1]
+    counts += [
+        text.partition("=")[2] for text in typed.overrides if re.match(r"--launch.nodes=", text)
+    ]
+    return int(counts[-1]) if str(counts[-1]).isdigit() else 1
+
+
+def facts_here(typed: RecipeArguments) -> Facts:
+    """The facts of a start on this machine, which must fit there once the others have ended."""
+    facts = resolve.read(typed.recipe, typed.overrides, constraints=typed.constraints, say=say)
+    machines = [facts.context.machine]
+    machines += resolve.machines_to_wait_for(facts.context, facts.workspace.root)
+    for machine in machines:
+        try:
+            planner.refuse_hopeless(replace(facts.context, machine=machine), facts.constraints)
+            return facts
+        except DoesNotFit:
+            if machine is machines[-1]:
+                raise
+    raise AssertionError("no machine")

@@ -1,0 +1,98 @@
+"""`submit cron`: jobs that cron starts at their times: added, listed, removed."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from launch.base.errors import ConfigError
+from launch.base.workspace import Workspace
+from launch.commands.recipe_arguments import say
+from launch.commands.submit import asked, crontab, job
+from launch.commands.submit.job import JobDir
+from launch.recipe.strict_yaml import show
+
+
+def main(workspace: Workspace, others: Sequence[str], environ: Mapping[str, str]) -> int:
+    argv = list(others)
+    if not argv:
+        raise ConfigError(
+            'submit cron: expected its times and a recipe, such as submit cron "0 2 * * *" sft, or'
+            " list, or remove JOB"
+        )
+    first = argv.pop(0)
+    if first == "list":
+        _list(workspace, argv)
+    elif first == "remove":
+        _remove(workspace, argv)
+    else:
+        _add(workspace, crontab.check(first), argv, environ)
+    return 0
+
+
+def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str, str]) -> None:
+    typed, _ = asked.read(argv)
+    facts = asked.facts_here(typed)
+    jobs = job.all_jobs(workspace)
+    same = [
+        each.name
+        for each in jobs.values()
+        if each.schedule and (each.argv, each.cwd) == (tuple(argv), Path.cwd())
+    ]
+    plain = f"{facts.context.recipe.name}-cron"
+    names = itertools.chain([plain], (f"{plain}-{number}" for number in itertools.count(2)))
+    name = same[0] if same else next(name for name in names if name not in jobs)
+    job_dir = job.schedule(workspace, name, argv, facts, environ, times)
+    is_new = crontab.add(workspace.root, name, times, job_dir.script, job_dir.output)
+    state = "starts" if is_new else "already starts"
+    say(f"cron {state} job {name} at {times}: python -m launch run {shlex.join(argv)}")
+    say(
+        f"its output goes to {job_dir.output}; python -m launch submit cron list shows how it ended"
+    )
+
+
+def _list(workspace: Workspace, others: Sequence[str]) -> None:
+    if others:
+        raise ConfigError(f"submit cron list: {show(others[0])[1:-1]} was not expected")
+    jobs = [each for each in job.all_jobs(workspace).values() if each.schedule]
+    for scheduled in jobs:
+        is_there = crontab.is_there(workspace.root, scheduled.name)
+        times = scheduled.schedule if is_there else "no longer in crontab"
+        say(f"{scheduled.name}: {times}")
+        say(f"  python -m launch run {shlex.join(scheduled.argv)}")
+        say(f"  {_how_it_ended(JobDir(job.folder(workspace) / scheduled.name))}")
+    if not jobs:
+        say(f"cron starts no job of {workspace.root}")
+
+
+def _how_it_ended(job_dir: JobDir) -> str:
+    status = job_dir.read_status()
+    if status is None:
+        return "not started yet"
+    began = f"started {datetime.fromtimestamp(status.started_s):%Y-%m-%d %H:%M}"
+    if status.runs:
+        return f"{began}, runs as process {status.pid}"
+    if status.exit_code is None or status.ended_s is None:
+        return f"{began}, was killed"
+    ended = f"ended {datetime.fromtimestamp(status.ended_s):%Y-%m-%d %H:%M}"
+    why = f": {status.error}" if status.error else ""
+    return f"{began}, {ended} with exit code {status.exit_code}{why}"
+
+
+def _remove(workspace: Workspace, others: Sequence[str]) -> None:
+    names = [each.name for each in job.all_jobs(workspace).values() if each.schedule]
+    if len(others) != 1 or others[0] not in names:
+        raise ConfigError(
+            f"submit cron remove {shlex.join(others)}: expected one of {', '.join(names) or 'none'}"
+        )
+    crontab.remove(workspace.root, others[0])
+    job_dir = JobDir(job.folder(workspace) / others[0])
+    status = job_dir.read_status()
+    if status is not None and status.runs:
+        say(f"cron no longer starts {others[0]}; process {status.pid}, which it started, goes on")
+        return
+    job.remove(job_dir)
+    say(f"cron no longer starts {others[0]}")

@@ -1,0 +1,115 @@
+"""The lines of cron that lowmem has written: one for each job, marked with its name."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from launch.base.errors import ConfigError, ResourceError
+from launch.recipe.strict_yaml import show
+
+REBOOT = "@reboot"
+TIMES = re.compile(r"@(reboot|yearly|annually|monthly|weekly|daily|midnight|hourly)|\S+( \S+){4}")
+MARK = "# lowmem "
+COMMAND_S = 30.0
+
+
+def check(times: str) -> str:
+    """Times as cron reads them, with single blanks. Raises ConfigError; crontab(1) checks them
+    once more."""
+    plain = " ".join(times.split())
+    if not (plain.isascii() and plain.isprintable() and TIMES.fullmatch(plain)):
+        raise ConfigError(
+            f"submit cron {show(times)}: expected five fields, minute hour day month weekday, such"
+            ' as "0 2 * * *", or @daily, @weekly, @reboot'
+        )
+    return plain
+
+
+def add(workspace: Path, name: str, times: str, script: Path, output: Path) -> bool:
+    """Let cron start a script at its times, with what it prints added to a file; in place of an
+    earlier line of that name. False: the line was there already."""
+    command = f"{shlex.quote(str(script))} >>{shlex.quote(str(output))} 2>&1"
+    if "\n" in command:
+        raise ConfigError(f"{script}: a path with a line break cannot be a line of cron")
+    # of a command, cron takes % for the end of the line
+    line = f"{times} {command.replace('%', chr(92) + '%')} {_mark(workspace, name)}"
+    with _changing() as lines:
+        if line in lines:
+            return False
+        lines[:] = [each for each in lines if not each.endswith(_mark(workspace, name))]
+        lines.append(line)
+    return True
+
+
+def remove(workspace: Path, name: str) -> bool:
+    """Remove the line of a job; False if there is none."""
+    if not is_there(workspace, name):
+        return False
+    with _changing() as lines:
+        lines[:] = [each for each in lines if not each.endswith(_mark(workspace, name))]
+    return True
+
+
+def is_there(workspace: Path, name: str) -> bool:
+    """True if cron has a line of that job."""
+    if _program() is None:
+        return False
+    return any(line.endswith(_mark(workspace, name)) for line in _read())
+
+
+def _mark(workspace: Path, name: str) -> str:
+    """The end of a job's line: two workspaces may have jobs of one name."""
+    return f"{MARK}{shlex.quote(str(workspace))} {name}"
+
+
+@contextmanager
+def _changing() -> Iterator[list[str]]:
+    """The lines of this user's crontab, written back if they were changed, one change at a time."""
+    if _program() is None:
+        raise ResourceError(
+            "cron: no crontab program; install it (Debian, Ubuntu: apt install cron)"
+        )
+    lock = os.open(Path.home(), os.O_RDONLY)  # of the user, for every checkout
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = _read()
+        lines = list(before)
+        yield lines
+        if lines != before:
+            _write(lines)
+    finally:
+        os.close(lock)
+
+
+def _program() -> str | None:
+    return shutil.which("crontab")
+
+
+def _read() -> list[str]:
+    done = _run("-l")
+    if done.returncode:
+        if "no crontab for" in done.stderr:
+            return []
+        raise ResourceError(f"crontab -l: {done.stderr.strip()}")
+    return done.stdout.splitlines()
+
+
+def _write(lines: list[str]) -> None:
+    done = _run("-", "".join(f"{line}\n" for line in lines))
+    if done.returncode:
+        raise ResourceError(f"crontab refuses the line {show(lines[-1])}: {done.stderr.strip()}")
+
+
+def _run(word: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    argv = [str(_program()), word]
+    return subprocess.run(
+        argv, input=text, capture_output=True, text=True, check=False, timeout=COMMAND_S
+    )

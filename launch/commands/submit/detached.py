@@ -1,0 +1,100 @@
+"""A job that goes on without the terminal that started it: by systemd where it may outlive its
+user's logins, else in a session of its own."""
+
+from __future__ import annotations
+
+import getpass
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+
+from launch.base.errors import ResourceError
+from launch.base.text import shown
+from launch.commands.submit.job import JobDir
+from launch.queue import leases
+from launch.queue.leases import Lease
+
+COMMAND_S = 30.0
+FOLLOW_S = 120.0  # for its lease, or its end
+POLL_S = 0.2
+STOP_S = 300  # for a checkpoint, before systemd kills it
+
+
+def start(job_dir: JobDir, say: Callable[[str], None]) -> None:
+    """Start the job's script, and say what keeps it. Raises ResourceError."""
+    if shutil.which("systemd-run") and _says("systemctl", "--user", "is-active", "default.target"):
+        lingers = _says("loginctl", "show-user", getpass.getuser(), "--property=Linger", "--value")
+        if lingers == "yes":
+            _by_systemd(job_dir)
+            say(f"systemd keeps it: systemctl --user status {_unit(job_dir)}")
+            return
+        say("systemd would end it with your last login, so it has a session of its own instead")
+        if _says("loginctl", "show-session", "--property=KillUserProcesses", "--value") == "yes":
+            say("this machine ends all processes at logout: loginctl enable-linger keeps them")
+    with job_dir.output.open("ab") as output:
+        subprocess.Popen(
+            [str(job_dir.script)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def follow(job_dir: JobDir, say: Callable[[str], None]) -> Lease | None:
+    """Show what the job prints until it has or waits for a lease; None: it has ended, or plans
+    longer than FOLLOW_S."""
+    until_s, shown_bytes = time.monotonic() + FOLLOW_S, 0
+    while True:
+        status = job_dir.read_status()
+        lease = _lease(status.pid) if status else None
+        shown_bytes = _show(job_dir, shown_bytes, say)
+        has_ended = status is not None and not status.runs
+        if lease or has_ended or time.monotonic() > until_s:
+            return lease
+        time.sleep(POLL_S)
+
+
+def _lease(pid: int) -> Lease | None:
+    live = leases.live(leases.folder())
+    return next((lease for lease in live if lease.pid == pid), None)
+
+
+def _show(job_dir: JobDir, begin: int, say: Callable[[str], None]) -> int:
+    """Show the whole lines that were added to its output; where they end."""
+    if not job_dir.output.exists():
+        return begin
+    content = job_dir.output.read_bytes()[begin:]
+    full_lines = content[: content.rfind(b"\n") + 1]
+    for line in full_lines.decode("utf-8", "replace").splitlines():
+        say(shown(line))
+    return begin + len(full_lines)
+
+
+def _by_systemd(job_dir: JobDir) -> None:
+    argv = ["systemd-run", "--user", "--collect", "--quiet", f"--unit={_unit(job_dir)}"]
+    for name, value in (
+        ("StandardOutput", f"append:{job_dir.output}"),
+        ("StandardError", f"append:{job_dir.output}"),
+        ("KillMode", "mixed"),  # SIGTERM to the launcher, which passes it on
+        ("TimeoutStopSec", STOP_S),
+    ):
+        argv.append(f"--property={name}={str(value).replace(chr(37), 2 * chr(37))}")
+    done = subprocess.run(
+        [*argv, str(job_dir.script)], capture_output=True, text=True, timeout=COMMAND_S
+    )
+    if done.returncode:
+        raise ResourceError(f"systemd-run: {done.stderr.strip()}")
+
+
+def _unit(job_dir: JobDir) -> str:
+    return f"lowmem-{job_dir.root.name}"
+
+
+def _says(*argv: str) -> str:
+    """The text that a program prints; "" if it fails or is not there."""
+    if shutil.which(argv[0]) is None:
+        return ""
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_S)
+    return "" if done.returncode else done.stdout.strip()

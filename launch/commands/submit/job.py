@@ -1,0 +1,331 @@
+"""A submitted job: a start of `run` as it was typed, in a folder of its own, which a queue, cron or
+Slurm starts once or again.
+
+    submitted/<recipe>-<time>/
+        job.sh       starts it; any scheduler can call it
+        job.json     Job
+        recipe.yaml  the recipe's file, as it was when it was submitted
+        output.txt   what its starts have printed
+        status.json  Status of its newest start
+    submitted/code/<hash>/  the code of one or more jobs"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from launch.base import environment, files, locks, processes
+from launch.base.errors import ConfigError, DataError, Interrupted, LaunchError
+from launch.base.workspace import CHECKOUT, CODE, Workspace
+from launch.commands.recipe_arguments import AUTO, RecipeArguments
+from launch.plan.resolve import Facts
+from launch.predict import model_config
+from launch.recipe import load
+from launch.recipe.paths import absolute_override
+
+# an installed package has configs/ and scripts/ in launch/
+CODE_FOLDERS = ("launch", "training", *(("configs", "config", "scripts") if CHECKOUT else ()))
+CODE_FILES = ("train_low_mem.py", *(("pyproject.toml",) if CHECKOUT else ()))
+KEPT_COMPLETE = 20  # jobs whose training is complete
+NEW_CODE_S = 600.0  # whose job may be about to be written
+# variables of one shell, terminal, run or job of another scheduler
+NOT_KEPT = re.compile(
+    r"SLURM_|(LOWMEM_(RUN|SUPERVISED|END_S|ROOT_PID)|PWD|TERM|COLUMNS|LINES|HOSTNAME|TMPDIR|TEMP|TMP"
+    r"|XDG_RUNTIME_DIR|PYTHONPATH)$"
+)
+# parts of TokenCache.identity that the user's files decide: their keys in a recipe
+DECIDED_BY = {
+    "train": "data.train_file",
+    "validation": "data.validation_file",
+    "tokenizer": "the tokenizer's files",
+    "chat_template": "tokenizer.chat_template",
+}
+NO_LINE = re.compile(r"[\r\n]+")
+WEIGHTS = "weights"  # of model.path, besides these
+
+
+@dataclass(frozen=True)
+class Job:
+    """A start that was submitted."""
+
+    name: str
+    argv: tuple[str, ...]  # after `python -m launch run`, as they were typed
+    cwd: Path  # to which its paths are relative
+    submitted_s: float  # unix time
+    hashes: Mapping[str, Any] | None = None  # of its data and model; None: whatever is there
+    code: str = ""  # the hash of its copy of the code; "": the code that is there
+    schedule: str = ""  # of cron
+
+
+@dataclass(frozen=True)
+class Status:
+    """The newest start of a job: status.json."""
+
+    pid: int
+    boot: str
+    started_s: float  # unix time
+    starts: int = 1
+    ended_s: float | None = None
+    exit_code: int | None = None  # None: it runs, or was killed
+    error: str = ""
+
+    @property
+    def runs(self) -> bool:
+        is_here = self.boot == processes.boot_id() and processes.is_alive(self.pid)
+        return self.exit_code is None and is_here
+
+
+@dataclass(frozen=True)
+class JobDir:
+    """The folder of a job. `part`: of several starts side by side, a task of Slurm's array or a
+    machine, "" of one alone."""
+
+    root: Path
+    part: str = ""
+
+    @property
+    def script(self) -> Path:
+        return self.root / "job.sh"
+
+    @property
+    def output(self) -> Path:
+        return self.root / "output.txt"
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.root / "recipe.yaml"
+
+    @property
+    def status_file(self) -> Path:
+        return self.root / f"status{self.part}.json"
+
+    def read(self) -> Job:
+        """Raises ConfigError if there is no job, CheckpointError if its file is damaged."""
+        job = files.read(self.root / "job.json", Job)
+        if job is None:
+            raise ConfigError(f"{self.root}: holds no job; expected submitted/<recipe>-<time>")
+        return job
+
+    def write(self, job: Job) -> None:
+        files.write_json(self.root / "job.json", job)
+
+    def read_status(self) -> Status | None:
+        """None: it has not started, or the file is damaged."""
+        return files.read_or_none(self.status_file, Status)
+
+    @contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """Hold the job for this start, and keep its status. Yields a function for its exit code.
+
+        Raises LockHeld if another start of it runs."""
+        with locks.lock(self.root / f".lock{self.part}", f"job {self.root.name}"):
+            before = self.read_status()
+            starts = before.starts + 1 if before else 1
+            status = Status(os.getpid(), processes.boot_id(), time.time(), starts)
+            files.write_json(self.status_file, status)
+
+            def end(exit_code: int, error: str = "") -> None:
+                ended = replace(status, ended_s=time.time(), exit_code=exit_code, error=error)
+                files.write_json(self.status_file, ended)
+
+            try:
+                yield end
+            except BaseException as error:
+                is_ours = isinstance(error, LaunchError | Interrupted)
+                end(error.exit_code if is_ours else 1, str(error))
+                raise
+
+
+def folder(workspace: Workspace) -> Path:
+    return workspace.root / "submitted"
+
+
+def all_jobs(workspace: Workspace) -> dict[str, Job]:
+    """Every job of a workspace by name, the oldest first; damaged ones are left out."""
+    roots = sorted(path.parent for path in folder(workspace).glob("*/job.json"))
+    jobs = {root.name: files.read_or_none(root / "job.json", Job) for root in roots}
+    return {name: job for name, job in jobs.items() if job is not None}
+
+
+def freeze(
+    workspace: Workspace,
+    typed: RecipeArguments,
+    resume: str,
+    facts: Facts,
+    environ: Mapping[str, str],
+    more: str = "",
+) -> JobDir:
+    """Write a job whose recipe, keys, code and hashes of data stay what they are now. `more` stands
+    at the end of its name."""
+    name = f"{facts.context.recipe.name}-{datetime.now():%Y%m%d-%H%M%S}{more}"
+    job_dir = _new(workspace, name)
+    recipe = load.find(typed.recipe)
+    shutil.copyfile(recipe, job_dir.recipe_file)
+    overrides = [absolute_override(text) for text in typed.overrides]
+    batch = [AUTO] if typed.is_auto else []
+    argv = (str(job_dir.recipe_file), *batch, *overrides, f"--resume={resume}")
+    # the paths of a recipe of configs/ are relative to the workspace
+    cwd = Path.cwd() if load.is_file(typed.recipe) else workspace.root
+    code = _copy_code(workspace)
+    job = Job(name, argv, cwd, time.time(), hashes(facts), code)
+    _write(job_dir, job, workspace, facts, environ, _code_folder(workspace, code))
+    return job_dir
+
+
+def schedule(
+    workspace: Workspace,
+    name: str,
+    argv: Sequence[str],
+    facts: Facts,
+    environ: Mapping[str, str],
+    times: str,
+) -> JobDir:
+    """Write a job that reads recipe, data and code anew at each of its times."""
+    job_dir = _new(workspace, name)
+    job = Job(name, tuple(argv), Path.cwd(), time.time(), schedule=times)
+    _write(job_dir, job, workspace, facts, environ, CODE)
+    return job_dir
+
+
+def plain_line(workspace: Workspace, argv: Sequence[str]) -> tuple[str, ...]:
+    """The line that trains what was typed, with nothing kept as it is now, wherever it runs."""
+    variables = (f"LOWMEM_ROOT={workspace.root}", f"PYTHONPATH={CODE}")
+    launch = (sys.executable, "-P", "-m", "launch", "run", *argv)
+    return ("env", f"--chdir={Path.cwd()}", *variables, *launch)
+
+
+def remove(job_dir: JobDir) -> None:
+    shutil.rmtree(job_dir.root)
+
+
+def of_process(run: Path, pid: int) -> JobDir | None:
+    """The job whose start is this process, of the workspace of its run."""
+    if len(run.parents) < 3:
+        return None
+    workspace = Workspace(run.parents[2])
+    for name in all_jobs(workspace):
+        status = JobDir(folder(workspace) / name).read_status()
+        if status and status.runs and status.pid == pid:
+            return JobDir(folder(workspace) / name)
+    return None
+
+
+def hashes(facts: Facts) -> dict[str, Any]:
+    """Hashes of the files that decide what is trained."""
+    context = facts.context
+    assert context.tokens is not None
+    identity, path = context.tokens.identity, context.recipe.model.path
+    of_files = {part: identity[part] for part in DECIDED_BY if identity.get(part) is not None}
+    return {**of_files, WEIGHTS: model_config.weights_fingerprint(Path(path))} if path else of_files
+
+
+def check(job: Job, facts: Facts) -> None:
+    """Raises DataError if a file has changed since the job was submitted."""
+    if job.hashes is None:
+        return
+    now = hashes(facts)
+    changed = [part for part in (*DECIDED_BY, WEIGHTS) if job.hashes.get(part) != now.get(part)]
+    if changed:
+        names = ", ".join(DECIDED_BY.get(part, "the weights of model.path") for part in changed)
+        raise DataError(
+            f"job {job.name}: {names} changed since it was submitted on"
+            f" {datetime.fromtimestamp(job.submitted_s):%Y-%m-%d %H:%M}; put the files back, or"
+            " submit it again"
+        )
+
+
+def forget_old(workspace: Workspace) -> None:
+    """Remove all but the newest complete jobs, and code that no job names."""
+    complete = []
+    for name, job in all_jobs(workspace).items():
+        status = JobDir(folder(workspace) / name).read_status()
+        if status and status.exit_code == 0 and not job.schedule:
+            complete.append(name)
+    for name in complete[:-KEPT_COMPLETE]:
+        remove(JobDir(folder(workspace) / name))
+    used = {job.code for job in all_jobs(workspace).values()}
+    for code in (folder(workspace) / "code").glob("*"):
+        is_new = time.time() - code.stat().st_mtime < NEW_CODE_S
+        if code.name not in used and not is_new:
+            shutil.rmtree(code)
+
+
+def _new(workspace: Workspace, name: str) -> JobDir:
+    """The folder of a new job, or of a scheduled one that is submitted again. Raises
+    ResourceError."""
+    above = folder(workspace)
+    files.refuse_strangers(above)
+    root = above / name
+    root.mkdir(parents=True, exist_ok=True)
+    return JobDir(root)
+
+
+def _write(
+    job_dir: JobDir,
+    job: Job,
+    workspace: Workspace,
+    facts: Facts,
+    environ: Mapping[str, str],
+    code: Path,
+) -> None:
+    """Write the job, and the script that starts it with these variables."""
+    pass_env = facts.context.recipe.launch.pass_env
+    variables = {
+        name: value
+        for name, value in environment.passed(environ, pass_env).items()
+        if not NOT_KEPT.match(name)
+    }
+    users = (
+        path for path in environ.get("PYTHONPATH", "").split(":") if path and path != str(CODE)
+    )
+    variables |= {"LOWMEM_ROOT": str(workspace.root), "PYTHONPATH": ":".join([str(code), *users])}
+    exports = "".join(
+        f"export {name}={shlex.quote(value)}\n" for name, value in sorted(variables.items())
+    )
+    start = [sys.executable, "-P", "-m", "launch", "submit", "start", str(job_dir.root)]
+    job_dir.script.write_text(
+        f"#!/usr/bin/env bash\n# {NO_LINE.sub(' ', shlex.join(job.argv))}\n{exports}"
+        f'cd -- {shlex.quote(str(job.cwd))} || exit 3\nexec {shlex.join(start)} "$@"\n',
+        encoding="utf-8",
+    )
+    job_dir.script.chmod(0o700)
+    files.write_json(job_dir.root / "job.json", job)
+
+
+def _copy_code(workspace: Workspace) -> str:
+    """Copy the code that runs now, unless that is done; its hash."""
+    paths = [CODE / name for name in CODE_FILES if (CODE / name).is_file()]
+    for name in CODE_FOLDERS:
+        below = (CODE / name).rglob("*")
+        paths += [path for path in below if path.is_file() and "__pycache__" not in path.parts]
+    digest, contents = hashlib.sha256(), {}
+    for path in sorted(paths):
+        contents[path.relative_to(CODE)] = content = path.read_bytes()
+        digest.update(f"{path.relative_to(CODE)}\0{len(content)}\0".encode() + content)
+    code = digest.hexdigest()[:16]
+    place = _code_folder(workspace, code)
+    if not place.is_dir():
+        aside = place.with_name(f"{code}.{os.getpid()}.tmp")
+        for name, content in contents.items():
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            (aside / name).write_bytes(content)
+            shutil.copymode(CODE / name, aside / name)
+        with suppress(OSError):  # another submit has just made it
+            aside.rename(place)
+        shutil.rmtree(aside, ignore_errors=True)
+    return code
+
+
+def _code_folder(workspace: Workspace, code: str) -> Path:
+    return folder(workspace) / "code" / code

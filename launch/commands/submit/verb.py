@@ -1,0 +1,228 @@
+"""`python -m launch submit`: a training that starts later or elsewhere: behind others on this
+machine, at the times of cron, under Slurm, in a cloud."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from launch.base import compile_caches
+from launch.base.errors import ConfigError
+from launch.base.workspace import Workspace
+from launch.commands import recipe_arguments, run
+from launch.commands.recipe_arguments import say
+from launch.commands.submit import cloud, cron, crontab, detached, job, slurm
+from launch.commands.submit.asked import Asked, facts_here, run_arguments
+from launch.commands.submit.job import JobDir
+from launch.plan.planner import Choice
+from launch.report import first_screen
+
+PLACES = ("local", "cron", "slurm", "skypilot", "dstack")
+START = "start"  # of a job, by its script
+EPILOG = """submit local RECIPE ...           behind the runs of this machine, without this terminal
+submit cron "0 2 * * *" RECIPE ... at the times of cron; submit cron list; submit cron remove JOB
+submit slurm RECIPE ...           with the memory, cards and time of its plan
+submit skypilot|dstack --print RECIPE ...   their file
+
+RECIPE ... is what stands behind `python -m launch run`."""
+
+
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
+    text = "train later or elsewhere: behind other runs, by cron, under Slurm, in a cloud"
+    parser = subparsers.add_parser(
+        verb,
+        help=text,
+        description=text,
+        usage=f"%(prog)s {'|'.join(PLACES)} [...] RECIPE [BATCH] [--section.key=value ...]",
+        epilog=EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("place", choices=(*PLACES, START), metavar="PLACE", help=", ".join(PLACES))
+    parser.add_argument(
+        "--reboot", action="store_true", help="local: start it again after a reboot"
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=A,B",
+        help="local, slurm: a job for each value, and for each combination of several --sweep",
+    )
+    parser.add_argument("--print", action="store_true", help="slurm: print the script, and no more")
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTIONS",
+        help='slurm: options of sbatch, such as --sbatch="--partition=gpu --account=me"',
+    )
+    parser.add_argument("--part", default="", help="of a job that its script starts")
+    recipe_arguments.add_machine(parser)
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    place = arguments.place
+    if place == START:
+        return _start(arguments, others)
+    _refuse_flags(arguments)
+    environ = dict(os.environ)  # of the jobs: caches have their places where they run
+    compile_caches.settle()
+    workspace = Workspace.here()
+    job.forget_old(workspace)
+    if place == "cron":
+        return cron.main(workspace, others, environ)
+    asked = Asked(arguments, others)
+    if place == "local":
+        return _local(workspace, asked, environ)
+    if place == "slurm":
+        return _slurm(workspace, asked, environ)
+    choice, _ = asked.choice(asked.typed)
+    _say_notes(choice, asked)
+    text = (cloud.skypilot if place == "skypilot" else cloud.dstack)(choice, asked.argv)
+    print(text, end="")
+    return 0
+
+
+def _refuse_flags(arguments: Namespace) -> None:
+    """Raises ConfigError for flags of another place."""
+    of_place = {
+        "--reboot": ("local",),
+        "--sweep": ("local", "slurm"),
+        "--print": ("slurm", "skypilot", "dstack"),
+        "--sbatch": ("slurm",),
+        "--part": (),
+        **dict.fromkeys(("--machine", "--gpu", "--gpus", "--ram"), ("slurm", "skypilot", "dstack")),
+    }
+    for flag, places in of_place.items():
+        if getattr(arguments, flag[2:]) and arguments.place not in places:
+            raise ConfigError(
+                f"submit {arguments.place}: {flag} is for {' and '.join(places) or 'scripts'};"
+                " leave it out"
+            )
+    if arguments.place in ("skypilot", "dstack") and not arguments.print:
+        raise ConfigError(
+            f"submit {arguments.place}: lowmem only writes its file; add --print, and give the file"
+            f" to {'sky jobs launch' if arguments.place == 'skypilot' else 'dstack apply -f'}"
+        )
+
+
+# ---- places
+# -------------------------------------------------------------------------------------
+
+
+def _local(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> int:
+    """Start jobs that wait for memory, each behind those before it."""
+    code = 0
+    facts = facts_here(asked.typed)
+    for end, overrides in asked.combinations(facts.context.recipe):
+        typed = replace(asked.typed, overrides=[*asked.typed.overrides, *overrides])
+        facts = facts_here(typed) if overrides else facts
+        launch = facts.context.recipe.launch
+        if launch.nodes > 1:
+            raise ConfigError(
+                "submit local: launch.nodes is for several machines; submit slurm starts those"
+            )
+        if not launch.wait and "wait" not in launch.model_fields_set:
+            typed = replace(typed, overrides=[*typed.overrides, "--launch.wait=true"])
+        job_dir = job.freeze(workspace, typed, asked.resume, facts, environ, end)
+        code = _start_here(workspace, job_dir, asked.arguments.reboot) or code
+    return code
+
+
+def _start_here(workspace: Workspace, job_dir: JobDir, at_reboot: bool) -> int:
+    """Start a job, and show what it says until it runs or waits; its exit code if it has failed
+    by then."""
+    say(f"job {job_dir.root.name}: its output goes to {job_dir.output}")
+    if at_reboot:
+        crontab.add(
+            workspace.root, job_dir.root.name, crontab.REBOOT, job_dir.script, job_dir.output
+        )
+        say("cron starts it again after each reboot, until it is complete or cancelled")
+    detached.start(job_dir, say)
+    lease = detached.follow(job_dir, say)
+    status = job_dir.read_status()
+    if status is not None and status.exit_code is not None:
+        return status.exit_code
+    if lease is None:
+        say(f"it still plans; {job_dir.output} says when it starts")
+        return 0
+    state = "runs" if lease.record.state == "granted" else "waits"
+    say(
+        f"it {state} as run {lease.number}, process {lease.pid}: python -m launch watch shows it,"
+        f" python -m launch queue cancel {lease.number} stops it"
+    )
+    return 0
+
+
+def _slurm(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> int:
+    more = [option for text in asked.arguments.sbatch for option in shlex.split(text)]
+    request, tasks = None, []
+    choice, facts = asked.choice(asked.typed)
+    name = choice.recipe.name
+    for _, overrides in asked.combinations(choice.recipe):
+        if overrides:
+            typed = replace(asked.typed, overrides=[*asked.typed.overrides, *overrides])
+            choice, _ = asked.choice(typed)
+            tasks.append(overrides)
+        needs = slurm.Request.of(choice)
+        request = needs.over(request) if request else needs
+    assert request is not None
+    if tasks and request.nodes > 1:
+        raise ConfigError("submit slurm: --sweep is for jobs of one node; set launch.nodes to 1")
+    if request.host_bytes is None and not any(text.startswith("--mem") for text in more):
+        raise ConfigError(
+            "submit slurm: the host RAM of this plan is not predicted; say it with"
+            " --sbatch=--mem=64G"
+        )
+    if asked.arguments.print:
+        line = job.plain_line(workspace, asked.argv)
+        command = slurm.Command(name, line, str(Path.cwd()), has_parts=False)
+        print(slurm.script(command, request, more, tasks), end="")
+        return 0
+    job_dir = job.freeze(workspace, asked.typed, asked.resume, facts, environ)
+    command = slurm.Command(job_dir.root.name, (str(job_dir.script),), str(job_dir.root))
+    text = slurm.script(command, request, more, tasks)
+    file = job_dir.root / "job.sbatch"
+    file.write_text(text, encoding="utf-8")
+    for line in first_screen.lines(choice.recipe, choice.machine, choice.plan, datetime.now()):
+        say(line)
+    _say_notes(choice, asked)
+    number = slurm.submit(str(file))
+    say(f"Slurm job {number}: {shlex.join(request.options())}")
+    say(
+        f"its script is {file}, its output {job_dir.root}/slurm-{number}{'_*' if tasks else ''}.out"
+    )
+    return 0
+
+
+def _say_notes(choice: Choice, asked: Asked) -> None:
+    """Say what was assumed."""
+    if choice.plan.padding is None:
+        asked.say(
+            "note: the rows are not tokenised here, so every row is planned as long as"
+            " data.max_length"
+        )
+
+
+def _start(arguments: Namespace, others: Sequence[str]) -> int:
+    """Start a job: `submit start FOLDER [KEY ...]`, as its script does."""
+    if not others or others[0].startswith("--"):
+        raise ConfigError("submit start: expected the folder of a job; its job.sh starts it")
+    job_dir = JobDir(Path(others[0]), arguments.part)
+    submitted = job_dir.read()
+    with job_dir.hold() as end:
+        arguments, argv = run_arguments([*submitted.argv, *others[1:]])
+        code = run.main(arguments, argv, lambda facts: job.check(submitted, facts))
+        end(code)
+    workspace = Workspace.here()
+    if code == 0 and not submitted.schedule:
+        crontab.remove(workspace.root, submitted.name)
+    return code

@@ -1,0 +1,100 @@
+"""`python -m launch submit`: what is refused, and what is written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch.__main__ import main
+from launch.commands.submit import crontab
+from tests import builders
+
+
+@pytest.fixture(autouse=True)
+def workspace(tmp_path, monkeypatch) -> Path:
+    for name, value in builders.environment(tmp_path / "workspace").items():
+        if name.startswith("LOWMEM_"):
+            monkeypatch.setenv(name, value)
+    return tmp_path / "workspace"
+
+
+def submit(capsys, *argv: str) -> tuple[int, str]:
+    code = main(["submit", *argv])
+    done = capsys.readouterr()
+    return code, done.out + done.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "error"),
+    [
+        (["local"], "run: expected a recipe"),
+        (["local", "sft_fst"], "did you mean sft_fast?"),
+        (["local", "sft_fast", "--resume"], "argument --resume: expected one argument"),
+        (["local", "sft_fast", "--dry-run"], "submit: --dry-run is for launch run; leave it out"),
+        (["local", "sft_fast", "--resume", "never"], "each start of the job would begin anew"),
+        (["local", "sft_fast", "--print"], "--print is for slurm and skypilot and dstack"),
+        (["local", "sft_fast", "--gpu=H100"], "--gpu is for slurm and skypilot and dstack"),
+        (["slurm", "sft_fast", "--reboot"], "--reboot is for local; leave it out"),
+        (["skypilot", "sft_fast"], "add --print, and give the file to sky jobs launch"),
+        (["dstack", "sft_fast"], "add --print, and give the file to dstack apply -f"),
+        (["slurm", "sft_fast", "--sweep=training.seed"], "--sweep training.seed: expected a key"),
+        (["slurm", "sft_fast", "--sweep=training.seed=1,1"], "expected a key and several values"),
+        (["cron"], 'such as submit cron "0 2 * * *" sft'),
+        (["cron", "2 in the night", "sft_fast"], "expected five fields, minute hour day month"),
+        (["cron", "0 2 * * *\n* * * * * rm", "sft_fast"], "expected five fields"),
+        (["cron", "remove", "x"], "submit cron remove x: expected one of none"),
+        (["somewhere", "sft_fast"], "invalid choice: 'somewhere'"),
+        (["start", "/tmp"], "/tmp: holds no job; expected submitted/<recipe>-<time>"),
+    ],
+)
+def test_a_line_that_cannot_be_is_refused_with_what_to_write(capsys, argv, error):
+    code, text = submit(capsys, *argv)
+    assert (code, error in text, text.count("\n")) == (2, True, 1), text
+
+
+def test_a_job_whose_data_changed_is_refused_and_its_status_says_so(capsys, tmp_path, workspace):
+    path = builders.recipe(tmp_path, launch={"num_processes": 1})
+    code, said = submit(capsys, "slurm", str(path))
+    assert code == 3 and "sbatch" in said, said  # there is no cluster here
+    (job,) = workspace.glob("submitted/tiny-*")
+    builders.write_parquet(tmp_path / "valid.parquet", builders.rows(11, seed=2))
+    started = subprocess.run([job / "job.sh"], env={}, capture_output=True, text=True)
+    assert started.returncode == 4, started.stdout + started.stderr
+    assert f"job {job.name}: data.validation_file changed since it was submitted" in started.stderr
+    assert '"exit_code": 4' in (job / "status.json").read_text()
+    assert not list((workspace / "runs").glob("*/2*"))
+
+
+def test_a_secret_stays_out_of_a_job_unless_the_recipe_names_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "a-key-of-somebody")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for passed in ((), ("WANDB_API_KEY",)):
+        launch = {"num_processes": 1, "pass_env": list(passed)}
+        submit(capsys, "slurm", str(builders.recipe(tmp_path, launch=launch)))
+        newest = max((tmp_path / "workspace").glob("submitted/tiny-*"), key=os.path.getmtime)
+        script = newest / "job.sh"
+        assert ("a-key-of-somebody" in script.read_text()) is bool(passed)
+        assert "export OMP_NUM_THREADS=1" in script.read_text()
+        assert script.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_script_of_slurm_takes_the_users_options_in_place_of_the_plans(capsys, tmp_path):
+    path = builders.recipe(tmp_path, launch={"num_processes": 1})
+    words = ("--print", str(path), "--gpu", "RTX 3090", "--gpus", "2", "--ram", "64")
+    code, script = submit(capsys, "slurm", *words)
+    assert code == 0 and "#SBATCH --gpus-per-node=1\n" in script
+    assert script.count("#SBATCH --time=") == script.count("#SBATCH --mem=") == 1
+    options = '--sbatch=--time=2-0 --mem=5G --comment="two words"'
+    _, other = submit(capsys, "slurm", *words, options)
+    assert "#SBATCH --time=2-0\n" in other and "#SBATCH --mem=5G\n" in other
+    assert '#SBATCH "--comment=two words"\n' in other
+    assert other.count("#SBATCH --time=") == other.count("#SBATCH --mem=") == 1
+    assert subprocess.run(["bash", "-n"], input=other, text=True).returncode == 0
+
+
+def test_times_of_cron_are_five_fields_or_a_word():
+    assert crontab.check("0  2 *\t* 1-5") == "0 2 * * 1-5"
+    assert crontab.check("@daily") == "@daily"
