@@ -103,7 +103,8 @@ def run(
             facts.workspace, facts.context, facts.constraints, screen, signals, locks, end_s
         )
         if start.is_first:
-            locks.enter_context(layout.output_lock(facts.workspace, recipe))
+            lock = layout.dry_run_lock if dry_run else layout.output_lock
+            locks.enter_context(lock(facts.workspace, recipe))
         start.oom_history = _earlier_shortages(start, resume)
         start.context = replace(start.context, continues_another=_continues_another(start, resume))
         new_run = start.new_run(dry_run)

@@ -380,11 +380,16 @@ def show_events(run: RunDir, recipe: Recipe) -> None:
 
 
 def output_lock(workspace: Workspace, recipe: Recipe) -> AbstractContextManager[None]:
-    """Allow one run at a time per recipe and output folder."""
+    """Allow one run at a time per output folder, whatever recipe writes to it."""
     # two output folders may have one name
     digest = hashlib.sha256(os.fsencode(Path(recipe.output_dir).resolve())).hexdigest()[:16]
-    file = workspace.runs / recipe.name / f".lock-{digest}"
-    return locks.lock(file, f"{recipe.name} ({recipe.output_dir})")
+    file = workspace.runs / f".lock-{digest}"
+    return locks.lock(file, f"output_dir {recipe.output_dir} of {recipe.name}")
+
+
+def dry_run_lock(workspace: Workspace, recipe: Recipe) -> AbstractContextManager[None]:
+    """Allow one dry run of a recipe at a time, also beside a run."""
+    return locks.lock(workspace.runs / recipe.name / ".lock-dry-run", f"{recipe.name} (dry run)")
 
 
 def run_lock(run: RunDir) -> AbstractContextManager[None]:

@@ -206,5 +206,9 @@ def test_two_jobs_whose_output_folders_have_one_name_do_not_wait_for_each_other(
         with layout.output_lock(workspace, recipe(tmp_path / "second" / "model")):
             pass
         same = recipe(tmp_path / "second" / ".." / "first" / "model")
-        with pytest.raises(LockHeld, match="is in use"), layout.output_lock(workspace, same):
+        other = same.model_copy(update={"name": "another"})
+        for each in (same, other):  # two recipes would write over each other's model
+            with pytest.raises(LockHeld, match="is in use"), layout.output_lock(workspace, each):
+                pass
+        with layout.dry_run_lock(workspace, same):  # it writes to a folder of its own
             pass
