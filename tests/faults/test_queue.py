@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from launch.probe import machine as probe_machine
@@ -43,7 +44,7 @@ def until(condition: Callable[[], object]) -> float:
 
 @contextmanager
 def start(
-    workspace: Path, name: str, epochs: int, *flags: str
+    workspace: Path, name: str, epochs: int, *flags: str, **extra: str
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`python -m launch run` of a recipe of its own, until the block ends."""
     training = {"num_train_epochs": epochs, "save_steps": 1000}
@@ -53,7 +54,7 @@ def start(
     with (workspace / f"{name}.txt").open("wb") as out:
         child = subprocess.Popen(
             [sys.executable, "-m", "launch", "run", str(recipe), *flags],
-            env=builders.environment(workspace),
+            env=builders.environment(workspace, **extra),
             stdout=out,
             stderr=subprocess.STDOUT,
         )
@@ -107,12 +108,12 @@ def test_of_four_runs_two_run_and_two_wait_in_order_until_one_is_killed(tmp_path
 
 @contextmanager
 def start_after(
-    workspace: Path, name: str, epochs: int, *flags: str
+    workspace: Path, name: str, epochs: int, *flags: str, **extra: str
 ) -> Iterator[subprocess.Popen[bytes]]:
     """start(), when those before it have their leases or wait; it has its own when the block
     begins."""
     until(lambda: states(workspace))
-    with start(workspace, name, epochs, *flags) as child:
+    with start(workspace, name, epochs, *flags, **extra) as child:
         until(lambda: name in states(workspace))
         yield child
 
@@ -149,6 +150,26 @@ def test_a_run_that_yields_waits_behind_the_others_and_ends_with_the_same_weight
     there = builders.weights(tmp_path / "first" / "model")
     for name, weight in builders.weights(tmp_path / "alone" / "first" / "model").items():
         assert torch.equal(weight, there[name]), name
+
+
+@pytest.mark.shows("F23", "clock_gettime a day back or forward while a run waits, by LD_PRELOAD")
+@pytest.mark.parametrize("by_s", [-86_400, 86_400], ids=["back", "forward"])
+def test_a_clock_that_jumps_neither_ends_nor_prolongs_a_wait(tmp_path, jumping_clock, by_s):
+    moved, extra = jumping_clock(by_s)
+    flags = ("--launch.wait=2", f"--launch.host_limit_gib={FOR_ONE}")  # at most two hours
+    with (
+        start(tmp_path, "first", 20_000, *flags, **extra) as first,
+        start_after(tmp_path, "second", 2, *flags, **extra) as second,
+    ):
+        until(lambda: steps(tmp_path, "first"))
+        moved.touch()
+        before = len(steps(tmp_path, "first"))
+        until(lambda: len(steps(tmp_path, "first")) > before + 50)
+        assert states(tmp_path) == {"first": "granted", "second": "waiting"}
+        first.kill()
+        assert second.wait(LIMIT_S) == 0, output(tmp_path, "second")
+    assert steps(tmp_path, "second") == list(range(1, 13))
+    assert states(tmp_path) == {}
 
 
 def test_a_program_that_takes_the_memory_delays_a_run_and_does_not_end_it(tmp_path):

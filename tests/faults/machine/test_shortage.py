@@ -17,6 +17,8 @@ from launch.run_folder import manifest
 from tests import builders, stopping
 from tests.stopping import Child
 
+DAY_S = 86_400
+
 
 def mounted(folder: Path, *words: str | Path) -> Path:
     """Something mounted there; skips where that may not be done."""
@@ -156,13 +158,14 @@ def test_an_allocation_that_fails_ends_the_run_with_6(tmp_path):
 
 
 @pytest.mark.shows(
-    "F13", "/dev/shm of 64 KiB in a mount namespace of its own, with two data workers"
+    "F13", "/dev/shm of 64 KiB and of 1 MiB in a mount namespace of its own, two data workers"
 )
-def test_a_full_dev_shm_is_named_with_what_to_do(tmp_path):
-    training = {"dataloader_num_workers": 2, "max_steps": 20}
-    recipe = builders.recipe(tmp_path, training=training)
+@pytest.mark.parametrize(("size", "batch"), [("64k", 8), ("1m", 512)])
+def test_a_full_dev_shm_is_named_with_what_to_do(tmp_path, size, batch):
+    training = {"dataloader_num_workers": 2, "max_steps": 20, "per_device_train_batch_size": batch}
+    recipe = builders.recipe(tmp_path, count=3 * batch, training=training)
     line = (
-        f'mount -t tmpfs -o size=64k none /dev/shm && exec "{sys.executable}" -m launch run'
+        f'mount -t tmpfs -o size={size} none /dev/shm && exec "{sys.executable}" -m launch run'
         f' "{recipe}"'
     )
     argv = ["unshare", "--mount", "bash", "-c", line]
@@ -231,40 +234,35 @@ def test_a_launcher_killed_between_any_two_of_its_files_leaves_nothing_that_stop
     assert (tmp_path / "model/config.json").exists()
 
 
-CLOCK = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <time.h>
-#include <unistd.h>
-/* Once the file PYTHON_CLOCK exists, the wall clock is PYTHON_CLOCK_S seconds further. */
-int clock_gettime(clockid_t id, struct timespec *now) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int code = real(id, now);
-    const char *file = getenv("PYTHON_CLOCK");
-    if (id == CLOCK_REALTIME && file && access(file, F_OK) == 0)
-        now->tv_sec += atol(getenv("PYTHON_CLOCK_S"));
-    return code;
-}
-"""
-
-
 @pytest.mark.shows(
     "F23",
-    "clock_gettime a day back or forward while it trains, by LD_PRELOAD; the events' times go by"
-    " that much",
+    "clock_gettime a day back or forward while it trains or between the files of a save, by"
+    " LD_PRELOAD; the events' times go by that much",
 )
-@pytest.mark.parametrize("by_s", [-86400, 86400], ids=["back", "forward"])
-def test_a_clock_that_jumps_costs_no_checkpoint_and_is_no_hang(tmp_path, injected, by_s):
-    source, library, moved = tmp_path / "clock.c", tmp_path / "clock.so", tmp_path / "moved"
-    source.write_text(CLOCK)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
-    extra = {"LD_PRELOAD": str(library), "PYTHON_CLOCK": str(moved), "PYTHON_CLOCK_S": str(by_s)}
-    with stopping.launched(tmp_path, extra=extra, launch={"hang_floor_s": 20}) as child:
+@pytest.mark.parametrize("where", ["a step", "a save"])
+@pytest.mark.parametrize("by_s", [-DAY_S, DAY_S], ids=["back", "forward"])
+def test_a_clock_that_jumps_costs_no_checkpoint_and_is_no_hang(
+    tmp_path, injected, jumping_clock, by_s, where
+):
+    moved, extra = jumping_clock(by_s)
+    jumps = {
+        "module": "training.checkpoints.commit",
+        "attribute": "describe",
+        "when": "args[0].name == 'checkpoint-15'",
+        "rank": 0,
+        "do": f"open({str(moved)!r}, 'w')",
+    }
+    faults = {"jumps": jumps} if where == "a save" else None
+    with stopping.launched(
+        tmp_path, faults=faults, extra=extra, launch={"hang_floor_s": 20}
+    ) as child:
         child.until("two checkpoints", lambda: len(child.committed()) >= 2)
         before = child.committed()[-1]
-        moved.touch()
+        if where == "a save":
+            child.until("the jump", moved.exists)
+            assert stopping.fired(tmp_path, "jumps") == 1
+        else:
+            moved.touch()
         injected()
         child.until("more checkpoints", lambda: child.committed()[-1] > before + 20)
         child.process.terminate()
