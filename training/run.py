@@ -39,7 +39,7 @@ from launch.run_folder.layout import AttemptDir, RunDir, Start
 from launch.schema.plan import MULTIPLE, Plan, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affected_by, all_keys, leaves
-from launch.schema.result import Outcome, Scores
+from launch.schema.result import Answers, Outcome, Scores
 from training.checkpoints import best, commit, convert
 from training.compat import transformers_private
 from training.compat.transformers_private import Network
@@ -51,7 +51,7 @@ from training.data import tokenizer as data_tokenizer
 from training.data.batches import Collator
 from training.data.sample_order import SampleOrder
 from training.engines import setup
-from training.loop import arguments, evaluate, export, nan_guard, trackers
+from training.loop import arguments, evaluate, export, nan_guard, sample_answers, trackers
 from training.loop.callbacks import Reporter, StepMeter, start_logging
 from training.loop.early_stopping import AlreadyStopped, EarlyStopping
 from training.loop.memory_peaks import MemoryPeaks
@@ -290,7 +290,9 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
     began = time.monotonic()
     trainer, args = parts.trainer, parts.trainer.args
     scores = vars(files.read(run.evaluation_file, Scores) or Scores()).copy()
-    pairs = _questions(start, parts.tokenizer)
+    pairs = _questions(start, parts.tokenizer, start.recipe.evaluation.exact_match_rows)
+    if number := sample_answers.count(start.recipe, start.plan):
+        _answer_samples(start, run, attempt, parts, number)
     if pairs and scores["exact_match_before"] is None:
         trainer.add_callback(_ScoreBefore(parts, start.recipe, pairs, scores, run.evaluation_file))
     resume = _agreed(args, lambda: _resume_point(start, run, parts))
@@ -465,6 +467,46 @@ def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[s
     )
 
 
+def _answer_samples(
+    start: Start, run: RunDir, attempt: AttemptDir, parts: Parts, number: int
+) -> None:
+    """Have so many held-out questions answered at each evaluation: by all ranks where they share
+    the weights, else by rank 0 alone."""
+    recipe, plan, trainer = start.recipe, start.plan, parts.trainer
+    rank = trainer.args.process_index
+    if rank and not plan.strategy.launch_mode.shards_parameters:
+        return
+    asked = sample_answers.SampleAnswers(
+        _questions(start, parts.tokenizer, sample_answers.MOST_READ),
+        parts.tokenizer,
+        number,
+        recipe.evaluation.max_new_tokens,
+        row_tokens=plan.lengths[0],
+        all_tokens=sample_answers.most_tokens(plan, trainer.model),
+        is_pair=plan.shape.is_encoder_decoder,
+    )
+    if not len(asked):
+        logger.info("no held-out question is short enough for sample answers")
+        return
+
+    def reply() -> None:
+        parts.heartbeat.beat("evaluation")
+        # compiling for every length would take minutes
+        eagerly = (
+            torch.compiler.set_stance("force_eager")
+            if trainer.args.torch_compile
+            else nullcontext()
+        )
+        with eagerly, trainer.accelerator.autocast(), trainer.peaks.within("generation"):
+            empty_cache()
+            texts = asked.replies(trainer.model, trainer.args.device)
+        step = trainer.state.global_step
+        if rank == 0:
+            asked.write(run, attempt, Answers(step, parts.order.samples_seen(step), texts))
+
+    trainer.answer_samples = reply
+
+
 def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     """Assert that the model has the planned parameters, without which the estimate is
     worthless."""
@@ -484,8 +526,8 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     logger.info("%s: %s parameters, %s trainable", plan.shape.name, f"{total:,}", f"{trainable:,}")
 
 
-def _questions(start: Start, tokenizer: PreTrainedTokenizerBase) -> Pairs:
-    limit, data = start.recipe.evaluation.exact_match_rows, start.recipe.data
+def _questions(start: Start, tokenizer: PreTrainedTokenizerBase, limit: int) -> Pairs:
+    data = start.recipe.data
     if not limit or not data.holds_out:
         return []
     counts = start.tokens.row_counts if data.validation_size is not None else None

@@ -53,6 +53,8 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
         attempts=[attempt_row(attempt, screen.say) for attempt in attempts],
         spent=time_spent.spent(_time(attempt, parts.get(attempt.root)) for attempt in attempts),
         rows=run.read_rows(),
+        questions=questions.questions if (questions := run.read_questions()) else (),
+        answers=steps.answers(run, screen.say),
         repeat=repeat_lines(run, sys.argv),
     )
     files.write_atomic(run.report_file, html.html(recipe, machine, plan, result, records))

@@ -51,7 +51,11 @@ REPLACED = {
     "data.batch_by_tokens": "data.packing leaves nothing for it to do",
 }
 # key -> the value that runs without held-out rows
-NEEDS_HELD_OUT = {("evaluation", "exact_match_rows"): 0, ("training", "eval_steps"): None}
+NEEDS_HELD_OUT = {
+    ("evaluation", "exact_match_rows"): 0,
+    ("evaluation", "sample_answers"): None,
+    ("training", "eval_steps"): None,
+}
 NOTHING_HELD_OUT = (
     "no rows are held out to evaluate on; name some with --data.validation_file=FILE, or hold some"
     " out with --data.validation_size=0.05"

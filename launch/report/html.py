@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from launch.report import curves, page, peaks_svg, result_html, rows_html, time_spent
+from launch.report import answers_html, curves, page, peaks_svg, result_html, rows_html, time_spent
 from launch.report.page import escaped
 from launch.report.text import badge, plan_lines, result_lines
 from launch.report.time_spent import Spent
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
-from launch.schema.result import HeldOut, RunResult, StepEvent
+from launch.schema.result import Answers, HeldOut, Question, RunResult, StepEvent
 from launch.schema.shown_rows import ShownRows
 
 
@@ -26,6 +26,8 @@ class Records:
     attempts: Sequence[tuple[str, str]] = ()  # (what it ran with, how it ended)
     spent: Sequence[Spent] = ()
     rows: ShownRows | None = None
+    questions: Sequence[Question] = ()
+    answers: Sequence[Answers] = ()  # by step
     repeat: Sequence[tuple[str, str]] = ()  # (what it does, command line)
 
 
@@ -50,6 +52,7 @@ def html(
             result_html.predicted_beside_measured(plan, result, events),
         ),
         ("Curves", _curves(events, records.evaluations)),
+        ("Sample answers", answers_html.section(records.questions, records.answers)),
         ("Where the time went", result_html.time_lost(records.spent)),
         ("Data", rows_html.section(recipe, plan, records.rows)),
         ("How to repeat it", _repeat(records.repeat)),
@@ -64,7 +67,7 @@ def html(
         + peaks_svg.figure("predicted memory of a device at the peak of each plan", plan.compared)
         + "</details>"
     )
-    return page.page(recipe.name, body, result_html.STYLE + rows_html.STYLE)
+    return page.page(recipe.name, body, result_html.STYLE + rows_html.STYLE + answers_html.STYLE)
 
 
 def _curves(events: Sequence[StepEvent], evaluations: Sequence[HeldOut]) -> str:

@@ -30,6 +30,7 @@ from launch.schema.result import (
     Continues,
     ExportedModel,
     Outcome,
+    Questions,
     RankError,
     SecondStep,
     UsedTokens,
@@ -56,6 +57,7 @@ class AttemptDir:
         self.tokenised_file = root / "tokenised.json"  # a TokenisingEnd
         self.events_file = root / "events.jsonl"
         self.held_out_file = root / "held_out.jsonl"
+        self.answers_file = root / "answers.jsonl"  # to the run's questions, at each evaluation
         self.outcome_file = root / "outcome.json"
         self.supervisor_file = root / "supervisor.json"  # how the launcher saw it end
         # what the first step in the steady state took
@@ -144,6 +146,7 @@ class RunDir:
         self.checkpoints = root / "checkpoints"
         self.tensorboard = root / "tensorboard"
         self.tokens_file = root / "tokens.json"
+        self.questions_file = root / "questions.json"
         self.rows_file = root / "rows.json"  # a few decoded rows, for the report
         # what ran out of memory so far (estimate.RanOut), a list
         self.evidence_file = root / "evidence.json"
@@ -280,6 +283,10 @@ class RunDir:
     def read_rows(self) -> ShownRows | None:
         """Rows of the run's data; None if they are missing or damaged."""
         return read_or_none(self.rows_file, ShownRows)
+
+    def read_questions(self) -> Questions | None:
+        """The questions that the run answers; None if they are missing or damaged."""
+        return read_or_none(self.questions_file, Questions)
 
     def read_continues(self) -> Continues | None:
         return read(self.continues_file, Continues)

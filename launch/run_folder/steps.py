@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from launch.base import files
 from launch.run_folder import manifest
 from launch.run_folder.layout import AttemptDir, RunDir
-from launch.schema.result import HeldOut, StepEvent
+from launch.schema.result import Answers, HeldOut, StepEvent
 
 STEADY_FROM = 2  # steps of an attempt that are slower than the rest
 MOST_DIGITS = 20
@@ -24,6 +24,7 @@ MOST_DIGITS = 20
 PLAIN_BYTES = 500
 STEP = TypeAdapter(StepEvent)
 EVALUATION = TypeAdapter(HeldOut)
+ANSWERS = TypeAdapter(Answers)
 Say = Callable[[str], None]
 Record = TypeVar("Record")
 
@@ -42,6 +43,16 @@ def has_any(attempt: AttemptDir) -> bool:
 def evaluations(attempt: AttemptDir, say: Say = lambda line: None) -> list[HeldOut]:
     """The evaluations that an attempt wrote; damaged lines as in events()."""
     return list(_records(attempt.held_out_file, EVALUATION, say))
+
+
+def answers(run: RunDir, say: Say = lambda line: None) -> list[Answers]:
+    """The answers that a run wrote, by step; of a step that was trained again, the later ones."""
+    by_step = {
+        record.step: record
+        for attempt in run.attempts()
+        for record in _records(attempt.answers_file, ANSWERS, say)
+    }
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _records(file: Path, record: TypeAdapter[Record], say: Say) -> Iterator[Record]:

@@ -70,6 +70,30 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
+class Question:
+    """A held-out question, and the right answer."""
+
+    prompt: str
+    reference: str
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The questions that a run answers at each evaluation: questions.json."""
+
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to the questions of a run after a step, as rank 0 writes them to answers.jsonl."""
+
+    step: int
+    samples_seen: int
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class SecondStep:
     """Memory of the first step in the steady state, on the fullest rank: second_step.json."""
 

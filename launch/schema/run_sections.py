@@ -250,6 +250,13 @@ class EvaluationSection(Section):
         ge=0,
         description="Held-out rows that are answered before and after training; 0: none.",
     )
+    sample_answers: Annotated[int | None, affects("interruptions")] = Field(
+        default=None,
+        ge=0,
+        le=16,
+        description="Held-out questions that are answered at each evaluation, for the report; 0:"
+        " none. null: 3 with `exact_match_rows`, but none where ranks share the weights.",
+    )
     max_new_tokens: Annotated[int, affects("interruptions")] = Field(
-        default=64, ge=1, le=4096, description="Most tokens of such an answer."
+        default=64, ge=1, le=4096, description="Most tokens of an answer."
     )

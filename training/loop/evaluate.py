@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -61,6 +62,27 @@ def _reference(
     return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def prompts(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation], is_pair: bool
+) -> list[list[int]]:
+    """The tokens of each conversation before its answer. `is_pair`: a T5."""
+    if is_pair:
+        texts = [
+            "\n".join(message["content"] for message in conversation.messages)
+            for conversation in conversations
+        ]
+        rows: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        end: Any = tokenizer.eos_token_id
+        return [[*ids, end] for ids in rows]
+    renderer = ConversationRenderer(tokenizer)
+    texts = [
+        renderer.text_in_use(conversation.messages, conversation.tools, prompt=True)
+        for conversation in conversations
+    ]
+    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return rows
+
+
 def greedy_answers(
     model: Network,
     tokenizer: PreTrainedTokenizerBase,
@@ -70,22 +92,7 @@ def greedy_answers(
 ) -> list[str]:
     """Greedy answers to a batch, computed on `device` or on the model's device. The model's mode
     does not change."""
-    if model.config.is_encoder_decoder:
-        texts = [
-            "\n".join(message["content"] for message in conversation.messages)
-            for conversation in conversations
-        ]
-        rows = [
-            [*ids, tokenizer.eos_token_id]
-            for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]
-        ]
-    else:
-        renderer = ConversationRenderer(tokenizer)
-        texts = [
-            renderer.text_in_use(conversation.messages, conversation.tools, prompt=True)
-            for conversation in conversations
-        ]
-        rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    rows = prompts(tokenizer, conversations, model.config.is_encoder_decoder)
     width = max(map(len, rows))
     padded = torch.full((len(rows), width), int(tokenizer.pad_token_id))  # pyright: ignore
     mask = torch.zeros(len(rows), width, dtype=torch.long)

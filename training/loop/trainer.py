@@ -86,6 +86,8 @@ class LowMemTrainer(OpenTrainer):
         self.peaks = peaks or MemoryPeaks(torch.device("cpu"))
         self._strategy = strategy
         self._keeps_best = keeps_best
+        # called at the end of each evaluation, by every rank
+        self.answer_samples: Callable[[], None] = lambda: None
         super().__init__(compute_loss_func=self._loss, **kwargs)
         self._shift = not self.model.config.is_encoder_decoder
         has_head = output_chunks > 1 or logits_at_targets
@@ -269,6 +271,7 @@ class LowMemTrainer(OpenTrainer):
             totals[1] += (labels != IGNORED).sum()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(totals)
+        self.answer_samples()
         loss = (totals[0] / totals[1]).item()
         metrics = {
             f"{metric_key_prefix}_loss": loss,

@@ -12,7 +12,7 @@ import pytest
 from launch.report import comparable, compare, html, time_spent
 from launch.schema.machine import GIB
 from launch.schema.plan import Change, Compared
-from launch.schema.result import Failure, HeldOut, RunResult, StepEvent
+from launch.schema.result import Answers, Failure, HeldOut, Question, RunResult, StepEvent
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
 from tests import browser, builders
 from tests.unit.report.test_compare import trained, workspace  # noqa: F401  a fixture
@@ -64,6 +64,8 @@ def records(steps: int) -> html.Records:
             for step in range(steps // 10, steps + 1, steps // 10)
         ],
         attempts=[(WORD, f"the GPU ran out of memory ({WORD})"), ("single_gpu x1", "complete")],
+        questions=[Question(WORD, "yes"), Question("<b>?", WORD)],
+        answers=[Answers(step, 8 * step, (WORD, "")) for step in range(1, 20)],
         spent=[time_spent.Spent(name, 10.0) for name in time_spent.ORDER],
         rows=rows,
         repeat=[("The same again:", f"python -m launch run {WORD}")],
