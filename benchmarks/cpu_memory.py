@@ -21,8 +21,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +196,13 @@ CASES = (
         length=128,
     ),
     Case("llama, SGD", LLAMA, training={"optim": "sgd"}),
+    Case("llama, 8-bit AdamW", LLAMA, training={"optim": "adamw_8bit"}),
+    Case(
+        "gpt2, bf16 weights, paged 8-bit AdamW",
+        GPT2,
+        model=HALF,
+        training={"optim": "paged_adamw_8bit"},
+    ),
     Case("t5", T5, length=128),
     Case("t5, checkpointing", T5, training=CHECKPOINTING, length=128),
     Case("t5, autocast, accumulation 2", T5, training={**AUTOCAST, **accumulating(2)}, length=128),
@@ -425,8 +434,10 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
         summary.append(
             f"{words}: median |error| {statistics.median(sizes):.3%}, max {max(sizes):.3%}"
         )
+    measured_on = Counter(row["measured_on"] for row in rows)
+    origin = "; ".join(f"{count} of {where}" for where, count in measured_on.items())
     return (
-        f"{len(rows)} configurations. "
+        f"{len(rows)} configurations: {origin}. "
         + "; ".join(summary)
         + ".\n\n"
         + recording.table(head, lines)
@@ -438,28 +449,34 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", default="", help="cases whose name holds this; nothing is recorded"
+        "--only", default="", help="cases whose name holds this; recorded beside the others' rows"
     )
     arguments = parser.parse_args()
-    rows = []
+    rows = {} if not arguments.only else recorded()
+    today = f"{date.today().isoformat()}, {recording.machine()}"
     with tempfile.TemporaryDirectory() as place:
         os.environ["LOWMEM_TRACES"] = str(Path(place) / "traces")
         counter = build_counter(Path(place))
         for number, case in enumerate(case for case in CASES if arguments.only in case.name):
             folder = Path(place) / str(number)
             folder.mkdir()
-            rows.append(measured(case, folder, counter))
-            row = rows[-1]
+            row = {**measured(case, folder, counter), "measured_on": today}
+            rows[case.name] = row
             print(
                 f"{case.name}: {off(row, ''):+.3%}, {off(row, 'evaluation_'):+.3%},"
                 f" {off(row, 'host_'):+.1%}",
                 flush=True,
             )
             shutil.rmtree(folder)
-    if arguments.only:
-        print(text(rows))
-    else:
-        recording.write("cpu_memory", {"rows": rows}, text(rows))
+    in_order = [rows[case.name] for case in CASES if case.name in rows]
+    recording.write("cpu_memory", {"rows": in_order}, text(in_order))
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """The rows of earlier measurements by case, each with its date and machine."""
+    results = json.loads((recording.RESULTS / "cpu_memory.json").read_text(encoding="utf-8"))
+    measured_on = f"{results['date']}, {results['machine']}"
+    return {row["case"]: {"measured_on": measured_on, **row} for row in results["rows"]}
 
 
 if __name__ == "__main__":

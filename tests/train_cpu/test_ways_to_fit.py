@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ def losses(workspace: Path) -> dict[int, float]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     (file,) = folder.glob("*model.safetensors")
     return load_file(file)
+
+
+def dtypes(states: Mapping[Any, Any]) -> Iterator[torch.dtype]:
+    """Those of an optimizer's states; bitsandbytes has a mapping of its own inside."""
+    for value in states.values():
+        if isinstance(value, Mapping):
+            yield from dtypes(value)
+        elif isinstance(value, torch.Tensor):
+            yield value.dtype
 
 
 def settings(run: Path) -> list[tuple[Any, ...]]:
@@ -115,6 +125,30 @@ def test_losses_and_model_are_those_of_a_run_without_across_a_resume(
     assert one.keys() == other.keys()
     for name, weight in one.items():
         torch.testing.assert_close(other[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.modes
+@pytest.mark.parametrize("optim", ["adamw_8bit", "paged_adamw_8bit"])
+def test_optimizer_states_in_8_bits_go_on_after_a_kill_to_the_bytes_of_a_whole_run(tmp_path, optim):
+    """Pages are host memory like any other on a CPU: both end with the same model."""
+    training = {"num_train_epochs": 3, "save_steps": 3}
+    words = ["run", str(builders.recipe(tmp_path, "llama-tiny", training=training))]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    plain = ("--training.optim=adamw_8bit", f"--output_dir={whole / 'model'}")
+    done = builders.launch(whole, *words, *plain)
+    assert done.returncode == 0, done.stdout + done.stderr
+    words.append(f"--training.optim={optim}")
+    kill_after(killed, words, step=7)
+    again = builders.launch(killed, *words)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming from checkpoint-00000" in again.stdout
+    assert losses(killed) == losses(whole)
+    *_, last = sorted(builders.only_run(killed).glob("checkpoints/checkpoint-*/optimizer.pt"))
+    assert torch.uint8 in set(dtypes(torch.load(last, weights_only=True)["state"]))
+    expected, found = weights(whole / "model"), weights(tmp_path / "model")
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
 
 
 LAYERS, RANKS, STEPS = 2, 2, 18
