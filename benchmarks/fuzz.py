@@ -5,11 +5,11 @@ A tiny run is trained on prompts, another on chats, a third goes on from the fir
 is cut off. Their files are damaged one at a time (cut short, a bit flipped, JSON of another type, a
 key dropped, nested deeply, replaced by a FIFO, a link or a folder, given to another user). After
 each damage a command reads them: `report`, `samples`, `compare`, `show`, `plan --json`, `fit`,
-`merge`, the child that tokenises, or `run --dry-run`, which decides whether the run
-goes on. Some cases plan with a hostile value instead. They are called in a child process, which is
-ended and started again where a command hangs. Exit codes are the documented ones; None is a
-traceback. A plan of the same run that says something else, with exit code 0 and without a word on
-the damaged file, is a fault too. Cases are drawn from `--seed`.
+`merge`, `watch`, `runs`, `queue`, `submit`, the child that tokenises, or `run --dry-run`, which
+decides whether the run goes on. Some cases plan with a hostile value instead. They are called in a
+child process, which is ended and started again where a command hangs. Exit codes are the documented
+ones; None is a traceback. A plan of the same run that says something else, with exit code 0 and
+without a word on the damaged file, is a fault too. Cases are drawn from `--seed`.
 
 Recipes with hostile values are read besides, without a plan (fuzz_recipes.py).
 """
@@ -35,6 +35,7 @@ from typing import Any
 import yaml
 
 from benchmarks import fuzz_recipes, recording
+from launch.commands.submit.job import JobDir
 from launch.run_folder.layout import RunDir
 from tests import builders
 
@@ -43,6 +44,7 @@ LARGEST = 1 << 20  # bytes of a file that is damaged; tensors are the checkpoint
 DOCUMENTED = frozenset({0, 1, 2, 3, 4, 5, 9, 10})
 OTHER_USER = 12345
 WRONG_JSON = ("[]", "{}", "1", "null", '"text"', "[" * 3000, '{"a":' * 3000, "NaN", '{"step": []}')
+JSON = ((), ("--json",))  # what scripts read too
 RUNS = ("tiny", "chat", "other", "adapter")  # --fast trains the first two
 LEAST = 10  # cases, however long the preparation took
 VALUES = 10_000  # hostile recipes, or as many as there is time for
@@ -207,6 +209,7 @@ def trained(root: Path, names: Sequence[str]) -> tuple[Path, list[list[str]]]:
     begun.attempts()[-1].outcome_file.unlink()
     shutil.rmtree(sorted(begun.checkpoints.glob("checkpoint-*"))[-1])
     tokenised = next(Path(runs["chat"]).glob("attempts/*/tokenising.json")).parent
+    scheduled(workspace, files["tiny"])
     adapters = [runs["adapter"]] if "adapter" in runs else []
     starts = [
         ["run", str(files[name]), f"--output_dir={workspace / name}", "--dry-run"] for name in files
@@ -222,7 +225,23 @@ def trained(root: Path, names: Sequence[str]) -> tuple[Path, list[list[str]]]:
         ["fit", "--gpu", "RTX 4090", "--ram", "64", "--model", "llama-tiny", "--length", "64"],
         *(["merge", run, "--out", str(workspace / "merged")] for run in adapters),
         ["prepare", str(tokenised), "1"],
+        *([*argv, *json] for argv in (["watch", "--once"], ["runs"], ["queue"]) for json in JSON),
+        ["watch", "--once", runs["tiny"]],
+        ["runs", "clean", "--dry-run", "--keep", "0"],
+        ["submit", "cron", "list"],
+        ["submit", "slurm", "--print", str(files["tiny"])],
     ]
+
+
+def scheduled(workspace: Path, recipe: Path) -> None:
+    """A job that cron starts, after its first start."""
+    builders.launch(workspace, "submit", "slurm", str(recipe), PATH="/usr/bin:/bin")  # no Slurm
+    (file,) = workspace.glob("submitted/*/job.json")
+    job = {**json.loads(file.read_text()), "schedule": "0 2 * * *", "name": file.parent.name}
+    file.write_text(json.dumps(job))
+    with JobDir(file.parent).hold() as end:
+        end(0)
+    shutil.rmtree(workspace / "submitted" / "code")  # a change of it is a change of the program
 
 
 def own_traces(workspace: Path) -> dict[str, str]:
