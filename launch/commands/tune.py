@@ -19,6 +19,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -30,7 +31,7 @@ import psutil
 from launch.base import compile_caches, environment, files
 from launch.base.errors import DoesNotFit, ResourceError, Stopped
 from launch.base.text import size
-from launch.base.workspace import CODE, Workspace
+from launch.base.workspace import CODE
 from launch.commands import recipe_arguments
 from launch.commands.recipe_arguments import RecipeArguments
 from launch.plan import context as plan_context
@@ -46,10 +47,11 @@ from launch.render import command as render_command
 from launch.render import write
 from launch.run_folder import steps
 from launch.run_folder.layout import RunDir
-from launch.schema.plan import Strategy
+from launch.schema.plan import MemoryEstimate, Strategy
 from launch.schema.result import Failure, UsedTokens
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise import stop_signals, tokenising
+from launch.supervise.run_lease import RunLease
 from launch.supervise.screen import Screen
 
 MAX_TRIALS = 3
@@ -129,12 +131,10 @@ def tune(facts: Facts, say: Say) -> Tuned:
         choice = planner.choose(context, facts.constraints)
         context = choice.context
         rows = _longest_rows(context, place, choice.plan.strategy.effective_batch_size)
-        trials = _Trials(facts.workspace, choice, rows, place, say)
+        trials = _Trials(facts, choice, rows, place, say)
         candidates = search.ranked(context, replace(facts.constraints, free_batch=False))
         if candidates:
-            _confirm(
-                [(judged.candidate, judged.memory.device_bytes) for judged in candidates], trials
-            )
+            _confirm([(judged.candidate, judged.memory) for judged in candidates], trials)
         else:
             say("no prediction: the batch is found by bisection")
             _bisect(choice.plan.strategy, trials)
@@ -168,19 +168,20 @@ def _sweep(trials: Path) -> None:
 
 
 class _Trials:
-    """Runs trials one after another and keeps how each ended."""
+    """Runs trials one after another, each with a lease of its memory, and keeps how each ended."""
 
-    def __init__(
-        self, workspace: Workspace, choice: Choice, rows: Path, place: Path, say: Say
-    ) -> None:
-        self._workspace, self._choice = workspace, choice
-        self._rows, self._place, self._say = rows, place, say
+    def __init__(self, facts: Facts, choice: Choice, rows: Path, place: Path, say: Say) -> None:
+        self._workspace, self._beside = facts.workspace, facts.constraints.beside
+        self._choice, self._rows, self._place, self._say = choice, rows, place, say
         self.done: list[tuple[Strategy, Outcome]] = []
 
-    def run(self, strategy: Strategy) -> Outcome:
+    def run(self, strategy: Strategy, memory: MemoryEstimate | None = None) -> Outcome:
+        """Try a split of the batch. `memory`: its prediction; None: there is none.
+
+        Raises DoesNotFit if other starts have leased the memory."""
         number = len(self.done) + 1
         self._say(f"trial {number}: {describe(strategy)}")
-        outcome = self._outcome(strategy, number)
+        outcome = self._outcome(strategy, memory or self._choice.plan.estimate, number)
         seconds = ""
         if outcome.step_s:
             seconds = f", {outcome.step_s:.3g} s a step"
@@ -195,7 +196,7 @@ class _Trials:
         )
         return outcome
 
-    def _outcome(self, strategy: Strategy, number: int) -> Outcome:
+    def _outcome(self, strategy: Strategy, memory: MemoryEstimate, number: int) -> Outcome:
         recipe, machine = self._choice.recipe, self._choice.machine
         training = recipe.training.model_copy(
             update={
@@ -214,13 +215,25 @@ class _Trials:
                 "evaluation": recipe.evaluation.model_copy(update={"exact_match_rows": 0}),
             }
         )
-        plan = replace(self._choice.plan, strategy=strategy, recipe_name=trial.name)
+        plan = replace(
+            self._choice.plan, strategy=strategy, estimate=memory, recipe_name=trial.name
+        )
         run = RunDir.create(self._place / "runs", trial.name, datetime.now())
         attempt = write.write_run(run, trial, machine, plan, self._workspace)
         files.write_json(run.tokens_file, UsedTokens(self._rows))
         command = render_command.command(plan, machine, run, attempt, self._workspace, os.environ)
         screen = Screen(stream=io.StringIO())
-        result = supervise_attempt.run(trial, machine, run, attempt, command, screen)
+        with ExitStack() as locks:
+            lease = RunLease(self._workspace.root, self._say, locks)
+            leased = replace(self._choice, plan=plan)
+            if refusal := lease.take(leased, run, self._beside):
+                raise DoesNotFit(f"trial {number}: {refusal}; tune again when they have ended")
+
+            def hold(host_bytes: int) -> bool:
+                lease.hold_taken(leased, run, host_bytes)
+                return False  # it is over soon: nothing to yield
+
+            result = supervise_attempt.run(trial, machine, run, attempt, command, screen, hold=hold)
         if result.failure is not None:
             ended = "oom" if result.exit_code in OUT_OF_MEMORY else "failed"
             _raise_if_stopped(result.failure)
@@ -231,26 +244,28 @@ class _Trials:
         return Outcome("fits", min(event.seconds for event in events[1:]), peak)
 
 
-def _confirm(candidates: Sequence[tuple[Strategy, int]], trials: _Trials) -> None:
+def _confirm(candidates: Sequence[tuple[Strategy, MemoryEstimate]], trials: _Trials) -> None:
     """Try the fastest by prediction, then others; after a failure only those with a much lower
     prediction."""
     limit_bytes = 0.0
-    for strategy, predicted_bytes in islice(_different(candidates), MAX_TRIALS):
-        if trials.run(strategy).ended != "fits":
-            limit_bytes = MUCH_LESS * predicted_bytes
+    for strategy, memory in islice(_different(candidates), MAX_TRIALS):
+        if trials.run(strategy, memory).ended != "fits":
+            limit_bytes = MUCH_LESS * memory.device_bytes
             break
     tried = {strategy for strategy, _ in trials.done}
     smaller = [
-        strategy
-        for strategy, predicted_bytes in candidates
-        if predicted_bytes <= limit_bytes and strategy not in tried
+        (strategy, memory)
+        for strategy, memory in candidates
+        if memory.device_bytes <= limit_bytes and strategy not in tried
     ]
-    for strategy in smaller[: MAX_TRIALS - len(trials.done)]:
-        if trials.run(strategy).ended == "oom":  # a second one is not risked
+    for strategy, memory in smaller[: MAX_TRIALS - len(trials.done)]:
+        if trials.run(strategy, memory).ended == "oom":  # a second one is not risked
             break
 
 
-def _different(candidates: Sequence[tuple[Strategy, int]]) -> Iterator[tuple[Strategy, int]]:
+def _different(
+    candidates: Sequence[tuple[Strategy, MemoryEstimate]],
+) -> Iterator[tuple[Strategy, MemoryEstimate]]:
     """The fastest; then the fastest with at most half its micro-batch; then the others in
     order."""
     best, *others = candidates

@@ -15,6 +15,7 @@ from launch.plan.candidates import NO_CONSTRAINTS
 from launch.plan.resolve import resolve
 from launch.predict.history import cache_keys, calibration
 from launch.predict.history.ledger import Ledger, Tuned
+from launch.queue import leases
 from launch.schema.plan import MemoryEstimate, Peak
 from launch.schema.result import SecondStep
 from tests import builders
@@ -32,6 +33,8 @@ def test_trials_confirm_the_fastest_and_later_runs_use_it(tmp_path):
     assert 1 <= len(trials) <= 3
     assert all(int(batch) * int(steps) == 8 for batch, steps in trials)
     assert tuned.stdout.count("fits, ") == len(trials)
+    assert leases.last_number(tmp_path / "leases") == len(trials)  # one after another
+    assert leases.live(tmp_path / "leases") == []
     best = re.search(
         r"^tuned: cpu x1, batch (\d+) x (\d+).*: ([\d.]+) s a step", tuned.stdout, re.MULTILINE
     )
