@@ -80,12 +80,12 @@ def at_backward(context: PlanContext, candidate: Strategy) -> MemoryEstimate | N
         next(config[name] for name in names if config.get(name))
         for names in (estimate.WIDTH_NAMES, estimate.LAYER_NAMES)
     )
-    kept = width * (estimate.KEPT_TENSORS_A_LAYER - estimate.INSIDE_MLP)
+    features = width * (estimate.KEPT_TENSORS_A_LAYER - estimate.INSIDE_MLP)
     if candidate.tiled_mlp_num_shards == 1:
-        kept += _kept_inside_mlp(context) * tiled_mlp.inner_size(config)
+        features += _kept_inside_mlp(context) * tiled_mlp.inner_size(config)
     checkpointed = 0 if candidate.activation_offloading else share * width
     is_16_bit = candidate.mixed_precision != "no" or recipe.model.dtype != "float32"
-    of_token = (checkpointed + (1 - share) * kept) * layers * (2 if is_16_bit else 4)
+    of_token = (checkpointed + (1 - share) * features) * layers * (2 if is_16_bit else 4)
     of_position, length = config["vocab_size"] * LOGIT_BYTES, context.question(candidate).lengths[1]
     of_step = max(
         batch.rows * length * of_token
@@ -111,9 +111,9 @@ def _kept_inside_mlp(context: PlanContext) -> int:
     inner = tiled_mlp.inner_size(context.model.config)
     of_layer = (
         side // inner
-        for name, shape in context.parameters.items()
-        if ".0." in name and len(shape) == 2
-        for side in set(shape) & {inner, 2 * inner}
+        for name, sides in context.parameters.items()
+        if ".0." in name and len(sides) == 2
+        for side in set(sides) & {inner, 2 * inner}
     )
     return KEPT_INSIDE_GATED if sum(of_layer) == 3 else KEPT_INSIDE_MLP
 

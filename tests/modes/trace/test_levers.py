@@ -302,8 +302,8 @@ def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(tmp_path
         assert [each for each in left_out if context.trace(each) is not None] == []
         # what MLPs keep for backward is too much for the card: no trace has to say so
         (whole,) = (each for each in possible if each.mode == "single_gpu")
-        for kept in candidates.splits(context, whole):
-            assert kept.activation_checkpointing or context.trace(kept) is None
+        for split in candidates.splits(context, whole):
+            assert split.activation_checkpointing or context.trace(split) is None
         context.fetch(left_out)
         judged = [estimate.judge(context, each, exact=False) for each in left_out]
     assert plan.seconds_per_step is not None
