@@ -105,7 +105,8 @@ def tokens_by_the_data(
     return real, computed
 
 
-@pytest.mark.parametrize("shape", ["llama-tiny", pytest.param("t5-tiny", marks=pytest.mark.modes)])
+@pytest.mark.modes
+@pytest.mark.parametrize("shape", ["llama-tiny", "t5-tiny"])
 def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(tmp_path, shape, monkeypatch):
     monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path / "workspace"))
     # of the program that two ranks need for each division, a T5's labels add nothing to one of two

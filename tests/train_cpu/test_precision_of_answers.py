@@ -34,7 +34,11 @@ leave(0)
 """
 
 
-@pytest.mark.parametrize("sections", [{}, {"lora": {"r": 4}}], ids=["weights", "adapter"])
+@pytest.mark.parametrize(
+    "sections",
+    [{}, pytest.param({"lora": {"r": 4}}, marks=pytest.mark.modes)],
+    ids=["weights", "adapter"],
+)
 def test_answers_are_computed_under_autocast(tmp_path, sections: dict[str, Any]):
     recipe = builders.recipe(
         tmp_path,

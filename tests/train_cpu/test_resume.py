@@ -307,6 +307,7 @@ def test_any_damage_to_any_file_of_a_real_checkpoint_is_found(copied):
     assert manifest.fault(folder) is None
 
 
+@pytest.mark.modes
 def test_a_longer_run_continues_a_finished_one_where_schedule_is_allowed(tmp_path):
     """Each step has the learning rate of the longer schedule, from the first that is added."""
     recipe = str(builders.recipe(tmp_path, count=16, training={"warmup_steps": 0}))

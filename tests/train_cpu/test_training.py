@@ -133,6 +133,7 @@ def padding_by_the_data(run: RunDir) -> float:
     return 1 - sum(map(sum, batches)) / sum(max(batch) * len(batch) for batch in batches)
 
 
+@pytest.mark.modes
 def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
     folder, _ = finished
     words = ["--name=grouped", "--data.group_by_length=true", f"--output_dir={tmp_path / 'model'}"]
@@ -213,6 +214,7 @@ def test_lora_on_a_local_folder_leaves_an_adapter_and_touches_no_base_weight(fin
     assert chat.returncode == 0, chat.stderr
 
 
+@pytest.mark.modes
 def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with_one_line_a_turn(
     tmp_path,
 ):

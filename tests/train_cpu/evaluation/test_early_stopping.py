@@ -59,7 +59,7 @@ def assert_equal(expected: Path, found: Path) -> None:
         assert torch.equal(tensor, tensors[name]), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.modes)])
 def test_a_run_stops_early_at_the_same_step_whether_or_not_it_was_killed(tmp_path, ranks):
     batch = {"per_device_train_batch_size": 8 // ranks}
     recipe = builders.recipe(tmp_path, count=16, training={**TRAINING, **batch})
@@ -81,6 +81,7 @@ def test_a_run_stops_early_at_the_same_step_whether_or_not_it_was_killed(tmp_pat
     assert_equal(tmp_path / "whole_model", tmp_path / "model")
 
 
+@pytest.mark.modes
 def test_a_run_that_is_killed_between_its_last_checkpoint_and_its_model_trains_no_further_step(
     tmp_path,
 ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -51,6 +52,7 @@ def test_the_last_answers_are_those_of_the_exported_model_whose_weights_are_as_w
         assert torch.equal(tensor, tensors[name]), name
 
 
+@pytest.mark.modes
 def test_two_ranks_answer_alone_under_ddp_and_together_under_zero_3(tmp_path):
     training = {"eval_steps": 4, "per_device_train_batch_size": 4, "num_train_epochs": 1}
     recipe = str(builders.recipe(tmp_path, training=training, **ROWS))
