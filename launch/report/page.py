@@ -13,7 +13,8 @@ h1{font-size:1.5rem;margin:0 0 .25rem}h2{font-size:1.1rem;margin:2rem 0 .5rem}
 p{margin:.3rem 0}.note{font-size:.9rem;color:#52606d}
 table{border-collapse:collapse;width:100%}
 td,th{padding:.3rem .6rem;border-bottom:1px solid #e3e8ee;text-align:left;vertical-align:top}
-th{white-space:nowrap}td.n{text-align:right;font-variant-numeric:tabular-nums}th.n{text-align:right}
+th{white-space:nowrap}
+td.n{text-align:right;font-variant-numeric:tabular-nums;overflow-wrap:normal}th.n{text-align:right}
 pre{background:#f5f7fa;padding:1rem;white-space:pre-wrap;font-size:.85rem;line-height:1.4;
   border-radius:.4rem;margin:.5rem 0}
 svg{width:100%;height:auto}.wide{overflow-x:auto}.wide svg{min-width:44rem}

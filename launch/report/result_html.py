@@ -110,7 +110,7 @@ def _figures(
         device = f"{seconds * count / 3600:.3g} GPU-hours on {count} x {machine.gpus[0].name}"
     else:
         device = f"on {machine.cpu_count} CPUs"
-    yield "time", f"{seconds / 3600:.3g} h", f"{duration(seconds)} in all; {device}"
+    yield "time", duration(seconds), f"{seconds / 3600:.3g} h in all; {device}"
 
 
 def why_it_ended(recipe: Recipe, result: RunResult) -> str:

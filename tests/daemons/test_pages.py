@@ -14,7 +14,8 @@ from launch.schema.machine import GIB
 from launch.schema.plan import Change, Compared
 from launch.schema.result import Answers, Failure, HeldOut, Question, RunResult, StepEvent
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
-from tests import browser, builders
+from tests import builders
+from tests.daemons import browser
 from tests.unit.report.test_compare import trained, workspace  # noqa: F401  a fixture
 
 STEPS = 100_000

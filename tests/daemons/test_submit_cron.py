@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from launch.run_folder.layout import RunDir
-from tests import builders, cron
-from tests.cron import Cron
+from tests import builders
+from tests.daemons import cron
+from tests.daemons.cron import Cron
 from tests.slurm import waited
 
 NEXT_MINUTE_S = 120.0

@@ -17,7 +17,8 @@ import pytest
 
 from launch.queue import leases
 from launch.run_folder.layout import RunDir
-from tests import builders, cron
+from tests import builders
+from tests.daemons import cron
 from tests.slurm import waited
 
 DOC = builders.CODE / "docs" / "submit.md"
