@@ -53,7 +53,8 @@ from training.data.sample_order import SampleOrder
 from training.engines import setup
 from training.loop import arguments, evaluate, export, nan_guard, sample_answers, trackers
 from training.loop.callbacks import Reporter, StepMeter, start_logging
-from training.loop.early_stopping import AlreadyStopped, EarlyStopping
+from training.loop.early_stopping import EarlyStopping
+from training.loop.last_step import LastStep, NothingLeft
 from training.loop.memory_peaks import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
 from training.model import build, offloaded_inputs
@@ -269,7 +270,7 @@ def build_parts(
         processing_class=tokenizer,
         keeps_best=recipe.training.load_best_model_at_end,
         callbacks=[
-            *([early_stopping] if early_stopping else []),
+            *(LastStep(), *([early_stopping] if early_stopping else [])),
             *(reporter, watch, stop_callback, *feeders, *sent),
         ],
     )
@@ -351,9 +352,9 @@ def _trained(
     try:
         try:
             metrics = parts.trainer.train(resume_from_checkpoint=resume).metrics
-        except AlreadyStopped:
+        except NothingLeft as why:
             metrics = {"train_runtime": 0.0}
-            logger.info("training had stopped early at step %d", parts.trainer.state.global_step)
+            logger.info("%s", why)
         if recipe.training.load_best_model_at_end and not parts.control.agreed:
             best.take(parts.trainer, Path(str(parts.trainer.args.output_dir)))
             scores["exported_step"] = parts.trainer.state.best_global_step

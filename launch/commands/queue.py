@@ -78,6 +78,8 @@ def _list(place: Path, as_json: bool) -> None:
         print(ROW.format(*HEAD).rstrip())
         for lease in ordered:
             print(shown(_row(lease)))
+            if lease.is_own and lease.record.waits_for:
+                print(shown(f"      waits for {lease.record.waits_for}"))
 
 
 def _facts(lease: Lease) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def _facts(lease: Lease) -> dict[str, Any]:
     record = asdict(lease.record)
     del record["boot"]
     if not lease.is_own:
-        record["recipe"] = record["run"] = ""
+        record["recipe"] = record["run"] = record["waits_for"] = ""
     user = leases.user_name(lease.uid)
     return {"number": lease.number, "user": user, "process": lease.pid, **record}
 
@@ -146,11 +148,17 @@ def _cancel(place: Path, lease: Lease) -> None:
             signal.pidfd_send_signal(process, signal.SIGTERM)
     finally:
         os.close(process)
-    stops = "saves a checkpoint and stops" if lease.record.state == "granted" else "stops waiting"
+    stops = "stops waiting"
+    if lease.record.state == "granted":
+        stops = "stops, and saves a checkpoint if it trains; sent again, it ends at once"
     print(f"run {lease.number} {stops}")
 
 
 def _ask(place: Path, lease: Lease, is_held: bool) -> None:
+    path = leases.lease_path(place, lease.number)
+    if leases.read_asked(path).is_held == is_held:
+        print(f"run {lease.number} is {'held already' if is_held else 'not held'}")
+        return
     asked = Asked(is_held, lease.record.place)
     leases.write_asked(place, lease, asked)
     print(f"run {lease.number} {'is held until queue release' if is_held else 'is released'}")
@@ -160,7 +168,9 @@ def _yield(place: Path, lease: Lease) -> None:
     """Ask a run to save a checkpoint and to wait behind all runs that wait now."""
     last = leases.last_number(place)
     leases.write_asked(place, lease, Asked(place=last + 1, is_yielded=True))
-    print(f"run {lease.number} saves a checkpoint and waits for memory again")
+    others = starts.split(leases.live(place))[1]
+    behind = "" if others else "; no run waits, so that it goes on at once"
+    print(f"run {lease.number} saves a checkpoint and waits for memory again{behind}")
 
 
 def _move(place: Path, moved: Lease, before: Lease) -> None:

@@ -79,6 +79,7 @@ class Record:
     since_s: Annotated[float, Field(ge=0, le=1e11)] = 0.0  # unix time
     # shown to its own user only
     recipe: Annotated[str, Field(max_length=100)] = ""
+    waits_for: Annotated[str, Field(max_length=500)] = ""
     run: Annotated[str, Field(max_length=2000)] = ""
 
 

@@ -123,9 +123,11 @@ def wait(
                 reason = obstacle(lease, leases.live(place), get_supply, why_blocked)
                 if reason is None:
                     cards = admission.chosen_cards(record.needs, get_supply(_granted(place)))
-                    lease.write(state="granted", cards=cards)
+                    lease.write(state="granted", cards=cards, waits_for="")
                     break
                 lease.write(state="blocked" if reason.is_own else "waiting")
+                if reason.what != lease.waits_for:
+                    lease.write(waits_for=reason.text[:500])
             waited_s = time.monotonic() - began
             if reason.what != lease.waits_for:
                 lease.waits_for = reason.what

@@ -70,8 +70,12 @@ def _row(run: RunDir) -> RunRow:
 
 def table(made: Sequence[RunRow]) -> Table:
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("run", "state", "steps", "loss", "held out", "disk"):
-        drawn.add_column(name, justify="left" if name in ("run", "state") else "right")
+    # a part of a name is no name
+    widest = max((len(row.run) for row in made), default=0)
+    drawn.add_column("run", min_width=widest, no_wrap=True)
+    drawn.add_column("state")
+    for name in ("steps", "loss", "held out", "disk"):
+        drawn.add_column(name, justify="right")
     for row in made:
         style = "green" if row.state == "stopped early" else STYLES.get(row.state, "bold")
         state = Text(row.state, style=style)

@@ -321,3 +321,25 @@ def test_a_longer_run_continues_a_finished_one_where_schedule_is_allowed(tmp_pat
     assert [(event["step"], event["learning_rate"]) for event in builders.events(added)] == [
         (step, pytest.approx(1e-3 * (9 - step) / 8)) for step in (5, 6, 7, 8)
     ]
+
+
+@pytest.mark.parametrize(
+    "mode", ["cpu", *(pytest.param(f"deepspeed_zero{i}", marks=pytest.mark.modes) for i in (2, 3))]
+)
+def test_a_run_that_was_killed_after_its_last_step_trains_no_further_one(tmp_path, mode):
+    """max_steps ends inside an epoch, where Trainer looks for the end only after a step."""
+    recipe = str(builders.recipe(tmp_path, training={"max_steps": 8, "save_steps": 4}))
+    words = ("run", recipe, f"--launch.mode={mode}")
+    first = builders.launch(tmp_path / "workspace", *words)
+    assert first.returncode == 0, first.stdout + first.stderr
+    run = builders.only_run(tmp_path / "workspace")
+    (tmp_path / "model").rename(tmp_path / "first_model")
+    for name in ("outcome.json", "supervisor.json"):  # as a kill -9 before the export leaves it
+        (run / "attempts/01" / name).unlink()
+    again = builders.launch(tmp_path / "workspace", *words)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "all 8 steps had been trained" in again.stdout
+    assert [event["step"] for event in builders.events(run)] == list(range(1, 9))
+    weights = builders.weights(tmp_path / "model")
+    for name, weight in builders.weights(tmp_path / "first_model").items():
+        assert torch.equal(weight, weights[name]), name

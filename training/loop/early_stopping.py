@@ -12,11 +12,9 @@ from transformers import (
     TrainingArguments,
 )
 
+from training.loop.last_step import NothingLeft
+
 COUNTER = "early_stopping_patience_counter"
-
-
-class AlreadyStopped(Exception):
-    """The checkpoint to go on from is that of the step at which training stopped early."""
 
 
 class EarlyStopping(EarlyStoppingCallback):
@@ -34,7 +32,7 @@ class EarlyStopping(EarlyStoppingCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Go on counting where the checkpoint has stopped. Raises AlreadyStopped."""
+        """Go on counting where the checkpoint has stopped. Raises NothingLeft."""
         stored = state.stateful_callbacks
         assert isinstance(stored, dict)
         # a checkpoint from before the key was set has no count, and Trainer expects one
@@ -42,7 +40,7 @@ class EarlyStopping(EarlyStoppingCallback):
         self.early_stopping_patience_counter = of_checkpoint["attributes"][COUNTER]
         self._first_step = state.global_step
         if self.has_stopped:
-            raise AlreadyStopped
+            raise NothingLeft(f"training had stopped early at step {state.global_step:,}")
 
     def on_evaluate(
         self,
@@ -55,3 +53,5 @@ class EarlyStopping(EarlyStoppingCallback):
         # training.eval_on_start: in a resumed run this evaluation is no further one
         if state.global_step > self._first_step:
             super().on_evaluate(args, state, control, metrics, **kwargs)
+        if control.should_training_stop:
+            control.should_save = True  # as at the last of all steps

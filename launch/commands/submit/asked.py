@@ -48,24 +48,20 @@ class Asked:
         planner.refuse_hopeless(facts.context, facts.constraints)
         return planner.choose(facts.context, facts.constraints), facts
 
-    def combinations(self, recipe: Recipe) -> Iterator[tuple[str, list[str]]]:
-        """(end of its name, keys) of each job of the sweep; one without keys where there is no
-        sweep."""
+    def combinations(self, recipe: Recipe) -> Iterator[list[str]]:
+        """The keys of each job of the sweep; none for one job without a sweep."""
         if not self.sweep:
-            yield "", []
+            yield []
             return
         for number, values in enumerate(itertools.product(*(values for _, values in self.sweep))):
             text = "-".join(re.sub(r"[^\w.]+", "_", value) for value in values)
             end = f"-{text}" if len(recipe.name) + len(text) < 60 else f"-{number}"
             names = (name for name, _ in self.sweep)
-            yield (
-                end,
-                [
-                    *(f"--{name}={value}" for name, value in zip(names, values, strict=True)),
-                    f"--name={recipe.name}{end}",
-                    f"--output_dir={recipe.output_dir}{end}",
-                ],
-            )
+            yield [
+                *(f"--{name}={value}" for name, value in zip(names, values, strict=True)),
+                f"--name={recipe.name}{end}",
+                f"--output_dir={recipe.output_dir}{end}",
+            ]
 
 
 def read(argv: Sequence[str]) -> tuple[RecipeArguments, str]:
@@ -88,7 +84,7 @@ def run_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = Parser(prog="python -m launch", allow_abbrev=False)
     run.add_parser(parser.add_subparsers(), "run")
     arguments, others = parser.parse_known_args(["run", *argv])
-    arguments.verb = "run"
+    arguments.verb = "submit"
     return arguments, others
 
 

@@ -46,7 +46,12 @@ def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str
     names = itertools.chain([plain], (f"{plain}-{number}" for number in itertools.count(2)))
     name = same[0] if same else next(name for name in names if name not in jobs)
     job_dir = job.schedule(workspace, name, argv, facts, environ, times)
-    is_new = crontab.add(workspace.root, name, times, job_dir.script, job_dir.output)
+    try:
+        is_new = crontab.add(workspace.root, name, times, job_dir.script, job_dir.output)
+    except ConfigError:
+        if not same:
+            job.remove(job_dir)
+        raise
     state = "starts" if is_new else "already starts"
     say(f"cron {state} job {name} at {times}: python -m launch run {shlex.join(argv)}")
     say(
@@ -57,10 +62,14 @@ def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str
 def _list(workspace: Workspace, others: Sequence[str]) -> None:
     if others:
         raise ConfigError(f"submit cron list: {show(others[0])[1:-1]} was not expected")
-    jobs = [each for each in job.all_jobs(workspace).values() if each.schedule]
+    jobs = [
+        each
+        for each in job.all_jobs(workspace).values()
+        if each.schedule or crontab.is_there(workspace.root, each.name)
+    ]
     for scheduled in jobs:
         is_there = crontab.is_there(workspace.root, scheduled.name)
-        times = scheduled.schedule if is_there else "no longer in crontab"
+        times = (scheduled.schedule or crontab.REBOOT) if is_there else "no longer in crontab"
         say(f"{scheduled.name}: {times}")
         say(f"  python -m launch run {shlex.join(scheduled.argv)}")
         say(f"  {_how_it_ended(JobDir(job.folder(workspace) / scheduled.name))}")
@@ -86,7 +95,8 @@ def _remove(workspace: Workspace, others: Sequence[str]) -> None:
     names = [each.name for each in job.all_jobs(workspace).values() if each.schedule]
     if len(others) != 1 or others[0] not in names:
         raise ConfigError(
-            f"submit cron remove {shlex.join(others)}: expected one of {', '.join(names) or 'none'}"
+            f"submit cron remove: found {shlex.join(others) or 'nothing'}, expected one of"
+            f" {', '.join(names) or 'none, as there is no job of cron'}"
         )
     crontab.remove(workspace.root, others[0])
     job_dir = JobDir(job.folder(workspace) / others[0])

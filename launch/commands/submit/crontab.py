@@ -77,7 +77,8 @@ def _changing() -> Iterator[list[str]]:
         raise ResourceError(
             "cron: no crontab program; install it (Debian, Ubuntu: apt install cron)"
         )
-    lock = os.open(Path.home(), os.O_RDONLY)  # of the user, for every checkout
+    home = Path.home()  # of the user, for every checkout
+    lock = os.open(home if home.is_dir() else "/", os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = _read()
@@ -103,9 +104,14 @@ def _read() -> list[str]:
 
 
 def _write(lines: list[str]) -> None:
+    """Raises ConfigError for a line that cron does not take."""
+    if not lines:
+        _run("-r")
+        return
     done = _run("-", "".join(f"{line}\n" for line in lines))
     if done.returncode:
-        raise ResourceError(f"crontab refuses the line {show(lines[-1])}: {done.stderr.strip()}")
+        said = done.stderr.strip().splitlines()[0]
+        raise ConfigError(f"crontab refuses the line {show(lines[-1])}: {said}")
 
 
 def _run(word: str, text: str | None = None) -> subprocess.CompletedProcess[str]:

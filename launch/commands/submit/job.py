@@ -12,6 +12,7 @@ Slurm starts once or again.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import shlex
@@ -26,7 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from launch.base import environment, files, locks, processes
-from launch.base.errors import ConfigError, DataError, Interrupted, LaunchError
+from launch.base.errors import (
+    ConfigError,
+    DataError,
+    Interrupted,
+    LaunchError,
+    ResourceError,
+)
 from launch.base.workspace import CHECKOUT, CODE, Workspace
 from launch.commands.recipe_arguments import AUTO, RecipeArguments
 from launch.plan.resolve import Facts
@@ -51,6 +58,7 @@ DECIDED_BY = {
     "tokenizer": "the tokenizer's files",
     "chat_template": "tokenizer.chat_template",
 }
+VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # others would be code of the script
 NO_LINE = re.compile(r"[\r\n]+")
 WEIGHTS = "weights"  # of model.path, besides these
 
@@ -164,12 +172,9 @@ def freeze(
     resume: str,
     facts: Facts,
     environ: Mapping[str, str],
-    more: str = "",
 ) -> JobDir:
-    """Write a job whose recipe, keys, code and hashes of data stay what they are now. `more` stands
-    at the end of its name."""
-    name = f"{facts.context.recipe.name}-{datetime.now():%Y%m%d-%H%M%S}{more}"
-    job_dir = _new(workspace, name)
+    """Write a job whose recipe, keys, code and hashes of data stay what they are now."""
+    job_dir = _new(workspace, f"{facts.context.recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
     recipe = load.find(typed.recipe)
     shutil.copyfile(recipe, job_dir.recipe_file)
     overrides = [absolute_override(text) for text in typed.overrides]
@@ -178,7 +183,7 @@ def freeze(
     # the paths of a recipe of configs/ are relative to the workspace
     cwd = Path.cwd() if load.is_file(typed.recipe) else workspace.root
     code = _copy_code(workspace)
-    job = Job(name, argv, cwd, time.time(), hashes(facts), code)
+    job = Job(job_dir.root.name, argv, cwd, time.time(), hashes(facts), code)
     _write(job_dir, job, workspace, facts, environ, _code_folder(workspace, code))
     return job_dir
 
@@ -191,9 +196,11 @@ def schedule(
     environ: Mapping[str, str],
     times: str,
 ) -> JobDir:
-    """Write a job that reads recipe, data and code anew at each of its times."""
-    job_dir = _new(workspace, name)
-    job = Job(name, tuple(argv), Path.cwd(), time.time(), schedule=times)
+    """Write a job that reads recipe, data and code anew at each of its times, in place of one of
+    that name."""
+    old = JobDir(folder(workspace) / name)
+    job_dir = old if (old.root / "job.json").exists() else _new(workspace, name)
+    job = Job(job_dir.root.name, tuple(argv), Path.cwd(), time.time(), schedule=times)
     _write(job_dir, job, workspace, facts, environ, CODE)
     return job_dir
 
@@ -262,13 +269,23 @@ def forget_old(workspace: Workspace) -> None:
 
 
 def _new(workspace: Workspace, name: str) -> JobDir:
-    """The folder of a new job, or of a scheduled one that is submitted again. Raises
-    ResourceError."""
+    """The folder of a new job; a second one of this second gets a number. Raises ResourceError."""
     above = folder(workspace)
     files.refuse_strangers(above)
-    root = above / name
-    root.mkdir(parents=True, exist_ok=True)
-    return JobDir(root)
+    for number in itertools.count(1):
+        root = above / (name if number == 1 else f"{name}-{number}")
+        try:
+            root.mkdir(parents=True)
+        except FileExistsError:
+            if not root.is_dir():
+                raise ResourceError(f"{above}: is no folder for jobs; move it away") from None
+            continue
+        except OSError as error:
+            raise ResourceError(
+                f"{root}: cannot be made ({error.strerror}); move {above} away"
+            ) from error
+        return JobDir(root)
+    raise AssertionError("no end")
 
 
 def _write(
@@ -284,7 +301,7 @@ def _write(
     variables = {
         name: value
         for name, value in environment.passed(environ, pass_env).items()
-        if not NOT_KEPT.match(name)
+        if VARIABLE.fullmatch(name) and not NOT_KEPT.match(name)
     }
     users = (
         path for path in environ.get("PYTHONPATH", "").split(":") if path and path != str(CODE)

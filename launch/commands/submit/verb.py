@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.base import compile_caches
-from launch.base.errors import ConfigError
+from launch.base.errors import ConfigError, Interrupted, ResourceError
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments, run
 from launch.commands.recipe_arguments import say
@@ -21,6 +21,7 @@ from launch.commands.submit import cloud, cron, crontab, detached, job, slurm
 from launch.commands.submit.asked import Asked, facts_here, run_arguments
 from launch.commands.submit.job import JobDir
 from launch.plan.planner import Choice
+from launch.queue import leases
 from launch.report import first_screen
 
 PLACES = ("local", "cron", "slurm", "skypilot", "dstack")
@@ -120,9 +121,10 @@ def _refuse_flags(arguments: Namespace) -> None:
 
 def _local(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> int:
     """Start jobs that wait for memory, each behind those before it."""
-    code = 0
+    leases.folder()  # raises where there can be no waiting
+    code, jobs = 0, []
     facts = facts_here(asked.typed)
-    for end, overrides in asked.combinations(facts.context.recipe):
+    for overrides in asked.combinations(facts.context.recipe):
         typed = replace(asked.typed, overrides=[*asked.typed.overrides, *overrides])
         facts = facts_here(typed) if overrides else facts
         launch = facts.context.recipe.launch
@@ -132,7 +134,9 @@ def _local(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> in
             )
         if not launch.wait and "wait" not in launch.model_fields_set:
             typed = replace(typed, overrides=[*typed.overrides, "--launch.wait=true"])
-        job_dir = job.freeze(workspace, typed, asked.resume, facts, environ, end)
+        jobs.append((typed, facts))
+    for typed, facts in jobs:  # none starts before all are right
+        job_dir = job.freeze(workspace, typed, asked.resume, facts, environ)
         code = _start_here(workspace, job_dir, asked.arguments.reboot) or code
     return code
 
@@ -147,9 +151,16 @@ def _start_here(workspace: Workspace, job_dir: JobDir, at_reboot: bool) -> int:
         )
         say("cron starts it again after each reboot, until it is complete or cancelled")
     detached.start(job_dir, say)
-    lease = detached.follow(job_dir, say)
+    try:
+        lease = detached.follow(job_dir, say)
+    except Interrupted as stopped:
+        say(f"job {job_dir.root.name} goes on; python -m launch queue lists it, and cancels it")
+        return stopped.exit_code
     status = job_dir.read_status()
     if status is not None and status.exit_code is not None:
+        if status.exit_code:  # it has failed before it ran, and said why
+            crontab.remove(workspace.root, job_dir.root.name)
+            job.remove(job_dir)
         return status.exit_code
     if lease is None:
         say(f"it still plans; {job_dir.output} says when it starts")
@@ -167,7 +178,7 @@ def _slurm(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> in
     request, tasks = None, []
     choice, facts = asked.choice(asked.typed)
     name = choice.recipe.name
-    for _, overrides in asked.combinations(choice.recipe):
+    for overrides in asked.combinations(choice.recipe):
         if overrides:
             typed = replace(asked.typed, overrides=[*asked.typed.overrides, *overrides])
             choice, _ = asked.choice(typed)
@@ -195,7 +206,11 @@ def _slurm(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> in
     for line in first_screen.lines(choice.recipe, choice.machine, choice.plan, datetime.now()):
         say(line)
     _say_notes(choice, asked)
-    number = slurm.submit(str(file))
+    try:
+        number = slurm.submit(str(file))
+    except ResourceError:
+        job.remove(job_dir)
+        raise
     say(f"Slurm job {number}: {shlex.join(request.options())}")
     say(
         f"its script is {file}, its output {job_dir.root}/slurm-{number}{'_*' if tasks else ''}.out"

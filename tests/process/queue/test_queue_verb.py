@@ -52,12 +52,14 @@ def test_runs_are_listed_and_those_that_wait_are_moved_held_released_and_cancell
     lines_until(third, "waiting as run 3")
 
     _, listed = queue(capsys)
-    rows = [line.split() for line in listed.splitlines()]
+    rows = [line.split() for line in listed.splitlines() if not line.startswith("      ")]
     user = leases.user_name(os.geteuid())[:10]
     assert rows[1][:7] == ["1", user, str(holder.pid), "runs", "0", "8.00", "GiB"]
     assert [row[3] for row in rows[2:]] == ["waits", "waits"]
     assert "\x1b" not in listed
 
+    assert "\n      waits for 9.00 GiB of host RAM, of which" in listed
+    assert f"; leased: run 1 of {user}" in listed
     _, listed = queue(capsys, "--json")
     facts = json.loads(listed)
     assert [(each["number"], each["state"]) for each in facts] == [
@@ -73,7 +75,10 @@ def test_runs_are_listed_and_those_that_wait_are_moved_held_released_and_cancell
     holder.kill()
     lines_until(second, "holds 2")  # it passes the run that is held
     assert queue(capsys, "hold", "2")[0] == 2  # it runs
-    assert queue(capsys, "cancel", "2") == (0, "run 2 saves a checkpoint and stops\n")
+    assert queue(capsys, "cancel", "2") == (
+        0,
+        "run 2 stops, and saves a checkpoint if it trains; sent again, it ends at once\n",
+    )
     assert second.wait() == -15
     assert queue(capsys, "release", "3") == (0, "run 3 is released\n")
     lines_until(third, "holds 3")

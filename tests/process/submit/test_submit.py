@@ -21,6 +21,16 @@ def workspace(tmp_path, monkeypatch) -> Path:
     return tmp_path / "workspace"
 
 
+@pytest.fixture
+def sbatch(tmp_path, monkeypatch) -> None:
+    """A program in place of Slurm's, which takes every job."""
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "sbatch"
+    program.write_text("#!/bin/sh\necho 7\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
 def submit(capsys, *argv: str) -> tuple[int, str]:
     code = main(["submit", *argv])
     done = capsys.readouterr()
@@ -30,7 +40,7 @@ def submit(capsys, *argv: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("argv", "error"),
     [
-        (["local"], "run: expected a recipe"),
+        (["local"], "submit: expected a recipe"),
         (["local", "sft_fst"], "did you mean sft_fast?"),
         (["local", "sft_fast", "--resume"], "argument --resume: expected one argument"),
         (["local", "sft_fast", "--dry-run"], "submit: --dry-run is for launch run; leave it out"),
@@ -45,7 +55,7 @@ def submit(capsys, *argv: str) -> tuple[int, str]:
         (["cron"], 'such as submit cron "0 2 * * *" sft'),
         (["cron", "2 in the night", "sft_fast"], "expected five fields, minute hour day month"),
         (["cron", "0 2 * * *\n* * * * * rm", "sft_fast"], "expected five fields"),
-        (["cron", "remove", "x"], "submit cron remove x: expected one of none"),
+        (["cron", "remove", "x"], "submit cron remove: found x, expected one of none"),
         (["somewhere", "sft_fast"], "invalid choice: 'somewhere'"),
         (["start", "/tmp"], "/tmp: holds no job; expected submitted/<recipe>-<time>"),
     ],
@@ -55,10 +65,12 @@ def test_a_line_that_cannot_be_is_refused_with_what_to_write(capsys, argv, error
     assert (code, error in text, text.count("\n")) == (2, True, 1), text
 
 
-def test_a_job_whose_data_changed_is_refused_and_its_status_says_so(capsys, tmp_path, workspace):
+def test_a_job_whose_data_changed_is_refused_and_its_status_says_so(
+    capsys, tmp_path, workspace, sbatch
+):
     path = builders.recipe(tmp_path, launch={"num_processes": 1})
     code, said = submit(capsys, "slurm", str(path))
-    assert code == 3 and "sbatch" in said, said  # there is no cluster here
+    assert code == 0 and "Slurm job 7: " in said, said
     (job,) = workspace.glob("submitted/tiny-*")
     builders.write_parquet(tmp_path / "valid.parquet", builders.rows(11, seed=2))
     started = subprocess.run([job / "job.sh"], env={}, capture_output=True, text=True)
@@ -68,9 +80,18 @@ def test_a_job_whose_data_changed_is_refused_and_its_status_says_so(capsys, tmp_
     assert not list((workspace / "runs").glob("*/2*"))
 
 
-def test_a_secret_stays_out_of_a_job_unless_the_recipe_names_it(capsys, tmp_path, monkeypatch):
+def test_a_job_that_slurm_refuses_leaves_nothing(capsys, tmp_path, workspace):
+    code, said = submit(capsys, "slurm", str(builders.recipe(tmp_path)))
+    assert code == 3 and "sbatch" in said, said  # there is no cluster here
+    assert not list(workspace.glob("submitted/*/job.json"))
+
+
+def test_a_secret_stays_out_of_a_job_unless_the_recipe_names_it(
+    capsys, tmp_path, monkeypatch, sbatch
+):
     monkeypatch.setenv("WANDB_API_KEY", "a-key-of-somebody")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_$(touch found)", "1")  # no variable of a script
     for passed in ((), ("WANDB_API_KEY",)):
         launch = {"num_processes": 1, "pass_env": list(passed)}
         submit(capsys, "slurm", str(builders.recipe(tmp_path, launch=launch)))
@@ -78,6 +99,7 @@ def test_a_secret_stays_out_of_a_job_unless_the_recipe_names_it(capsys, tmp_path
         script = newest / "job.sh"
         assert ("a-key-of-somebody" in script.read_text()) is bool(passed)
         assert "export OMP_NUM_THREADS=1" in script.read_text()
+        assert "touch" not in script.read_text()
         assert script.stat().st_mode & 0o777 == 0o700
 
 

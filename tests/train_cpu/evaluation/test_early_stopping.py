@@ -68,6 +68,7 @@ def test_a_run_stops_early_at_the_same_step_whether_or_not_it_was_killed(tmp_pat
     stopped_at = stop_step(losses(run))
     assert stopped_at is not None and stopped_at == max(losses(run)) < 60
     assert (outcome(run)["ended"], outcome(run)["step"]) == ("stopped early", stopped_at)
+    assert stopped_at % 5 and (run / "checkpoints" / f"checkpoint-{stopped_at:06d}").is_dir()
     assert f"Stopped early at step {stopped_at} of 60" in (run / "report.html").read_text()
     again = builders.launch(tmp_path / "whole", *words, f"--output_dir={tmp_path / 'whole_model'}")
     assert again.returncode == 0 and "complete" in again.stdout
