@@ -107,7 +107,9 @@ def _list(workspace: Workspace, arguments: Namespace) -> int:
     elif rows:
         from rich.console import Console
 
-        Console(highlight=False).print(table.table(rows))
+        console = Console(highlight=False)
+        width = max(console.width, table.least_columns(rows))
+        console.print(table.table(rows), width=width, crop=False)
     else:
         print(shown(f"no runs in {workspace.runs} yet"))
     return 0

@@ -19,6 +19,8 @@ from launch.schema.result import Outcome
 from launch.status.runs import RunFiles
 from launch.status.screen import STYLES
 
+FIGURES_COLUMNS = 64  # of a run of a million steps that was stopped early
+
 
 @dataclass(frozen=True)
 class RunRow:
@@ -70,20 +72,18 @@ def _row(run: RunDir) -> RunRow:
 
 def table(made: Sequence[RunRow]) -> Table:
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    # a part of a name is no name
-    widest = max((len(row.run) for row in made), default=0)
-    drawn.add_column("run", min_width=widest, no_wrap=True)
-    drawn.add_column("state")
+    drawn.add_column("run", min_width=_widest(made))  # a part of a name is no name
+    drawn.add_column("state", no_wrap=True)
     for name in ("steps", "loss", "held out", "disk"):
-        drawn.add_column(name, justify="right")
+        drawn.add_column(name, justify="right", no_wrap=True)
     for row in made:
         style = "green" if row.state == "stopped early" else STYLES.get(row.state, "bold")
-        state = Text(row.state, style=style)
+        run = Text(shown(row.run))
         if row.verdict:
-            state.append(f"\n{shown(row.verdict)}", style="dim")
+            run.append(f"\n{shown(row.verdict)}", style="dim")
         drawn.add_row(
-            Text(shown(row.run)),
-            state,
+            run,
+            Text(row.state, style=style),
             f"{row.step:,} of {row.max_steps:,}" if row.max_steps else "",
             *("" if value is None else f"{value:.4f}" for value in (row.loss, row.eval_loss)),
             size(row.bytes),
@@ -92,3 +92,12 @@ def table(made: Sequence[RunRow]) -> Table:
     drawn.caption = f"{len(made):,} run{'' if len(made) == 1 else 's'}, {size(total)}"
     drawn.caption_justify = "left"
     return drawn
+
+
+def least_columns(made: Sequence[RunRow]) -> int:
+    """The columns of text that the table needs, for names and figures in one piece."""
+    return _widest(made) + FIGURES_COLUMNS
+
+
+def _widest(made: Sequence[RunRow]) -> int:
+    return max((len(row.run) for row in made), default=0)
