@@ -2,7 +2,8 @@
 
 1. Folders of dry runs, and of starts that were killed before they had a plan.
 2. Checkpoints of complete runs, but of the newest runs of each recipe.
-3. Only if asked: checkpoints of unfinished runs, but of the newest runs of each recipe.
+3. Only if asked: checkpoints of unfinished runs, and of complete runs whose model is no longer in
+   output_dir, but of the newest runs of each recipe.
 
 Logs, figures and reports of runs stay. A run that is in use is left alone, and so is a checkpoint
 from which another, unfinished run continues."""
@@ -13,16 +14,18 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from launch.base import locks
-from launch.base.errors import CheckpointError, LockHeld
+from launch.base.errors import CheckpointError, LockHeld, ResourceError
+from launch.queue import leases
 from launch.run_folder import layout
 from launch.run_folder.layout import DRY_RUN, RunDir, holds_model
 
+ONLY_WEIGHTS = "its model is not in its output_dir any more, these are its only weights here"
 UNTOUCHED_S = 60.0  # a start makes its folder some seconds before its plan
 
 
@@ -63,15 +66,19 @@ def survey(runs: Path, keep: int, unfinished: bool) -> Survey:
             if not has_checkpoints(run):
                 continue
             checkpoints_bytes, is_complete = size_bytes(run.checkpoints), _ended(run)
+            are_last = is_complete and not _has_model(run)
             if is_in_use(run):
                 stays.append(f"{run.run_id}: in use")
             elif run.root.resolve() in protected:
                 stays.append(f"{run.run_id}: an unfinished run continues from its checkpoint")
-            elif is_complete or unfinished:
-                rule = "complete" if is_complete else "unfinished"
-                removals.append(Removal(rule, run, checkpoints_bytes, _note(run, is_complete)))
+            elif is_complete and not are_last:
+                removals.append(Removal("complete", run, checkpoints_bytes))
+            elif unfinished:
+                note = ONLY_WEIGHTS if are_last else "it could still be continued"
+                removals.append(Removal("unfinished", run, checkpoints_bytes, note))
             else:
-                stays.append(f"{run.run_id}: not complete, --unfinished removes its checkpoints")
+                why = ONLY_WEIGHTS if are_last else "not complete"
+                stays.append(f"{run.run_id}: {why}; --unfinished removes its checkpoints")
     order = {"dry run": 0, "start without a plan": 1, "complete": 2, "unfinished": 3}
     return Survey(sorted(removals, key=lambda removal: order[removal.rule]), stays)
 
@@ -109,7 +116,15 @@ def has_checkpoints(run: RunDir) -> bool:
 
 
 def is_in_use(run: RunDir) -> bool:
-    return locks.holder_pid(run.lock_file) is not None
+    """True if a start trains the run, or waits for its memory."""
+    return locks.holder_pid(run.lock_file) is not None or run.root.resolve() in _leased()
+
+
+def _leased() -> set[Path]:
+    with suppress(ResourceError):  # a machine without a folder of leases
+        live = leases.live(leases.folder())
+        return {Path(lease.record.run).resolve() for lease in live if lease.is_own}
+    return set()
 
 
 def _ended(run: RunDir) -> bool:
@@ -131,14 +146,10 @@ def _continued(runs: Sequence[RunDir]) -> Iterator[Path]:
             yield continues.checkpoint.parent.parent.resolve()
 
 
-def _note(run: RunDir, is_complete: bool) -> str:
-    """A warning where no other copy of the weights is known."""
-    if not is_complete:
-        return "it could still be continued"
+def _has_model(run: RunDir) -> bool:
+    """True if the output_dir of a complete run holds its model."""
     outcome = run.outcome()
-    if outcome and holds_model(Path(outcome.model_dir), run.run_id):
-        return ""
-    return "its model is not in its output_dir any more: these are its only weights here"
+    return outcome is not None and holds_model(Path(outcome.model_dir), run.run_id)
 
 
 def size_bytes(folder: Path) -> int:

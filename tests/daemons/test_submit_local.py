@@ -101,6 +101,11 @@ def test_a_sweep_is_a_job_for_each_value_in_their_order(tmp_path):
     live = leases.live(tmp_path / "workspace" / "leases")
     assert [lease.record.recipe for lease in live] == ["tiny-3", "tiny-4"]
     for lease in live:
+        os.utime(lease.record.run, (0, 0))
+    cleaned = builders.launch(tmp_path / "workspace", "runs", "clean")
+    assert cleaned.returncode == 0, cleaned.stderr
+    assert all(Path(lease.record.run).is_dir() for lease in live)
+    for lease in live:
         os.kill(lease.pid, signal.SIGTERM)
 
 

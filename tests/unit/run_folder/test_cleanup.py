@@ -76,16 +76,15 @@ def test_dry_runs_go_first_then_checkpoints_of_complete_runs_beyond_the_newest(w
     lines = capsys.readouterr().out.splitlines()
     assert promised.replace("would free", "freed").splitlines() == lines
     assert lines[0].startswith("a dry run: wish/dry-run, ")
-    assert lines[1].startswith("checkpoints of the complete run: wish/20260102-000000, ")
-    assert lines[1].endswith("these are its only weights here)")
-    assert lines[2] == "checkpoints of the complete run: wish/20260101-000000, 2.0 KiB"
-    assert lines[3].startswith("stays: wish-20260103-000000: not complete, --unfinished removes")
-    assert lines[4] == "freed 4.0 KiB"
-    assert before - cleanup.size_bytes(workspace.runs) == 4 * CHECKPOINT_BYTES + 100
+    assert lines[1] == "checkpoints of the complete run: wish/20260101-000000, 2.0 KiB"
+    assert lines[2].startswith("stays: wish-20260103-000000: not complete; --unfinished removes")
+    assert lines[3].startswith("stays: wish-20260102-000000: its model is not in its output_dir")
+    assert lines[3].endswith("only weights here; --unfinished removes its checkpoints")
+    assert lines[4] == "freed 2.1 KiB"
+    assert before - cleanup.size_bytes(workspace.runs) == 2 * CHECKPOINT_BYTES + 100
     assert not left_over.root.exists()
-    for run in (oldest, older):
-        assert run.outcome() and not any(run.checkpoints.iterdir())
-    for run in (unfinished, *newest, other):
+    assert oldest.outcome() and not any(oldest.checkpoints.iterdir())
+    for run in (older, unfinished, *newest, other):
         assert cleanup.has_checkpoints(run)
 
 
