@@ -15,6 +15,7 @@ from typing import Any
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.files import to_json
 from launch.base.text import shown, size
+from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments
 from launch.commands.submit import crontab, job
 from launch.queue import admission, leases, starts
@@ -80,6 +81,9 @@ def _list(place: Path, as_json: bool) -> None:
             print(shown(_row(lease)))
             if lease.is_own and lease.record.waits_for:
                 print(shown(f"      waits for {lease.record.waits_for}"))
+    if not as_json:
+        for script in job.killed(Workspace.here()):
+            print(shown(f"a job was killed: {script} starts it again"))
 
 
 def _facts(lease: Lease) -> dict[str, Any]:

@@ -148,6 +148,8 @@ def read(
         raise _mistake(arguments, "expected a recipe")
     reject(arguments, names[1 if is_tune else 2 :])
     batch = names[1] if len(names) == 2 else None
+    if batch and names[0].isdigit() and not batch.isdigit():
+        raise _mistake(arguments, f"found {names[0]} before the recipe", f"{batch} {names[0]}")
     switches = [f"--launch.{key}=true" for key in SWITCHES if getattr(arguments, key)]
     overrides = [*variables, *switches, *key_flags]
     batch_keys = [

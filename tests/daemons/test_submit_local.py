@@ -74,6 +74,9 @@ def test_a_run_outlives_its_terminal_and_keeps_the_recipe_and_the_code_of_its_su
     path.write_text("name: changed\n")
     shutil.rmtree(code)
     os.kill(lease.pid, signal.SIGKILL)
+    assert waited(lambda: not leases.live(workspace / "leases"), 10)
+    listed = builders.launch(workspace, "queue").stdout
+    assert re.search(r"a job was killed: \S+/job.sh starts it again", listed), listed
     (job,) = workspace.glob("submitted/*/job.json")
     content = job.read_text().replace("--launch.not_before=2099-01-01T00:00", "--launch.priority=1")
     job.write_text(content)

@@ -228,6 +228,16 @@ def of_process(run: Path, pid: int) -> JobDir | None:
     return None
 
 
+def killed(workspace: Workspace) -> list[Path]:
+    """The scripts of jobs whose newest start was killed, or ended with the machine."""
+    dirs = [JobDir(folder(workspace) / name) for name in all_jobs(workspace)]
+    return [
+        job_dir.script
+        for job_dir in dirs
+        if (status := job_dir.read_status()) and status.exit_code is None and not status.runs
+    ]
+
+
 def hashes(facts: Facts) -> dict[str, Any]:
     """Hashes of the files that decide what is trained."""
     context = facts.context

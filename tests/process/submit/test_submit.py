@@ -41,6 +41,7 @@ def submit(capsys, *argv: str) -> tuple[int, str]:
     ("argv", "error"),
     [
         (["local"], "submit: expected a recipe"),
+        (["local", "16", "sft_fast"], "found 16 before the recipe; write sft_fast 16"),
         (["local", "sft_fst"], "did you mean sft_fast?"),
         (["local", "sft_fast", "--resume"], "argument --resume: expected one argument"),
         (["local", "sft_fast", "--dry-run"], "submit: --dry-run is for launch run; leave it out"),
