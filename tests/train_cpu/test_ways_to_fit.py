@@ -65,33 +65,17 @@ def settings(run: Path) -> list[tuple[Any, ...]]:
     return [tuple(plan["strategy"][key] for key in KEYS) for plan in plans]
 
 
+@pytest.mark.modes
 @pytest.mark.parametrize(
     ("way", "shape", "ranks", "sections", "used"),
     [
         ("logits at targets", "gpt2-tiny", 1, {}, [(1, 1, True)] * 2),
-        *(
-            pytest.param(*values, marks=pytest.mark.modes)
-            for values in (
-                (
-                    "MLPs in parts",
-                    "llama-tiny",
-                    1,
-                    {"lora": {"r": 4}},
-                    [(4, 1, True), (3, 1, True)],
-                ),
-                (
-                    "logits in parts",
-                    "llama-tiny",
-                    1,
-                    {"lora": {"r": 4}},
-                    [(1, 4, True), (1, 3, True)],
-                ),
-                ("MLPs in parts", "gpt2-tiny", 1, {}, [(4, 1, True), (3, 1, True)]),
-                ("MLPs in parts", "t5-tiny", 2, {}, [(4, 1, True), (3, 1, True)]),
-                ("logits in parts", "t5-tiny", 2, {}, [(1, 4, True), (1, 3, True)]),
-                ("logits at targets", "t5-tiny", 2, {}, [(1, 1, True)] * 2),
-            )
-        ),
+        ("MLPs in parts", "llama-tiny", 1, {"lora": {"r": 4}}, [(4, 1, True), (3, 1, True)]),
+        ("logits in parts", "llama-tiny", 1, {"lora": {"r": 4}}, [(1, 4, True), (1, 3, True)]),
+        ("MLPs in parts", "gpt2-tiny", 1, {}, [(4, 1, True), (3, 1, True)]),
+        ("MLPs in parts", "t5-tiny", 2, {}, [(4, 1, True), (3, 1, True)]),
+        ("logits in parts", "t5-tiny", 2, {}, [(1, 4, True), (1, 3, True)]),
+        ("logits at targets", "t5-tiny", 2, {}, [(1, 1, True)] * 2),
     ],
 )
 def test_losses_and_model_are_those_of_a_run_without_across_a_resume(

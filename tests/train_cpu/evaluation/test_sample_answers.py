@@ -20,6 +20,7 @@ def answers(run: Path) -> list[dict[str, object]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+@pytest.mark.modes
 def test_the_last_answers_are_those_of_the_exported_model_whose_weights_are_as_without(tmp_path):
     recipe = str(builders.recipe(tmp_path, "t5-tiny", training=TRAINING, **ROWS))
     done = builders.launch(tmp_path / "with", "run", recipe)
