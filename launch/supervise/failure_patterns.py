@@ -271,8 +271,8 @@ PATTERNS = (
         "disk",
         10,
         "the disk refused a write",
-        "free space where runs/ and model_save/ are (`df -h`, `df -i`, `quota`, `ulimit -f`), then"
-        f" {AGAIN}",
+        "free space at the path that the error names, else where runs/ and output_dir are (`df -h`,"
+        f" `df -i`, `quota`, `ulimit -f`), then {AGAIN}",
         (
             r"No space left on device",
             r"Disk quota exceeded",
