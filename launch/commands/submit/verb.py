@@ -14,6 +14,7 @@ from typing import Any
 
 from launch.base import compile_caches
 from launch.base.errors import ConfigError, Interrupted, ResourceError
+from launch.base.text import nearest
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments, run
 from launch.commands.recipe_arguments import say
@@ -22,6 +23,7 @@ from launch.commands.submit.asked import Asked, facts_here, run_arguments
 from launch.commands.submit.job import JobDir
 from launch.plan.planner import Choice
 from launch.queue import leases
+from launch.recipe.strict_yaml import show
 from launch.report import first_screen
 
 PLACES = ("local", "cron", "slurm", "skypilot", "dstack")
@@ -45,7 +47,7 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("place", choices=(*PLACES, START), metavar="PLACE", help=", ".join(PLACES))
+    parser.add_argument("place", metavar="PLACE", help=", ".join(PLACES))
     parser.add_argument(
         "--reboot", action="store_true", help="local: start it again after a reboot"
     )
@@ -73,6 +75,9 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     place = arguments.place
     if place == START:
         return _start(arguments, others)
+    if place not in PLACES:
+        near = "".join(f"; did you mean {name}?" for name in nearest(place, PLACES))
+        raise ConfigError(f"submit {show(place)}: expected one of {', '.join(PLACES)}{near}")
     _refuse_flags(arguments)
     environ = dict(os.environ)  # of the jobs: caches have their places where they run
     compile_caches.settle()

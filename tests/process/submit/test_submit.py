@@ -57,7 +57,7 @@ def submit(capsys, *argv: str) -> tuple[int, str]:
         (["cron", "2 in the night", "sft_fast"], "expected five fields, minute hour day month"),
         (["cron", "0 2 * * *\n* * * * * rm", "sft_fast"], "expected five fields"),
         (["cron", "remove", "x"], "submit cron remove: found x, expected one of none"),
-        (["somewhere", "sft_fast"], "invalid choice: 'somewhere'"),
+        (["slrum", "sft_fast"], "expected one of local, cron, slurm, skypilot, dstack; did you"),
         (["start", "/tmp"], "/tmp: holds no job; expected submitted/<recipe>-<time>"),
     ],
 )
