@@ -77,16 +77,20 @@ def at_backward(context: PlanContext, candidate: Strategy) -> MemoryEstimate | N
         return None
     share, chunks = candidate.checkpointed_share, candidate.num_output_chunks
     width, layers = (
-        next(config[name] for name in names if config.get(name))
+        next((config[name] for name in names if config.get(name)), 0)
         for names in (estimate.WIDTH_NAMES, estimate.LAYER_NAMES)
     )
+    kept_inside = _kept_inside_mlp(context)
+    if not (width and layers and kept_inside):  # the defaults of the model's class
+        return None
     features = width * (estimate.KEPT_TENSORS_A_LAYER - estimate.INSIDE_MLP)
     if candidate.tiled_mlp_num_shards == 1:
-        features += _kept_inside_mlp(context) * tiled_mlp.inner_size(config)
+        features += kept_inside * tiled_mlp.inner_size(config)
     checkpointed = 0 if candidate.activation_offloading else share * width
     is_16_bit = candidate.mixed_precision != "no" or recipe.model.dtype != "float32"
     of_token = (checkpointed + (1 - share) * features) * layers * (2 if is_16_bit else 4)
-    of_position, length = config["vocab_size"] * LOGIT_BYTES, context.question(candidate).lengths[1]
+    length = context.question(candidate).lengths[1]
+    of_position = config.get("vocab_size", 0) * LOGIT_BYTES
     of_step = max(
         batch.rows * length * of_token
         + of_position
@@ -107,7 +111,7 @@ def at_backward(context: PlanContext, candidate: Strategy) -> MemoryEstimate | N
 
 def _kept_inside_mlp(context: PlanContext) -> int:
     """Tensors of an MLP's inner width. Two matrices of that width are into it and out of it, in a
-    gated MLP a third is, or the one into it is twice as wide."""
+    gated MLP a third is, or the one into it is twice as wide; 0: there are none such."""
     inner = tiled_mlp.inner_size(context.model.config)
     of_layer = (
         side // inner
@@ -115,7 +119,7 @@ def _kept_inside_mlp(context: PlanContext) -> int:
         if ".0." in name and len(sides) == 2
         for side in set(sides) & {inner, 2 * inner}
     )
-    return KEPT_INSIDE_GATED if sum(of_layer) == 3 else KEPT_INSIDE_MLP
+    return {2: KEPT_INSIDE_MLP, 3: KEPT_INSIDE_GATED}.get(sum(of_layer), 0)
 
 
 def by_interpolation(

@@ -341,7 +341,7 @@ GATED = {**SMALL, "intermediate_size": 160, "num_key_value_heads": 2, "pad_token
     ("config", "lora", "least_share"),
     [
         ({"model_type": "qwen2", **GATED}, None, 0.4),
-        ({"model_type": "qwen2", **GATED}, {"r": 4}, 0.4),
+        ({"model_type": "qwen2", **GATED}, {"r": 4}, 0.3),
         ({"model_type": "gemma2", **GATED, "head_dim": 16}, {"r": 4}, 0),
         ({"model_type": "phi3", **GATED}, None, 0.4),  # the matrix into its MLP is twice as wide
         ({"model_type": "phi", **SMALL, "intermediate_size": 256}, {"r": 4}, 0),
