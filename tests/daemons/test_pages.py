@@ -16,7 +16,9 @@ from launch.schema.result import Answers, Failure, HeldOut, Question, RunResult,
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
 from tests import builders
 from tests.daemons import browser
-from tests.unit.report.test_compare import trained, workspace  # noqa: F401  a fixture
+
+# a fixture is used by its name, as an argument of tests
+from tests.unit.report.test_compare import trained, workspace  # noqa: F401
 
 STEPS = 100_000
 MOST_BYTES = 3_000_000

@@ -8,11 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests import builders, slurm
 
 SCRIPT = builders.CODE / "scripts/slurm_one_box.sh"
+NOT_ROOT = "" if os.geteuid() == 0 else "only root can set Slurm up"
 FOLDERS = "/etc/slurm /etc/munge /run /var/lib/slurm /var/log"
 TAKES = "x = bytearray(600 << 20); x[::4096] = b'1' * len(x[::4096]); print('taken')"
 # the script twice, a job within its memory, one beyond it, and a run; Slurm wants another interface
@@ -45,13 +44,8 @@ ended 3
 """
 
 
-def missing() -> str:
-    absent = slurm.missing()
-    return absent or ("" if os.geteuid() == 0 else "only root can set Slurm up")
-
-
-@pytest.mark.skipif(bool(missing()) and "CI" not in os.environ, reason=missing())
-def test_jobs_get_the_memory_that_they_asked_for_and_a_run_trains(tmp_path: Path):
+def test_jobs_get_the_memory_that_they_asked_for_and_a_run_trains(tmp_path: Path, needs):
+    needs(slurm.missing() or NOT_ROOT)
     recipe = builders.recipe(tmp_path, training={"num_train_epochs": 2})
     namespaces = ("unshare", "--mount", "--pid", "--net", "--fork", "--mount-proc", "--kill-child")
     done = subprocess.run(
@@ -68,9 +62,8 @@ def test_jobs_get_the_memory_that_they_asked_for_and_a_run_trains(tmp_path: Path
     assert "job 3: JobState=COMPLETED" in done.stdout, done.stdout
 
 
-def test_a_slurm_of_somebody_else_is_left_alone(tmp_path: Path):
-    if os.geteuid() != 0:
-        pytest.skip("only root can set Slurm up")
+def test_a_slurm_of_somebody_else_is_left_alone(needs):
+    needs(NOT_ROOT)
     inside = f"""
 mkdir -p /etc/slurm && mount -t tmpfs none /etc/slurm && echo mine >/etc/slurm/slurm.conf
 {SCRIPT}; echo "code $?"; cat /etc/slurm/slurm.conf"""

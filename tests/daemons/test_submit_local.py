@@ -140,10 +140,10 @@ def test_systemd_keeps_it_where_its_user_lingers(tmp_path, lingers):
 
 
 @pytest.fixture
-def spooler(tmp_path) -> Iterator[dict[str, str]]:
+def spooler(tmp_path, needs) -> Iterator[dict[str, str]]:
     """The variables of a task-spooler of its own."""
-    if shutil.which("tsp") is None and "CI" not in os.environ:
-        pytest.skip("no tsp: apt-get install --no-install-recommends task-spooler")
+    there = shutil.which("tsp")
+    needs("" if there else "no tsp: apt-get install --no-install-recommends task-spooler")
     variables = {"TS_SOCKET": str(tmp_path / "socket"), "TMPDIR": str(tmp_path)}
     yield variables
     subprocess.run(["tsp", "-K"], env={**os.environ, **variables}, check=True)
@@ -161,8 +161,8 @@ def test_task_spooler_runs_the_line_of_the_documentation(tmp_path, spooler):
     assert "is complete; --resume never starts over" in said.stdout
 
 
-@pytest.mark.skipif(bool(cron.missing()) and "CI" not in os.environ, reason=cron.missing())
-def test_a_cancelled_job_does_not_come_back_after_a_reboot(tmp_path):
+def test_a_cancelled_job_does_not_come_back_after_a_reboot(tmp_path, needs):
+    needs(cron.missing())
     workspace = tmp_path / "workspace"
     environment = builders.environment(workspace)
     lowmem = [sys.executable, "-m", "launch"]

@@ -125,9 +125,6 @@ class JobDir:
             raise ConfigError(f"{self.root}: holds no job; expected submitted/<recipe>-<time>")
         return job
 
-    def write(self, job: Job) -> None:
-        files.write_json(self.root / "job.json", job)
-
     def read_status(self) -> Status | None:
         """None: it has not started, or the file is damaged."""
         return files.read_or_none(self.status_file, Status)

@@ -59,8 +59,11 @@ class Request:
 
     def over(self, other: Request) -> Request:
         """The larger of each need, for jobs of one array."""
-        pairs = ((self.host_bytes, other.host_bytes), (self.seconds, other.seconds))
-        host, seconds = (None if None in pair else max(pair) for pair in pairs)  # type: ignore[type-var]
+        host, seconds = None, None  # what is not predicted of one is not of both
+        if self.host_bytes is not None and other.host_bytes is not None:
+            host = max(self.host_bytes, other.host_bytes)
+        if self.seconds is not None and other.seconds is not None:
+            seconds = max(self.seconds, other.seconds)
         return Request(
             host, max(self.gpus, other.gpus), max(self.cpus, other.cpus), seconds, self.nodes
         )

@@ -37,7 +37,9 @@ def test_a_logarithmic_axis_is_there_for_positive_values_and_chosen_for_wide_one
     switch = re.search(r'<input type="checkbox"( checked)?>', page)
     assert (switch and (switch[1] or "")) == is_switched
     assert page.count("<polyline") == (1 if is_switched is None else 2)
-    values = json.loads(unescape(re.search('data-values="(.*?)"', page)[1]))  # type: ignore[index]
+    data = re.search('data-values="(.*?)"', page)
+    assert data is not None
+    values = json.loads(unescape(data[1]))
     assert values == {"unit": "step", "lines": [["A", [1, 2], ys]]}
 
 

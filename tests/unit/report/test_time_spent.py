@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from launch.report import time_spent
 from launch.report.time_spent import AttemptTime
+from launch.run_folder.layout import AttemptDir
 from launch.run_folder.steps import Stretch
 from launch.schema.result import AttemptEnd, HeldOut, Outcome
 from tests.unit.report.test_compare import START, STEP_S, WAIT_S, step
@@ -20,7 +23,7 @@ def stretch(count: int, counted: int, first_s: float = STEP_S) -> Stretch:
     ]
     evaluations = (HeldOut(count, 8 * count, 2.0, 3.0, steps[-1].time + 3.0),)
     return Stretch(
-        attempt=None,  # type: ignore[arg-type]  not read here
+        attempt=AttemptDir(Path("not there")),  # not read here
         counted=tuple(steps[:counted]),
         steady=tuple(steps[2:counted]),
         evaluations=evaluations,

@@ -129,6 +129,7 @@ def test_log_lines_say_the_time_left_from_the_third_step_until_the_last(tmp_path
 def test_the_time_left_is_logged_early_where_the_next_log_line_is_far(
     tmp_path, caplog, monkeypatch, logging_steps, num_lines
 ):
+    # the steps of this loop are short: their next log line is seconds away, not a minute
     monkeypatch.setattr(callbacks, "LONG_WAIT_S", 10.0)
     loop = Loop(tmp_path)
     arguments, state, _ = loop.said
