@@ -14,7 +14,7 @@ from pathlib import Path
 from launch.base import environment, files
 from launch.base.errors import ResourceError
 from launch.base.workspace import FILES, Workspace
-from launch.data import chat_templates, columns, sources, token_cache
+from launch.data import chat_templates, columns, sources, token_cache, token_hashes
 from launch.plan import context as plan_context
 from launch.plan import new_tokens, planner
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
@@ -188,6 +188,8 @@ def read(
             traces=Traces(recipe, context.model, context.lora_targets, workspace.traces, say),
             error_margin=_error_margin(workspace, machine, device, say),
         )
+    if tokens.folder.exists() and token_hashes.counts(tokens.folder) is None:
+        say(f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again")
     return Facts(workspace, plan_context.with_rows(context), constraints)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from launch.base.errors import ConfigError
-from launch.predict import estimate
+from launch.predict import estimate, sharding
 from launch.predict.estimate import WIDTH_NAMES, Judged
 from launch.predict.facts import PlanContext
 from launch.schema.plan import Peak
@@ -76,7 +76,7 @@ def tiled(context: PlanContext, untiled: Judged) -> Candidate | None:
     fitting = (count for count in NUM_SHARDS if tokens // count >= LEAST_TOKENS)
     if (num_shards := next(fitting, None)) is None:
         return None
-    element_bytes = 4 if candidate.mixed_precision == "no" else 2
+    element_bytes = sharding.computed_element_bytes(recipe.model, candidate)
     inner = tokens * inner_size(context.model.config) * element_bytes
     saved_bytes = int(INNER_TENSORS * inner * (1 - 1 / num_shards))
     if candidate.every_n_layers == 1:  # all that an MLP makes is of the layer that computes

@@ -10,6 +10,9 @@ from launch.schema.machine import GIB, Machine
 from launch.schema.plan import MemoryEstimate, Strategy
 from launch.schema.recipe import Recipe
 
+# of what is available; where it counts, the machine's host_available_reason begins with it
+LIMIT = "launch.host_limit_gib"
+
 
 def budget_bytes(context: PlanContext, candidate: Strategy) -> int:
     """The budget of one rank on its device: a share of the smallest card's free memory, at most the
@@ -61,11 +64,11 @@ def misses_host(context: PlanContext, candidate: Strategy, memory: MemoryEstimat
     if needed <= budget or context.assume_fits:
         return None
     phase = f" in {memory.host_phase}" if memory.host_phase else ""
-    available = size(context.machine.host_available_bytes)
-    return (
-        f"{size(needed)} in host RAM{phase}, budget {size(budget)} ({available} available less"
-        " launch.host_reserve_gib)"
-    )
+    why = context.machine.host_available_reason
+    if not why.startswith(LIMIT):
+        available = size(context.machine.host_available_bytes)
+        why = f"{available} available less launch.host_reserve_gib"
+    return f"{size(needed)} in host RAM{phase}, budget {size(budget)} ({why})"
 
 
 def host_bytes(candidate: Strategy, memory: MemoryEstimate) -> int:

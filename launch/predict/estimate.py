@@ -85,11 +85,11 @@ def _least_activation_bytes(context: PlanContext, candidate: Strategy) -> int:
         next((config[name] for name in names if config.get(name)), 0)
         for names in (WIDTH_NAMES, LAYER_NAMES)
     )
-    element_bytes = 4 if candidate.mixed_precision == "no" else 2
     share = candidate.checkpointed_share
     on_device = 0 if candidate.activation_offloading else share
     stored = KEPT_TENSORS_A_LAYER - (candidate.tiled_mlp_num_shards > 1) * INSIDE_MLP
     tensors = on_device + (1 - share) * stored
+    element_bytes = sharding.computed_element_bytes(context.recipe.model, candidate)
     of_layers = int(tensors * layers * width * element_bytes)
     rows = candidate.per_device_train_batch_size
     most = context.most_targets(candidate)
@@ -350,7 +350,7 @@ def _with_host(
     written = {}
     # its bucket is as large as asked for, and filled as far as there are gradients
     if candidate.launch_mode.engine == "deepspeed":
-        element_bytes = 4 if candidate.mixed_precision == "no" else 2
+        element_bytes = sharding.computed_element_bytes(context.recipe.model, candidate)
         filled = min(context.model.trainable_parameters, sharding.BUCKET_ELEMENTS)
         written[sharding.BUCKET_ELEMENTS * element_bytes] = filled * element_bytes
     untouched = sum(size - touched for size, touched in written.items())

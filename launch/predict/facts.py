@@ -215,7 +215,19 @@ class PlanContext:
             return LargestMicroBatches()
         assert self.largest_batches is not None
         largest = self.largest_batches.get(self._divisions(candidate)[0])
-        return largest or LargestMicroBatches()
+        if largest is None:
+            return LargestMicroBatches()
+        return LargestMicroBatches(
+            self._counted(candidate, largest.sizes), self._counted(candidate, largest.first_step)
+        )
+
+    def _counted(
+        self, candidate: Strategy, sizes: Sequence[MicroBatchSize]
+    ) -> list[MicroBatchSize]:
+        """Micro-batches with the targets that count."""
+        if self.counts_targets:
+            return [*sizes]
+        return [_all_targets(each, candidate.flattens) for each in sizes]
 
     def _evaluated_sizes(self, candidate: Strategy) -> Mapping[int, Sequence[MicroBatchSize]]:
         """The largest micro-batches of its evaluations, by their rows."""
@@ -229,7 +241,7 @@ class PlanContext:
                 replace(candidate, per_device_eval_batch_size=division.micro_batch)
             )
             if largest:
-                sizes[count] = largest.sizes
+                sizes[count] = self._counted(candidate, largest.sizes)
         return sizes
 
     def traced_steps(self, candidate: Strategy) -> list[TracedStep]:
@@ -239,7 +251,8 @@ class PlanContext:
         By tokens also the most rows that such a budget can hold, which are a whole step's.
         Between the two no part of a peak is higher than at one of them: at so many padded tokens
         what grows with them is the same, attention's squares fall with the length, what a row takes
-        by itself grows with the rows."""
+        by itself grows with the rows. Flattened rows are one row of so many tokens, which may be
+        more documents and have more targets."""
         question, rows = self.question(candidate), candidate.per_device_train_batch_size
         parts = candidate.gradient_accumulation_steps
         if sizes := self._largest(candidate).sizes:
@@ -254,36 +267,86 @@ class PlanContext:
             rows * length // short for length, short in zip(question.lengths, shorter, strict=True)
         )
         most = max(min(most, rows * parts), 1)
-        short = replace(question, lengths=shorter, is_padded=True)
-        return [
-            TracedStep(question, rows),
-            TracedStep(
-                replace(short, strategy=replace(candidate, per_device_train_batch_size=most)), most
-            ),
-        ]
+        short = replace(
+            question,
+            strategy=replace(candidate, per_device_train_batch_size=most),
+            lengths=shorter,
+            is_padded=True,
+        )
+        if not candidate.flattens:
+            return [TracedStep(question, rows), TracedStep(short, most)]
+        source, target = question.lengths
+        dense = replace(question, documents=max(question.documents, -(-most // rows)))
+        targets = max(
+            self._targets(each, self.counts, {}).of(each.strategy.per_device_train_batch_size)
+            for each in (question, short)
+        )
+        size = MicroBatchSize(rows, source, target, rows * source, targets, is_padded=False)
+        return [TracedStep(dense, rows, (size,))]
 
     def _steps_of(self, question: Question, sizes: Sequence[MicroBatchSize]) -> list[TracedStep]:
         """The steps of the micro-batch that takes most by the trace of the longest rows, and of
-        that with the longest rows."""
+        that with the longest rows, with padding and without."""
         candidate, multiple = question.strategy, MULTIPLE[question.strategy.device]
         if question.documents and self.recipe.data.packing:  # sequences of about one length
             return [TracedStep(question, candidate.per_device_train_batch_size, tuple(sizes))]
-        rows = candidate.per_device_train_batch_size
-        chosen = {max(sizes, key=lambda each: (each.source + each.target, each.rows, each.targets))}
-        if (trace := self.trace(candidate)) is not None:
-            batches = trace.targets.batches(rows)
-            most = sizes[batches.index(trace.highest(batches))]
-            chosen = {most} if candidate.flattens else {*chosen, most}
+        chosen: dict[MicroBatchSize, None] = {}
+        for of_one_kind in self._by_mask(question, sizes):
+            chosen |= dict.fromkeys(self._most(candidate, of_one_kind))
         steps = []
         for batch in chosen:
             lengths = batch.source, batch.target
             if candidate.flattens:
                 mean = -(-batch.tokens // batch.rows // multiple) * multiple
                 lengths = mean, mean
-            strategy = replace(candidate, per_device_train_batch_size=batch.rows)
-            asked = replace(question, strategy=strategy, lengths=lengths)
+            asked = replace(
+                question,
+                strategy=replace(candidate, per_device_train_batch_size=batch.rows),
+                lengths=lengths,
+                is_padded=batch.is_padded if self._masks_padding(question) else question.is_padded,
+            )
             steps.append(TracedStep(asked, batch.rows, (batch,), self._first(candidate, asked)))
         return steps
+
+    def _masks_padding(self, question: Question) -> bool:
+        """True if a micro-batch has a mask where its own rows are padded, and none elsewhere."""
+        return question.is_padded and not question.documents and not self.recipe.data.packing
+
+    def _by_mask(
+        self, question: Question, sizes: Sequence[MicroBatchSize]
+    ) -> list[Sequence[MicroBatchSize]]:
+        """Micro-batches with padding, and those without that take more than these would with a
+        mask of their own."""
+        if not self._masks_padding(question):
+            return [sizes]
+        padded = [each for each in sizes if each.is_padded]
+        others = [each for each in sizes if not each.is_padded]
+        trace = self.trace(question.strategy)
+        if padded and trace is not None:
+            most = max(map(trace.peak_bytes, map(trace.targets.counts, padded)))
+            length = max(each.source + each.target for each in padded)
+            others = [
+                each
+                for each in others
+                if trace.peak_bytes(trace.targets.counts(each)) > most
+                or each.source + each.target > length
+            ]
+        return [group for group in (padded, others) if group]
+
+    def _most(
+        self, candidate: Strategy, sizes: Sequence[MicroBatchSize]
+    ) -> Iterable[MicroBatchSize]:
+        """The micro-batch that takes most by the trace of the longest rows, and that with the
+        longest rows."""
+        in_length = max(
+            sizes, key=lambda each: (each.source + each.target, each.rows, each.targets)
+        )
+        trace = self.trace(candidate)
+        if trace is None:
+            return [in_length]
+        batches = list(map(trace.targets.counts, sizes))
+        most = sizes[batches.index(trace.highest(batches))]
+        return [most] if candidate.flattens else dict.fromkeys((in_length, most))
 
     def _first(self, candidate: Strategy, question: Question) -> Question | None:
         """The run's first step in rows of its own lengths, of an encoder-decoder."""
@@ -323,14 +386,18 @@ class PlanContext:
         trace = self.traces.get(step.question) if self.traces is not None else None
         if trace is None:
             return None
-        largest = self._largest(candidate)
+        first_step = self._largest(candidate).first_step
+        if self._masks_padding(self.question(candidate)):
+            is_padded = step.question.is_padded
+            alike = [each for each in first_step if each.is_padded == is_padded]
+            first_step = alike or first_step
         sizes = {step.rows: step.sizes} if step.sizes else {}
-        most = self._targets(step.question, self.counts, sizes, largest.first_step)
+        most = self._targets(step.question, self.counts, sizes, first_step)
         trace = with_targets(trace, most, self._evaluated_targets(candidate, step.question))
         first = self.traces.get(step.first) if self.traces is not None and step.first else None
         if first is None or step.first is None:
             return trace
-        most = self._targets(step.first, self.counts, {}, largest.first_step)
+        most = self._targets(step.first, self.counts, {}, first_step)
         return replace(trace, first=with_targets(first, most))
 
     def most_targets(self, candidate: Strategy) -> MostTargets:
@@ -353,10 +420,6 @@ class PlanContext:
         """Micro-batches with these counts and sizes, as far as they are known, in rows of a
         question's lengths."""
         (source, target), strategy = question.lengths, question.strategy
-        if not self.counts_targets:
-            flat = bool(question.documents)
-            sizes = {rows: [_all_targets(each, flat) for each in of] for rows, of in sizes.items()}
-            first_step = [_all_targets(each, flat) for each in first_step]
         largest = counts["most_targets"] if counts and self.counts_targets else ()
         parts, flattens = strategy.num_output_chunks, bool(question.documents)
         return MostTargets(target, tuple(largest), parts, source, flattens, sizes, first_step)

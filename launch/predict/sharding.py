@@ -146,7 +146,7 @@ def per_rank(
             optimizer_bytes=math.ceil(full_copy.optimizer_bytes / ranks),
         )
     adapters = trained if recipe.lora else 0
-    element_bytes = _deepspeed_element_bytes(recipe.model, strategy)
+    element_bytes = computed_element_bytes(recipe.model, strategy)
     weights = (total_elements(tensor_shapes) + adapters) * element_bytes
     gradients = trained * element_bytes
     states = trained * MASTER_BYTES + optimizers.OPTIMIZERS[recipe.training.optim](
@@ -171,8 +171,8 @@ def per_rank(
     return replace(full_copy, **on_device, optimizer_bytes=0, offloaded_bytes=offloaded)
 
 
-def _deepspeed_element_bytes(model: ModelSection, strategy: Strategy) -> int:
-    """DeepSpeed casts the whole model to the precision it computes in."""
+def computed_element_bytes(model: ModelSection, strategy: Strategy) -> int:
+    """Bytes of an element in the precision of a step; DeepSpeed casts the whole model to it."""
     return DTYPE_BYTES[model.dtype] if strategy.mixed_precision == "no" else 2
 
 

@@ -75,13 +75,14 @@ class MostTargets:
         """The largest micro-batches of so many rows, one of which takes the most memory."""
         if num_samples not in self.sizes:
             return [BatchCounts(num_samples, self.of_part(num_samples))]
-        return [self._counts(size) for size in self.sizes[num_samples]]
+        return [self.counts(size) for size in self.sizes[num_samples]]
 
     def batches_of_first_step(self, num_samples: int) -> list[BatchCounts]:
         """The same of the first optimizer step."""
-        return list(map(self._counts, self.first_step)) or self.batches(num_samples)
+        return list(map(self.counts, self.first_step)) or self.batches(num_samples)
 
-    def _counts(self, size: MicroBatchSize) -> BatchCounts:
+    def counts(self, size: MicroBatchSize) -> BatchCounts:
+        """A micro-batch in rows of this length."""
         return BatchCounts(self._rows(size), math.ceil(size.targets / self.parts))
 
     def _rows(self, size: MicroBatchSize) -> int | Fraction:

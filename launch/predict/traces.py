@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ from typing import Any
 from launch.base import files
 from launch.base.errors import ResourceError
 from launch.base.workspace import CODE
+from launch.predict import trace_files
 from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
 from launch.predict.memory.loading import Births, Load
@@ -40,7 +40,6 @@ from launch.schema.recipe_keys import affecting
 # the columns, multiprocessors and threads of partial_sums_bytes, or None. Last, if it grows with
 # them: per target of a part of the logits.
 LoggedBlock = Sequence[Any]
-LOGGED = {"blocks", "events", "update", "streams"}
 # of a file that is missing, cut short or no trace
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # until the run ends
@@ -65,8 +64,9 @@ class Question:
 
     @property
     def is_single(self) -> bool:
-        """One sample is traced for itself: copies that a larger batch needs are views there."""
-        return self.strategy.per_device_train_batch_size == 1
+        """One sample is traced for itself: copies that a larger batch needs are views there.
+        Flattened rows are always a single one."""
+        return self.strategy.per_device_train_batch_size == 1 and not self.documents
 
     @property
     def accumulates(self) -> bool:
@@ -114,16 +114,15 @@ class Trace:
         """The micro-batch that takes the most memory."""
         if len(batches) == 1:
             return batches[0]
-        moments = [
-            moment["parts"].values()
+        return max(batches, key=lambda batch: self.peak_bytes(batch, in_evaluation))
+
+    def peak_bytes(self, batch: BatchCounts, in_evaluation: bool = False) -> int:
+        """The peak of a step, or of an evaluation, with this micro-batch."""
+        return max(
+            sum(_grown(sizes, batch) for sizes in moment["parts"].values())
             for moment in self.moments
             if (moment["section"] == "evaluation") == in_evaluation
-        ]
-
-        def peak_bytes(batch: BatchCounts) -> int:
-            return max(sum(_grown(sizes, batch) for sizes in parts) for parts in moments)
-
-        return max(batches, key=peak_bytes)
+        )
 
     def _counts(self, num_samples: int, eval_samples: int | None) -> _Counts:
         """Those of a training micro-batch, and of an evaluation's."""
@@ -205,10 +204,7 @@ class Trace:
     def _log(self) -> dict[str, Any]:
         file = self.file.with_suffix(".log")
         try:
-            log = json.loads(files.regular_bytes(file))
-            if not log.keys() >= LOGGED:
-                raise ValueError(f"keys {sorted(log)}")
-            return log
+            return trace_files.checked_log(json.loads(files.regular_bytes(file)))
         except DAMAGE as error:
             raise ResourceError(
                 f"{file}: damaged; remove {self.file}, and the step is traced again"
@@ -324,7 +320,9 @@ def _size(block: LoggedBlock, counts: _Counts) -> int | None:
 def _grown(sizes: Sequence[int], batch: BatchCounts) -> int:
     """Bytes of (fixed, per sample) or (fixed, per sample, per target)."""
     fixed, sample, *of_targets = sizes
-    return fixed + math.ceil(batch.rows * sample) + batch.targets * sum(of_targets)
+    # without arithmetic of fractions, which takes most of a replay's time
+    of_rows = -(-batch.rows.numerator * sample // batch.rows.denominator)
+    return fixed + of_rows + batch.targets * sum(of_targets)
 
 
 class Traces:
@@ -378,7 +376,11 @@ class Traces:
             "lora_targets": self._lora_targets,
             "unused_packages": sorted(self._unused()),
             "questions": {
-                name: asdict(question) | {"bucket_elements": BUCKET_ELEMENTS}
+                name: {
+                    **asdict(question),
+                    "is_single": question.is_single,
+                    "bucket_elements": BUCKET_ELEMENTS,
+                }
                 for name, question in missing.items()
             },
         }
@@ -398,7 +400,7 @@ class Traces:
         if name not in self._cached:
             file = self._folder / f"{name}.json"
             try:
-                content = json.loads(files.regular_bytes(file))
+                content = trace_files.checked(json.loads(files.regular_bytes(file)))
                 trace = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
             except DAMAGE:
                 return None

@@ -3,6 +3,7 @@ rows of embeddings, and copies of modules."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from launch.base.errors import ConfigError
@@ -24,6 +25,9 @@ from launch.schema.plan import ModelFamily
 # in the name of a parameter of lora.modules_to_save: a copy in model.dtype, beside the frozen
 # original
 COPY = ".modules_to_save."
+# parameters of a model, what trains them, and those that are trained: the last that were asked
+# for, as a plan asks for the same hundreds of times
+_recent: deque[tuple[Shapes, tuple[object, ...], Shapes]] = deque(maxlen=4)
 
 
 def trainable_shapes(
@@ -35,6 +39,18 @@ def trainable_shapes(
     Raises ConfigError for an entry of `freeze`, `lora.target_modules` or `lora.modules_to_save`
     that matches nothing, and for modules that cannot be trained so.
     """
+    facts = tuple(freeze), lora, family
+    for parameters, its_facts, trainable in _recent:
+        if parameters is tensor_shapes and its_facts == facts:
+            return trainable
+    trainable = _trainable_shapes(tensor_shapes, freeze, lora, family)
+    _recent.append((tensor_shapes, facts, trainable))
+    return trainable
+
+
+def _trainable_shapes(
+    tensor_shapes: Shapes, freeze: Sequence[str], lora: LoraSection | None, family: ModelFamily
+) -> Shapes:
     frozen: set[str] = set()
     for entry in freeze:
         matched = {name for name in tensor_shapes if name == entry or name.startswith(f"{entry}.")}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from launch.base.text import size
-from launch.predict.budgets import host_budget_bytes
+from launch.predict.budgets import LIMIT, host_budget_bytes
 from launch.queue.admission import card_key, total
 from launch.queue.leases import Lease
 from launch.schema.machine import GIB, Machine
@@ -39,7 +39,7 @@ def _limited_host(
     budget, limit = host_budget_bytes(recipe, machine), max(int(limit_gib * GIB) - leased, 0)
     available = machine.host_available_bytes
     beside = f"{size(available)} available less {size(available - budget)} of reserve"
-    name = f"launch.host_limit_gib {limit_gib:g}" + _less(leased)
+    name = f"{LIMIT} {limit_gib:g}" + _less(leased)
     if limit >= budget:
         return machine, (
             f"host RAM: at most {size(budget)}, {beside} (launch.host_reserve_gib), which is less"

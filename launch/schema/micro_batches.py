@@ -30,12 +30,13 @@ class MicroBatchSize:
     target: int
     tokens: int  # of all rows; without padding between them if they are flattened
     targets: int  # positions that predict a token with a loss
+    is_padded: bool  # some row's source is shorter, so that masks are needed
 
 
 @dataclass(frozen=True)
 class LargestMicroBatches:
-    """The micro-batches of which any mixture of tokens and targets makes the most, of a whole part
-    and of its first optimizer step."""
+    """The micro-batches of which any mixture of tokens and targets makes the most, with and without
+    padding, of a whole part and of its first optimizer step."""
 
     sizes: list[MicroBatchSize] = field(default_factory=list)
     first_step: list[MicroBatchSize] = field(default_factory=list)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +92,7 @@ def _in_turns(numbers: np.ndarray, width: int, world_size: int) -> Iterator[np.n
 
 
 def _measured(rows: RowSizes, division: Division, numbers: np.ndarray) -> np.ndarray:
-    """(micro-batches, 5) the fields of MicroBatchSize."""
+    """(micro-batches, 6) the fields of MicroBatchSize."""
     lengths = rows.lengths[numbers].astype(np.int64)
     padded = -(-lengths.max(axis=1) // division.multiple) * division.multiple
     tokens = padded.sum(axis=1) * numbers.shape[1]
@@ -100,12 +100,20 @@ def _measured(rows: RowSizes, division: Division, numbers: np.ndarray) -> np.nda
         tokens = -(-lengths[:, :, 0].sum(axis=1) // division.multiple) * division.multiple
     targets = np.maximum(rows.targets[numbers].sum(axis=1), 1)  # of none one position is computed
     count = np.full(len(numbers), numbers.shape[1])
-    return np.stack([count, *padded.T, tokens, targets], axis=1)
+    is_padded = (lengths[:, :, 0] < padded[:, :1]).any(axis=1)
+    return np.stack([count, *padded.T, tokens, targets, is_padded], axis=1)
 
 
 def _selected(sizes: np.ndarray) -> list[MicroBatchSize]:
-    """Those that have the most of some mixture of tokens of source, of target, and targets."""
-    rows, source, target, tokens, targets = sizes.T.astype(float)
+    """Those that have the most of some mixture of tokens of source, of target, and targets, of
+    those with and of those without padding."""
+    is_padded = sizes[:, -1].astype(bool)
+    groups = sizes[is_padded], sizes[~is_padded]
+    return [each for group in groups if len(group) for each in _selected_of(group)]
+
+
+def _selected_of(sizes: np.ndarray) -> list[MicroBatchSize]:
+    rows, source, target, tokens, targets = sizes[:, :-1].T.astype(float)
     shares = np.stack([rows * source, rows * target, tokens, targets])
     shares /= shares.max(axis=1, keepdims=True)
     # of flattened rows the tokens of all of them count, of padded rows both sides
@@ -118,15 +126,19 @@ def _selected(sizes: np.ndarray) -> list[MicroBatchSize]:
             # of equals the longest
             most = np.flatnonzero(mixture == mixture.max())
             chosen.add(int(most[source[most].argmax()]))
-    return [MicroBatchSize(*map(int, sizes[number])) for number in sorted(chosen)]
+    return [_size(sizes[number]) for number in sorted(chosen)]
+
+
+def _size(fields: np.ndarray) -> MicroBatchSize:
+    *counts, is_padded = map(int, fields)
+    return MicroBatchSize(*counts, is_padded=bool(is_padded))
 
 
 def _of_mixtures(sizes: Sequence[MicroBatchSize]) -> list[MicroBatchSize]:
     """The same of sizes that were selected already."""
     if not sizes:
         return []
-    fields = [(each.rows, each.source, each.target, each.tokens, each.targets) for each in sizes]
-    return _selected(np.array(sorted(set(fields)), dtype=np.int64))
+    return _selected(np.array(sorted(map(astuple, set(sizes))), dtype=np.int64))
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ of bytes per sample, or per target.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,11 +62,13 @@ class Block:
     stream: int = 0  # on which it is made; others than 0 are an engine's own
     sum: Sum | None = None
     target_bytes: int = 0
+    document_bytes: int = 0  # per sample, of each document in its row but the first
 
-    def of_layer(self, layer: Layer) -> Block:
+    def of_layer(self, layer: Layer | None) -> Block:
         """A copy in another layer."""
         own = self.fixed_bytes, self.sample_bytes, self.kind, self.op, self.born
-        return Block(*own, layer, self.stream, self.sum, self.target_bytes)
+        of_rows = self.target_bytes, self.document_bytes
+        return Block(*own, layer, self.stream, self.sum, *of_rows)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -129,6 +131,13 @@ class Log:
     work: dict[tuple[str, Layer | None], Work] = field(default_factory=dict)
     batch: int = BATCH
 
+    def of_documents(self, count: int) -> Log:
+        """The step of rows of so many documents, from that of rows of one. Events are shared."""
+        blocks = [block.of_layer(block.layer) for block in self.blocks]
+        for block in blocks:
+            block.sample_bytes += (count - 1) * block.document_bytes
+        return Log(blocks, self.events, self.work, self.batch)
+
     def split(self, size: float) -> tuple[float, float, float]:
         """(fixed part, part per sample, part per target) of a size at this log's batch. In a batch
         of one sample no size is a number of bytes per sample."""
@@ -149,8 +158,10 @@ class Recorder(TorchDispatchMode):
         # a row of the batch is shorter than the longest, so that masks are kept
         self.padded = True
         self.vocabulary: int | None = None  # tensors with this last size are logits or their loss
-        # (name, args, kwargs, out) -> sizes that a kernel allocates inside
+        # (name, args, kwargs, out) -> sizes that a kernel allocates inside, and the same where each
+        # row has a document more
         self.kernel_workspace: Any = None
+        self.documents_workspace: Any = None
         # (name, args) -> (rows, columns, multiprocessors, threads) of a sum with a buffer, or None
         self.kernel_sum: Any = None
         self.decompositions: Mapping[Any, Any] = {}  # operator -> its kernel, made of operators
@@ -337,7 +348,10 @@ class Recorder(TorchDispatchMode):
             self._accumulated.append((before, gradient))
         self._count(func, args, kwargs, out, outputs, layer)
         if self.kernel_workspace is not None:
-            self._transient(self.kernel_workspace(name, args, kwargs, out), name, layer)
+            call = name, args, kwargs, out
+            sizes = self.kernel_workspace(*call)
+            more = self.documents_workspace(*call) if self.documents_workspace else sizes
+            self._transient(sizes, more, name, layer)
         if self.kernel_sum is not None and (size := self.kernel_sum(name, args)) is not None:
             self._buffer_of_sum(size, name, layer)
         return out
@@ -354,17 +368,17 @@ class Recorder(TorchDispatchMode):
         number = self._id(tensor) if isinstance(tensor, torch.Tensor) else None
         return None if number is None else self.log.blocks[number].layer
 
-    def _transient(self, sizes: Iterable[int], name: str, layer: Layer | None) -> None:
-        self._pass(
-            [
-                Block(
-                    *(int(fixed), int(sample), "workspace", name, self.phase, layer),
-                    target_bytes=int(target),
-                )
-                for fixed, sample, target in map(self.log.split, sizes)
-            ],
-            layer,
-        )
+    def _transient(
+        self, sizes: Sequence[int], more: Sequence[int], name: str, layer: Layer | None
+    ) -> None:
+        """`more`: of a document more in each row."""
+        blocks = []
+        for size, size_of_more in zip(sizes, more, strict=True):
+            fixed, sample, target = map(int, self.log.split(size))
+            block = Block(fixed, sample, "workspace", name, self.phase, layer, target_bytes=target)
+            block.document_bytes = (size_of_more - size) // self.log.batch
+            blocks.append(block)
+        self._pass(blocks, layer)
 
     def _buffer_of_sum(
         self, size: tuple[int, int, int, int], name: str, layer: Layer | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from training.trace.recorder import Block, Event, Layer, Log
 
@@ -61,7 +61,7 @@ class Rewriting:
 
     def __init__(self, log: Log) -> None:
         self.log = log
-        self.blocks = [replace(block) for block in log.blocks]
+        self.blocks = [block.of_layer(block.layer) for block in log.blocks]
         self._inserted: dict[int, list[Event]] = defaultdict(list)
         self._dropped: set[tuple[int, bool]] = set()  # (old block, its birth or its death)
 

@@ -94,33 +94,40 @@ def _shared(
         strategy.logits_at_targets,
         strategy.tiled_mlp_num_shards,
         strategy.attn_implementation,
-        question["documents"],
-        strategy.per_device_train_batch_size == 1,
+        bool(question["documents"]),
+        question["is_single"],
         strategy.gradient_accumulation_steps > 1,
         question["is_padded"],
         *question["lengths"],
     )
     if same not in plain:
         plain[same] = _traced(recipe, plan, question)
+    log = plain[same]
+    if question["documents"] > 1:
+        log = log.of_documents(question["documents"])
     tied = plan.shape.family.ties_head
-    step = plain[same], recipe, strategy, tied, question["bucket_elements"]
+    step = log, recipe, strategy, tied, question["bucket_elements"]
     turns = {turn: sharded.shard_step(*step, turn) for turn in sharded.special_turns(strategy)}
     return sharded.shard_step(*step), turns
 
 
 def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:
-    """The log of one process for a launch.predict.traces.Question."""
+    """The log of one process for a launch.predict.traces.Question, of one document in each row if
+    rows are flattened."""
     import torch
 
     from training.trace import cuda_semantics, step
 
     strategy = plan.strategy
-    batch = 1 if strategy.per_device_train_batch_size == 1 else step.BATCH
+    batch = 1 if question["is_single"] else step.BATCH
     target = None
     if strategy.device == "cuda":
         cudnn = torch.backends.cudnn.version() or cuda_semantics.CUDNN
         target = cuda_semantics.Target(
-            question["architecture"], question["fused_attention"], cudnn, question["documents"]
+            question["architecture"],
+            question["fused_attention"],
+            cudnn,
+            documents=int(question["documents"] > 0),
         )
     return step.whole_step(recipe, plan, question["lengths"], question["is_padded"], batch, target)
 

@@ -255,6 +255,9 @@ def step(
             recorder.decompositions = four_bit.decompositions(on_cuda=target is not None)
         if target:
             recorder.kernel_workspace = partial(workspace, target)
+            if target.documents:
+                more = replace(target, documents=target.documents + 1)
+                recorder.documents_workspace = partial(workspace, more)
             recorder.kernel_sum = partial(summed, target)
         with FakeTensorMode():
             tracer = _tracer(recorder, recipe, plan, strategy, lengths)

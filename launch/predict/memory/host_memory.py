@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from launch.data.files import shards
 from launch.predict.memory import malloc, onednn
+from launch.probe import packages
 from launch.probe.import_memory import Imports
 from launch.schema.data_section import DataSection
 from launch.schema.machine import MIB
@@ -24,6 +25,7 @@ from launch.schema.recipe import Recipe
 # The rest of this block was measured beside the imports, on runs whose model takes next to nothing.
 STARTED_BYTES = 30 * MIB  # tokenizer, Trainer, event files, a rank's first step
 PEFT_BYTES = 11 * MIB  # its import
+BITSANDBYTES_BYTES = 42 * MIB  # its import
 STARTED_MAPPED_BYTES = 12 * MIB  # code pages that the run touches and the imports have not
 GROUP_BYTES = 5 * MIB  # Gloo's process group and its buffers, DDP's or DeepSpeed's own objects
 WORKER_BYTES = 16 * MIB  # pages that a forked data worker writes to
@@ -187,11 +189,14 @@ def _processes(job: Job, import_memory: Imports) -> dict[str, int]:
         several += job.reduced_bytes * (
             1 if job.reduced_bytes >= malloc.MMAP_THRESHOLD_BYTES else 2
         )
-    peft = PEFT_BYTES if job.recipe.lora is not None else 0
+    left_out = packages.unused(job.recipe, strategy)
+    sizes = {"peft": PEFT_BYTES, "bitsandbytes": BITSANDBYTES_BYTES}
+    optional = sum(size for package, size in sizes.items() if package not in left_out)
     return {
         "launcher": import_memory.launcher_bytes + LAUNCHED_BYTES,
         "agent": import_memory.agent_bytes + deepspeed,
-        "ranks' imports": job.ranks * (import_memory.rank_bytes + STARTED_BYTES + peft + several),
+        "ranks' imports": job.ranks
+        * (import_memory.rank_bytes + STARTED_BYTES + optional + several),
         "libraries": import_memory.mapped_bytes + STARTED_MAPPED_BYTES,
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +92,7 @@ def test_a_plan_is_for_the_largest_micro_batch_of_the_run(folder, attention):
             of_one_length = replace(
                 context,
                 largest_batches=None,
+                is_ragged=size.is_padded or attention == "varlen_attn",
                 lengths=step.question.lengths,
                 counts={**context.counts, **alike},
             )
@@ -104,6 +105,26 @@ def test_a_plan_is_for_the_largest_micro_batch_of_the_run(folder, attention):
     first = known.phases.device.first_step
     assert first is not None
     assert first.allocated_bytes <= known.memory.step_allocated_bytes
+
+
+def test_a_micro_batch_without_padding_is_planned_without_a_mask(tmp_path):
+    """Where the most targets are in such a micro-batch, a mask is not added to them."""
+    write(tmp_path, "train", ROWS, 2, is_pair=False, lengths=(40, 88))
+    context, candidate = context_of(tmp_path, "sdpa"), candidate_of("sdpa")
+    candidate = replace(candidate, per_device_train_batch_size=2)
+    with closing(context.traces or nullcontext()):
+        context.fetch([candidate])
+        steps = context.traced_steps(candidate)
+        assert [step.question.is_padded for step in steps] == [True, False]
+        padded, full = (step.sizes[0] for step in steps)
+        assert full.targets > padded.targets
+        assert (padded.source, padded.is_padded) == (full.source, True) != (88, full.is_padded)
+        context.fetch_steps(step.question for step in steps)
+        traces = [context.trace_of(step, candidate) for step in steps]
+    highest = [trace.peak(2, None).allocated_bytes for trace in traces if trace]
+    most = context.trace(candidate)
+    assert most is not None
+    assert max(highest) < most.peak(2, None).allocated_bytes
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests import real_steps
 from tests.modes.trace.test_trace import peak_bytes, recipe_of
 from training.trace import recorder, step
 from training.trace.cuda_semantics import Target
+from training.trace.recorder import Log
 
 # tokens of the longest row; of those in a micro-batch; micro-steps of a step
 LONGEST, ROWS, PARTS = 64, 3, 8
@@ -46,6 +47,27 @@ def traced(recipe: Recipe, plan: Plan, rows: int, length: int, target: Target | 
     of_rows = real_steps.batch(recipe, replace(plan, strategy=strategy), length, True)
     targets = -(-len(of_rows["target_ids"]) // strategy.num_output_chunks)
     return max(peak_bytes(log, rows, section, targets) for section in SECTIONS)
+
+
+@pytest.mark.parametrize("attention", ["varlen_attn", "flash_attention_2"])
+def test_short_flattened_rows_are_long_ones_of_more_documents(attention, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe, plan = recipe_of("llama-tiny", training={"bf16": True, "num_output_chunks": 2})
+    plan = replace(plan, strategy=replace(plan.strategy, attn_implementation=attention))
+
+    def of(length: int, documents: int) -> Log:
+        target = Target("8.6", documents=1)
+        log = step.whole_step(recipe, plan, (length, length), True, recorder.BATCH, target)
+        return log.of_documents(documents)
+
+    short, one, dense = of(LONGEST // PARTS, 1), of(LONGEST, 1), of(LONGEST, PARTS)
+    for section in SECTIONS:
+        expected, found = (
+            peak_bytes(log, rows, section, 40)
+            for log, rows in ((short, ROWS * PARTS), (dense, ROWS))
+        )
+        assert found == pytest.approx(expected, rel=1e-3)
+    assert peak_bytes(one, ROWS, "backward", 40) < peak_bytes(dense, ROWS, "backward", 40)
 
 
 @pytest.mark.parametrize("card", [pytest.param(None, marks=pytest.mark.campaign), "8.6"])

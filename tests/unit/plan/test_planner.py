@@ -550,6 +550,25 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
     assert len(context.traced_steps(replace(cut, gradient_accumulation_steps=1))) == 1
 
 
+def test_by_tokens_flattened_rows_are_judged_as_one_row_of_the_most_documents_and_targets():
+    recipe = recipe_of(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
+    context = plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT)
+    counts = {"rows": 90, "most_targets": [30] * 90}
+    candidate = replace(
+        plan(recipe, machine(1)).strategy,
+        attn_implementation="varlen_attn",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=8,
+    )
+    (step,) = replace(context, counts=counts).traced_steps(candidate)
+    # 32 rows of 16 tokens are one of 512 in 32 documents, and have more targets than 4 rows of 128
+    assert (step.question.documents, step.rows) == (8, 4)
+    (size,) = step.sizes
+    assert (size.tokens, size.targets) == (4 * 128, 4 * 128)
+    assert size.targets == min(32 * 30, 32 * 16) > 4 * 30
+
+
 def test_splits_by_tokens_share_the_trace_of_the_longest_rows_and_short_rows_are_traced():
     class Asked:
         failure = None

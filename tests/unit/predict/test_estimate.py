@@ -91,6 +91,27 @@ def planned(recipe: Recipe, memory: MemoryEstimate, budget_bytes: int) -> Plan:
     return replace(plan(recipe, CARD), estimate=memory, budget_bytes=budget_bytes)
 
 
+def test_what_16_bit_weights_compute_is_counted_in_16_bits_before_a_trace():
+    """They need no autocast for it; a bound that counted 32 bits would refuse what fits."""
+
+    def least(dtype: str, precision: str) -> int:
+        recipe = recipe_of(model={"shape": "gpt2-small", "dtype": dtype}, data={"max_length": 512})
+        config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
+        small = machine(cards=(gpu(free_bytes=GIB // 4),))
+        context = plan_context.build(recipe, small, config, parameters, family, DATA_FORMAT)
+        candidate = replace(
+            plan(asked(), CARD).strategy,
+            mixed_precision=precision,
+            num_output_chunks=1,
+            logits_at_targets=False,
+        )
+        refused = estimate.hopeless(context, candidate, with_step=True)
+        assert refused is not None and refused.memory.peak is not None
+        return refused.memory.peak.parts["activations"]
+
+    assert least("bfloat16", "no") == least("float32", "bf16") < least("float32", "no")
+
+
 def _reserved_at_the_end(parts: Parts) -> int:
     return replay_parts([*(events for _, events in parts), []])[-1].peak_reserved_bytes
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from launch.base.errors import DoesNotFit
@@ -72,6 +74,19 @@ def test_a_recipe_that_only_a_limit_refuses_names_the_limit():
     assert plan(recipe, machine()).strategy.device == "cpu"
     with pytest.raises(DoesNotFit, match=r"at most 0\.50 GiB \(launch\.host_limit_gib 0\.5\)"):
         plan(recipe, on, budget_notes=lines)
+
+
+def test_what_misses_the_hosts_budget_is_refused_by_the_limit_that_counts():
+    launch = {"mode": "deepspeed_zero3_offload", "host_limit_gib": 0.5}
+    recipe = recipe_of(model={"shape": "qwen2-0.5b"}, launch=launch)
+    on, _ = limits.limited(machine(1), recipe)
+    with pytest.raises(DoesNotFit) as refusal:
+        plan(recipe, on)
+    said = "budget 0.50 GiB (launch.host_limit_gib 0.5, and the reserve beside it)"
+    assert said in str(refusal.value)
+    assert "host_reserve_gib" not in str(refusal.value)
+    with pytest.raises(DoesNotFit, match=r"1\.00 GiB available less launch\.host_reserve_gib"):
+        plan(recipe, replace(machine(1), host_available_bytes=GIB))
 
 
 def test_a_start_plans_within_the_limits_of_its_command_line(tmp_path, monkeypatch):

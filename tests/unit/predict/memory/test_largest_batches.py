@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,12 +47,15 @@ def test_the_micro_batches_that_are_counted_are_those_of_the_ranks(
     assert sorted(counted) == sorted(trained)
 
 
-def write(folder: Path, part: str, count: int, seed: int, is_pair: bool) -> None:
-    """Rows of many lengths, some of which begin with a target or have several spans of them."""
+def write(
+    folder: Path, part: str, count: int, seed: int, is_pair: bool, lengths: Sequence[int] = ()
+) -> None:
+    """Rows of many lengths, or of these, some of which begin with a target or have several spans of
+    them."""
     random = np.random.default_rng(seed)
     rows = []
     for _ in range(count):
-        length = int(random.integers(2, 90))
+        length = int(random.choice(lengths) if lengths else random.integers(2, 90))
         ids = random.integers(0, 200, length)
         labels = np.where(random.random(length) < 0.4, ids, IGNORED)
         if is_pair:
@@ -64,7 +68,8 @@ def write(folder: Path, part: str, count: int, seed: int, is_pair: bool) -> None
 
 
 def collated(folder: Path, division: Division, is_pair: bool) -> np.ndarray:
-    """(micro-batches, 2) elements of the tensors and targets of each micro-batch of the run."""
+    """(micro-batches, 3) elements of the tensors and targets of each micro-batch of the run, and
+    whether it is padded."""
     rows = NumberedRows(folder / f"{division.part}.arrow")
     collator = Collator(
         0,
@@ -89,7 +94,7 @@ def collated(folder: Path, division: Division, is_pair: bool) -> np.ndarray:
                 if numbers := order.rows_of(step, [micro]):
                     batch = collator(rows.__getitems__(numbers))
                     tokens = batch["input_ids"].numel() + is_pair * batch["labels"].numel()
-                    sizes.append((tokens, len(batch[TARGET_IDS])))
+                    sizes.append((tokens, len(batch[TARGET_IDS]), batch.get("is_padded", False)))
     return np.array(sizes)
 
 
@@ -106,19 +111,40 @@ def test_no_micro_batch_of_the_run_is_larger(tmp_path, is_pair, by_length, flatt
     assert found is not None
     trained = collated(tmp_path, division, is_pair).astype(float)
     sides = 1 if flattens or is_pair else 2  # a decoder's target is its source
-    counted = np.array([(size.tokens / sides, size.targets) for size in found.sizes])
+    counted = np.array(
+        [(size.tokens / sides, size.targets, size.is_padded) for size in found.sizes]
+    )
     if is_pair:
         counted[:, 0] = [size.rows * (size.source + size.target) for size in found.sizes]
+    if flattens:  # without masks
+        counted[:, 2] = 0
     assert {*map(tuple, counted)} <= {*map(tuple, trained)}
-    most = trained.max(axis=0)
-    for weight in np.linspace(0, 1, largest_batches.MIXTURES + 1):
-        mixture = (1 - weight) / most[0], weight / most[1]
-        assert (counted @ mixture).max() == pytest.approx((trained @ mixture).max())
-    # and between the weights that were counted, it is almost the largest
-    mixture = 0.53 / most[0], 0.47 / most[1]
-    assert (counted @ mixture).max() >= 0.99 * (trained @ mixture).max()
+    for is_padded in {*trained[:, 2]}:
+        of_run = trained[trained[:, 2] == is_padded, :2]
+        of_found = counted[counted[:, 2] == is_padded, :2]
+        most = of_run.max(axis=0)
+        for weight in np.linspace(0, 1, largest_batches.MIXTURES + 1):
+            mixture = (1 - weight) / most[0], weight / most[1]
+            assert (of_found @ mixture).max() == pytest.approx((of_run @ mixture).max())
+        # and between the weights that were counted, it is almost the largest
+        mixture = 0.53 / most[0], 0.47 / most[1]
+        assert (of_found @ mixture).max() >= 0.99 * (of_run @ mixture).max()
     first = collated(tmp_path, replace(division, num_steps=1), is_pair)
     assert max(size.targets for size in found.first_step) == first[:, 1].max()
+
+
+def test_the_largest_are_found_with_padding_and_without(tmp_path):
+    write(tmp_path, "train", 60, 3, False, lengths=(24, 80))
+    division = Division("train", 2, 2, 1, False, 8, False, seed=11, num_steps=15)
+    found = LargestBatches(tmp_path, tmp_path / "kept", 60).get(division)
+    assert found is not None
+    trained = collated(tmp_path, division, False)
+    for is_padded in (False, True):
+        of_run = trained[trained[:, 2] == is_padded]
+        assert len(of_run)
+        sizes = [each for each in found.sizes if each.is_padded == is_padded]
+        assert max(each.rows * each.source for each in sizes) == of_run[:, 0].max()
+        assert max(each.targets for each in sizes) == of_run[:, 1].max()
 
 
 def test_an_evaluation_takes_rows_in_their_order_or_by_length(tmp_path):
