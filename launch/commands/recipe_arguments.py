@@ -196,6 +196,8 @@ def _split(arguments: Namespace, others: Sequence[str]) -> tuple[list[str], list
     while queue:
         word = queue.pop(0)
         if not word.startswith("--"):
+            if word.startswith("-") and not word[1:].isdigit():
+                raise _one_dash(arguments, word)
             names.append(word)
             continue
         name, equals, value = word.partition("=")
@@ -209,6 +211,13 @@ def _split(arguments: Namespace, others: Sequence[str]) -> tuple[list[str], list
             raise ConfigError(_advice(arguments, name, plain, value, is_key))
         key_flags.append(f"{name}={value}")
     return key_flags, names
+
+
+def _one_dash(arguments: Namespace, word: str) -> ConfigError:
+    name, equals, value = word.partition("=")
+    shown_value = "=VALUE" if equals and holds_secret(value) else equals + value
+    instead = f"-{name}{shown_value}" if "." in name else None
+    return _mistake(arguments, f"{name}: flags have two dashes", instead)
 
 
 def _advice(arguments: Namespace, name: str, plain: str, value: str, is_key: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from argparse import ArgumentParser, Namespace
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.base import files
-from launch.base.errors import ConfigError, Interrupted
+from launch.base.errors import ConfigError, Interrupted, ResourceError
 from launch.base.text import shown, size
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments
@@ -25,7 +26,7 @@ KEEP = 5  # runs of each recipe that `runs clean` leaves their checkpoints
 DESCRIPTIONS = {
     "watch": "show the runs of this machine: state, step, time left, loss, memory",
     "runs": "list all runs of this checkout; clean: free disk space that finished runs still take",
-    "report": "show how well predictions agreed with the runs so far",
+    "report": "show where the page of a run is, or how well predictions agreed with all runs",
     "compare": "show two runs side by side: speed, memory, losses; a table and a page",
     "samples": "show that a run has trained each row once an epoch",
 }
@@ -57,11 +58,12 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     elif verb == "samples":
         parser.add_argument("run", type=Path, help="a folder runs/<recipe>/<time>")
     elif verb == "report":
-        parser.add_argument(
-            "--calibration",
-            action="store_true",
-            required=True,
-            help="predicted beside measured, of all runs",
+        what = parser.add_mutually_exclusive_group(required=True)
+        what.add_argument(
+            "run", nargs="?", help="a recipe (its newest run), a run's name, or its folder"
+        )
+        what.add_argument(
+            "--calibration", action="store_true", help="predicted beside measured, of all runs"
         )
     else:
         parser.add_argument(
@@ -85,12 +87,26 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         from launch.report import compare  # rich's tables
 
         return compare.run(workspace, arguments.first, arguments.second, arguments.anyway)
-    if arguments.verb == "report":
+    if arguments.verb == "report" and arguments.run:
+        lines = [f"page: {shown(str(_page(workspace, arguments.run)))}"]
+    elif arguments.verb == "report":
         lines = Ledger(workspace.ledger_file, print).calibration_lines()
     else:
         lines = sample_audit.lines(RunDir(arguments.run))
     print("\n".join(lines))
     return 0
+
+
+def _page(workspace: Workspace, name: str) -> Path:
+    from launch.report import comparable
+
+    run = comparable.find(workspace, name)
+    if not run.report_file.is_file():
+        raise ResourceError(
+            f"{run.report_file}: not there, as it is written when a start ends by itself; python -m"
+            f" launch watch {shlex.quote(name)} shows the run now"
+        )
+    return run.report_file
 
 
 def _list(workspace: Workspace, arguments: Namespace) -> int:
@@ -163,7 +179,7 @@ def _watch(workspace: Workspace, arguments: Namespace) -> int:
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
-                live.update(watcher.page(), refresh=True)
+                live.update(watcher.page(console.size), refresh=True)
                 time.sleep(INTERVAL_S)
     except Interrupted as stopped:  # Ctrl-C is how one leaves it
         return stopped.exit_code

@@ -19,12 +19,35 @@ STYLES = {"complete": "green", "failed": "red", "lost": "red", "stopped": "yello
 SILENT_S = 60.0  # from here on the time since the last sign of a rank is shown
 
 
-def page(runs: Sequence[RunState], cards: Sequence[CardState], waiting: Sequence[str]) -> Text:
-    """One screen: runs, those that wait, cards."""
-    lines = [line for run in runs for line in run_lines(run)] or [Text("no runs here yet")]
-    lines += [Text(shown(line)) for line in waiting]
-    lines += [Text(card_line(card)) for card in cards]
-    return Text("\n").join(lines)
+def page(
+    runs: Sequence[RunState],
+    cards: Sequence[CardState],
+    waiting: Sequence[str],
+    terminal: tuple[int, int] | None = None,
+) -> Text:
+    """One screen: runs, those that wait, cards. `terminal`: its columns and rows; the runs that do
+    not fit there are counted."""
+    below = [Text(shown(line)) for line in waiting] + [Text(card_line(card)) for card in cards]
+    blocks = [[*run_lines(run)] for run in runs] or [[Text("no runs here yet")]]
+    if terminal:
+        blocks = _fitting(blocks, terminal[0], terminal[1] - _rows(below, terminal[0]))
+    return Text("\n").join([*(line for block in blocks for line in block), *below])
+
+
+def _fitting(blocks: list[list[Text]], columns: int, rows: int) -> list[list[Text]]:
+    """The first blocks that fit into so many rows; if not all do, a last line says how many are
+    left out."""
+    for number, block in enumerate(blocks):
+        is_last = number + 1 == len(blocks)
+        rows -= _rows(block, columns)
+        if rows < (0 if is_last else 1):
+            left = f"{len(blocks) - number} more: python -m launch runs, or a higher terminal"
+            return [*blocks[:number], [Text(left, style="dim")]]
+    return blocks
+
+
+def _rows(lines: Sequence[Text], columns: int) -> int:
+    return sum(max(1, math.ceil(line.cell_len / columns)) for line in lines)
 
 
 def run_lines(run: RunState) -> Iterator[Text]:

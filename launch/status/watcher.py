@@ -30,8 +30,8 @@ class Watcher:
         self._files: dict[Path, RunFiles] = {}
         self._named = self._root_of(named) if named else None
 
-    def page(self) -> Text:
-        return screen.page(self.runs(), cards(), self.waiting())
+    def page(self, terminal: tuple[int, int] | None = None) -> Text:
+        return screen.page(self.runs(), cards(), self.waiting(), terminal)
 
     def runs(self) -> list[RunState]:
         """Those that run or wait, then the newest that have ended; or the one that was named."""

@@ -126,6 +126,8 @@ def test_a_stop_signal_during_the_imports_ends_with_a_documented_exit_code(
         (["--training.lerning_rate=1"], 2, "did you mean learning_rate"),
         (["--lora=true"], 2, "--lora: no such flag; write --lora.r=VALUE"),
         (["--bogus"], 2, "--bogus: no such flag or key; python -m launch keys lists the keys"),
+        (["-training.seed=3"], 2, "-training.seed: flags have two dashes; write --training.seed=3"),
+        (["-n"], 2, "-n: flags have two dashes; see python -m launch run --help"),
         (["--tokenizer.path=/nowhere"], 3, "tokenizer.path: there is no folder /nowhere"),
         (["--training.lr_scheduler_type=foo"], 2, "lr_scheduler_type"),
         (["4", "--training.per_device_train_batch_size=7"], 2, "both given"),

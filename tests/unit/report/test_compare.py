@@ -427,3 +427,14 @@ def test_a_damaged_file_of_a_run_is_named_in_one_line(workspace, capsys, name, c
     error = capsys.readouterr().err
     assert error.startswith(f"error: {file}: missing or damaged (")
     assert len(error.splitlines()) == 1
+
+
+def test_the_page_of_a_run_is_found_by_its_recipe(workspace, capsys):
+    run = trained(workspace, "sft")
+    assert main(["report", "sft"]) == 3
+    assert f"{run.report_file}: not there" in capsys.readouterr().err
+    run.report_file.write_text("<html>")
+    for name in ("sft", run.run_id, str(run.root)):
+        assert main(["report", name]) == 0
+        assert capsys.readouterr().out == f"page: {run.report_file}\n"
+    assert main(["report"]) == 2

@@ -109,6 +109,21 @@ def test_the_word_of_the_launcher_ends_a_run(run, exit_code, state):
     assert (("attempt 1: CUDA ran out (exit code 12)") in text) == (exit_code == 12)
 
 
+@pytest.mark.parametrize(("columns", "count"), [(120, 7), (40, 3)])
+def test_runs_that_a_low_terminal_has_no_room_for_are_counted(run, columns, count):
+    end(run, 12, "CUDA ran out of memory in step 12 of the second epoch")
+    found = [runs.RunFiles(run).state()] * 20
+    rows = 16
+    lines = screen.page(found, [], ["a line of one that waits"], (columns, rows)).plain.splitlines()
+    assert sum(math.ceil(len(line) / columns) for line in lines) <= rows
+    assert lines[-2:] == [
+        f"{20 - count} more: python -m launch runs, or a higher terminal",
+        "a line of one that waits",
+    ]
+    every = screen.page(found, [], [], (columns, 200)).plain
+    assert every == screen.page(found, [], []).plain
+
+
 def test_a_run_without_launcher_and_without_its_word_is_lost(run):
     beat(run, "step")
     with locks.lock(run.lock_file, "it"):
