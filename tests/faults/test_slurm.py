@@ -144,7 +144,7 @@ def test_the_early_signal_saves_and_the_job_goes_on_in_its_next_life(
     node, tmp_path, injected, unstopped
 ):
     job = Job(node, tmp_path, "--time=3", "--signal=B:USR1@60")
-    job.until("warned", lambda: "SIGUSR1: the ranks save" in job.said())
+    job.until("warned", lambda: "SIGUSR1: saving a checkpoint, then stopping" in job.said())
     injected()
     job.check_resumed(unstopped)
     job.check_steps()
