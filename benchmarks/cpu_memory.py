@@ -112,6 +112,7 @@ class Case:
     ranks: int = 1
     length: int = LENGTH
     padded: bool = True
+    short_words: int = 0  # of each fourth row that is padded; 0: of an almost full row
     ragged: bool = False  # each row has a length of its own
     prompted: bool = False  # a quarter of a row's words, or more, are a prompt, the same each time
     steps: int = 4
@@ -240,10 +241,9 @@ def write_data(folder: Path, case: Case) -> Path:
     def rows(count: int) -> list[dict[str, str]]:
         found = []
         for number in range(count):
-            # A prediction has a mask and the most targets of any batch. Of rows that are much
-            # shorter, only a batch without padding would have so many targets.
             shorter = case.padded and number % 4 == 0
-            words = case.length - FEWER_WORDS if shorter else 3 * case.length
+            short = case.short_words or case.length - FEWER_WORDS
+            words = short if shorter else 3 * case.length
             if case.ragged:
                 words = int(min(max(rng.lognormvariate(4.2, 0.6), 8), 2 * case.length))
             prompt = " ".join(rng.choices(WORDS, k=words if case.is_encoder_decoder else 3))
@@ -325,16 +325,23 @@ def at_length(case: Case, choice: Choice) -> PlanContext:
 
 
 def predicted(case: Case, context: PlanContext, strategy: Strategy) -> dict[str, int]:
-    """The most that torch's allocator holds in a step and in an evaluation, by the trace."""
-    trace = context.trace(strategy)
-    assert trace is not None, context.traces and context.traces.failure
-    peaks = trace.peaks(case.batch, min(strategy.per_device_eval_batch_size, 3 * case.batch))
-    trained = max(
-        peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation"
-    )
+    """The most that torch's allocator holds in a step and in an evaluation, by the traces."""
+    with context.asking():
+        steps = context.traced_steps(strategy)
+        context.fetch_steps(step.question for step in steps)
+    evaluated = min(strategy.per_device_eval_batch_size, 3 * case.batch)
+    peaks = [
+        (section, peak.allocated_bytes)
+        for step in steps
+        if (trace := context.trace_of(step, strategy))
+        for section, peak in trace.peaks(step.rows, evaluated).items()
+    ]
+    assert peaks, context.traces and context.traces.failure
     return {
-        "predicted_bytes": trained,
-        "evaluation_predicted_bytes": peaks["evaluation"].allocated_bytes,
+        "predicted_bytes": max(size for section, size in peaks if section != "evaluation"),
+        "evaluation_predicted_bytes": max(
+            size for section, size in peaks if section == "evaluation"
+        ),
     }
 
 

@@ -3,11 +3,11 @@ transformers.
 
 Each family is trained twice by train_low_mem.py on a CPU, all its weights and LoRA on every linear
 layer, with one of the levers that change a step's memory: 20 steps, a checkpoint after 10, an
-evaluation, an export. As in cpu_memory.py a preloaded counter sees each allocation, and the peaks
-of a step and of an evaluation stand beside the predicted ones. Then the second checkpoint and the
-export are removed, and `python -m launch run` goes on from the first: the export must hold the same
-bytes. A process without our code loads it with transformers (and peft) alone. Models have random
-weights. Ranks compute with one thread.
+evaluation, an export. A fourth of the rows are half as long as the others. As in cpu_memory.py a
+preloaded counter sees each allocation, and the peaks of a step and of an evaluation stand beside
+the predicted ones. Then the second checkpoint and the export are removed, and `python -m launch
+run` goes on from the first: the export must hold the same bytes. A process without our code loads
+it with transformers (and peft) alone. Models have random weights. Ranks compute with one thread.
 
 Rows are kept in .cache/families.json: a campaign that was cut off goes on there, with rows that are
 missing or failed. Where the code of predictions has changed, a row is predicted again; where that
@@ -40,6 +40,7 @@ from launch.run_folder import layout
 from tests import builders
 
 STEPS, CUT_AT = 20, 10
+SHORT_WORDS = 64  # half of a full row: full batches have the most targets, others have masks
 MEDIAN_GOAL, MOST_GOAL = 0.005, 0.02
 STORE = recording.CODE / ".cache" / "families.json"
 # of a row: hashes of the code that a measurement (no traces, no children), and a prediction, is of
@@ -177,6 +178,7 @@ def cases() -> list[Case]:
                     f"{family}, {what}, {lever}",
                     config,
                     length=128,
+                    short_words=SHORT_WORDS,
                     steps=STEPS,
                     lora=lora,
                     training=training,
