@@ -41,8 +41,8 @@ def _fitting(blocks: list[list[Text]], columns: int, rows: int) -> list[list[Tex
         is_last = number + 1 == len(blocks)
         rows -= _rows(block, columns)
         if rows < (0 if is_last else 1):
-            left = f"{len(blocks) - number} more: python -m launch runs, or a higher terminal"
-            return [*blocks[:number], [Text(left, style="dim")]]
+            others = f"{len(blocks) - number} more: python -m launch runs, or a higher terminal"
+            return [*blocks[:number], [Text(others, style="dim")]]
     return blocks
 
 

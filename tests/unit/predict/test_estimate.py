@@ -248,7 +248,7 @@ def test_weights_that_are_copied_into_a_flat_tensor_leave_free_addresses_below_i
 
 def test_the_buffer_of_a_sum_is_a_function_of_its_rows(tmp_path):
     rows_a_sample, kernel = 512, [768, 108, 1536]
-    blocks = [[8, 0, "start"], [0, rows_a_sample, "step", kernel]]
+    blocks = [[8, 0, "start"], [0, rows_a_sample, "step", kernel, 0]]
     log = {"blocks": blocks, "events": [0, 1, ~1], "update": 3, "streams": {}}
     file = tmp_path / "sum.json"
     file.with_suffix(".log").write_text(json.dumps(log))
