@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pyarrow.parquet as pq
+import pytest
 
 from launch.data import token_cache
 from launch.run_folder.layout import RunDir
@@ -21,6 +22,7 @@ def prompts(folder, part: str) -> set[int]:
     return {int(text.removeprefix("<|user|>").partition(":")[0]) for text in texts}
 
 
+@pytest.mark.modes
 def test_held_out_rows_of_the_training_file_are_evaluated_and_never_trained(tmp_path):
     recipe = builders.recipe(
         tmp_path,

@@ -43,6 +43,7 @@ def texts(folder: Path) -> Path:
     )
 
 
+@pytest.mark.modes
 def test_the_amd_guides_wrapper_trains_as_its_variables_say(tmp_path):
     tiny = ["--model.shape=llama-tiny", f"--data.train_file={texts(tmp_path)}"]
     variables = {

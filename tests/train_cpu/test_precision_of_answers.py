@@ -34,6 +34,7 @@ leave(0)
 """
 
 
+@pytest.mark.modes
 @pytest.mark.parametrize(
     "sections",
     [{}, pytest.param({"lora": {"r": 4}}, marks=pytest.mark.modes)],

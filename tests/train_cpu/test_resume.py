@@ -323,6 +323,7 @@ def test_a_longer_run_continues_a_finished_one_where_schedule_is_allowed(tmp_pat
     ]
 
 
+@pytest.mark.modes
 @pytest.mark.parametrize(
     "mode", ["cpu", *(pytest.param(f"deepspeed_zero{i}", marks=pytest.mark.modes) for i in (2, 3))]
 )

@@ -15,6 +15,7 @@ from tests.modes.test_added_tokens import base_folder, held_out_loss
 from tests.train_cpu.test_resume import kill_after
 
 
+@pytest.mark.modes
 @pytest.mark.parametrize(
     "mode",
     ["cpu", *(pytest.param(f"deepspeed_zero{i}", marks=pytest.mark.modes) for i in (2, 3))],

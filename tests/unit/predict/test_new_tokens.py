@@ -129,23 +129,6 @@ def test_the_embeddings_grow_by_the_tokens_for_which_they_have_no_row(folder, tm
     assert read.changes == ()
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt_neox", "gemma", "phi", "falcon"])
-def test_embeddings_of_a_family_of_which_only_the_weights_are_known_grow(folder, tmp_path, family):
-    path, made = tmp_path / family, tokenizer.load(folder)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    feed_forward = "ffn_dim" if family in ("opt", "falcon") else "intermediate_size"
-    config = AutoConfig.for_model(family, vocab_size=len(made), **sizes, **{feed_forward: 48})
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    made.save_pretrained(path)
-    read = read_model(recipe_of(path, "<a>", "<b>"), tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    build.grow_vocabulary(model, len(made) + 2)
-    # by shape: a GPT-NeoX file calls its output head embed_out
-    built = sorted(tuple(tensor.shape) for tensor in model.parameters())
-    assert sorted(read.parameters.values()) == built
-    assert read.config["vocab_size"] == model.config.vocab_size == len(made) + 2
-
-
 def test_a_parameter_that_may_have_to_grow_too_is_refused_by_name(folder, tmp_path):
     path, made = tmp_path / "opt", tokenizer.load(folder)
     config = AutoConfig.for_model("opt", vocab_size=len(made), hidden_size=32, ffn_dim=len(made))
