@@ -108,7 +108,7 @@ def test_a_plan_is_for_the_largest_micro_batch_of_the_run(folder, attention):
 
 
 def test_a_micro_batch_without_padding_is_planned_without_a_mask(tmp_path):
-    """Where the most targets are in such a micro-batch, a mask is not added to them."""
+    """Rows of two lengths have the most targets in a batch without padding, which gets no mask."""
     write(tmp_path, "train", ROWS, 2, is_pair=False, lengths=(40, 88))
     context, candidate = context_of(tmp_path, "sdpa"), candidate_of("sdpa")
     candidate = replace(candidate, per_device_train_batch_size=2)
