@@ -164,7 +164,8 @@ def by_words(text: str, where: str = "--gpu") -> Card:
         for written in spellings:
             plain = tuple(part for part in written if part not in ignored)
             plain = also.get(plain, plain)
-            rows = [row for row in table() if _without(row.parts, ignored - BUS) == plain]
+            joined = "".join(plain)  # RTX4090 as RTX 4090
+            rows = [row for row in table() if "".join(_without(row.parts, ignored - BUS)) == joined]
             if size and not any(size[0].replace(" ", "") in row.parts for row in rows):
                 rows = [row for row in rows if row.gb == int(size[1])]
             if len(rows) == 1:

@@ -21,6 +21,8 @@ from tests.builders import launch
         ("RTX 3080 20 GB", "RTX 3080", 20480),
         ("4060 Ti 16GB", "RTX 4060 Ti", 16380),
         ("RTX 4070 Ti Super", "RTX 4070 Ti SUPER", 16376),
+        ("RTX4090", "RTX 4090", 24564),
+        ("3080ti", "RTX 3080 Ti", 12288),
         ("A5000", "RTX A5000", 24564),
         ("RTX A5000 Laptop GPU", "RTX A5000 Laptop", 16384),
         ("RTX 6000 Ada Generation", "RTX 6000 Ada", 49140),
