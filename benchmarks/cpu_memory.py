@@ -37,6 +37,7 @@ from launch.plan.planner import Choice
 from launch.plan.resolve import resolve
 from launch.predict import estimate
 from launch.predict.facts import PlanContext
+from launch.predict.memory import traced_steps
 from launch.render import command as render_command
 from launch.run_folder import layout
 from launch.run_folder.layout import AttemptDir
@@ -327,13 +328,13 @@ def at_length(case: Case, choice: Choice) -> PlanContext:
 def predicted(case: Case, context: PlanContext, strategy: Strategy) -> dict[str, int]:
     """The most that torch's allocator holds in a step and in an evaluation, by the traces."""
     with context.asking():
-        steps = context.traced_steps(strategy)
+        steps = traced_steps.of(context, strategy)
         context.fetch_steps(step.question for step in steps)
     evaluated = min(strategy.per_device_eval_batch_size, 3 * case.batch)
     peaks = [
         (section, peak.allocated_bytes)
         for step in steps
-        if (trace := context.trace_of(step, strategy))
+        if (trace := traced_steps.trace(context, step, strategy))
         for section, peak in trace.peaks(step.rows, evaluated).items()
     ]
     assert peaks, context.traces and context.traces.failure

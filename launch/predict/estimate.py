@@ -18,7 +18,7 @@ from launch.predict import budgets, sharding
 from launch.predict.facts import PlanContext
 from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import context as memory_context
-from launch.predict.memory import host_memory, load_order, malloc
+from launch.predict.memory import host_memory, load_order, malloc, traced_steps
 from launch.predict.memory import phases as memory_phases
 from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
@@ -108,11 +108,11 @@ def judge(context: PlanContext, candidate: Strategy, exact: bool = True) -> Judg
     rows = candidate.per_device_train_batch_size
     traces = [(trace, rows)]
     if exact:
-        steps = context.traced_steps(candidate)
+        steps = traced_steps.of(context, candidate)
         context.fetch_steps(
             question for step in steps for question in (step.question, step.first) if question
         )
-        traces = [(context.trace_of(step, candidate), step.rows) for step in steps]
+        traces = [(traced_steps.trace(context, step, candidate), step.rows) for step in steps]
     predictions = [
         _with_peak(context, candidate, states, step_trace, rows, exact)
         for step_trace, rows in traces

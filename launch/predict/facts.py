@@ -1,5 +1,5 @@
-"""The facts that all candidates of a plan have in common, and what follows from them for one: the
-steps that are traced for it, its largest micro-batches, its padding."""
+"""The facts that all candidates of a plan have in common, and what follows from them for one: its
+largest micro-batches, its trace, its padding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from launch.data.token_cache import TokenCache
 from launch.predict import parameters as predict_parameters
@@ -37,18 +37,7 @@ from launch.schema.plan import (
 from launch.schema.recipe import Recipe
 
 USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
-LEAST_LENGTH = 8  # tokens of a row that is worth a trace
 MOST_ORDERED = 10_000_000  # rows of all epochs whose order is made while a plan waits, in seconds
-
-
-class TracedStep(NamedTuple):
-    """A step that a peak may be of."""
-
-    question: Question
-    rows: int  # of its micro-batch
-    sizes: tuple[MicroBatchSize, ...] = ()  # of the micro-batch, if they are known
-    # of the run's first step, if its rows are no fraction of these: source and target differ
-    first: Question | None = None
 
 
 def _all_targets(batch: MicroBatchSize, flattens: bool) -> MicroBatchSize:
@@ -209,7 +198,7 @@ class PlanContext:
             each for trained, evaluated in divisions for each in (trained, *evaluated)
         )
 
-    def _largest(self, candidate: Strategy) -> LargestMicroBatches:
+    def largest(self, candidate: Strategy) -> LargestMicroBatches:
         """The largest micro-batches of a training; without sizes if they are not known."""
         if self.no_order(candidate) is not None:
             return LargestMicroBatches()
@@ -244,118 +233,6 @@ class PlanContext:
                 sizes[count] = self._counted(candidate, largest.sizes)
         return sizes
 
-    def traced_steps(self, candidate: Strategy) -> list[TracedStep]:
-        """All steps that the highest peak may be of. If the order of rows is known: of the
-        micro-batch that takes most, and of the longest rows. Else of the longest rows.
-
-        By tokens also the most rows that such a budget can hold, which are a whole step's.
-        Between the two no part of a peak is higher than at one of them: at so many padded tokens
-        what grows with them is the same, attention's squares fall with the length, what a row takes
-        by itself grows with the rows. Flattened rows are one row of so many tokens, which may be
-        more documents and have more targets."""
-        question, rows = self.question(candidate), candidate.per_device_train_batch_size
-        parts = candidate.gradient_accumulation_steps
-        if sizes := self._largest(candidate).sizes:
-            return self._steps_of(question, sizes)
-        if not self.recipe.data.batch_by_tokens or parts == 1 or self.rows_of is not None:
-            return [TracedStep(question, rows)]
-        multiple = MULTIPLE[candidate.device]
-        shorter = tuple(
-            max(length // parts // multiple * multiple, LEAST_LENGTH) for length in question.lengths
-        )
-        most = min(
-            rows * length // short for length, short in zip(question.lengths, shorter, strict=True)
-        )
-        most = max(min(most, rows * parts), 1)
-        short = replace(
-            question,
-            strategy=replace(candidate, per_device_train_batch_size=most),
-            lengths=shorter,
-            is_padded=True,
-        )
-        if not candidate.flattens:
-            return [TracedStep(question, rows), TracedStep(short, most)]
-        source, target = question.lengths
-        dense = replace(question, documents=max(question.documents, -(-most // rows)))
-        targets = max(
-            self._targets(each, self.counts, {}).of(each.strategy.per_device_train_batch_size)
-            for each in (question, short)
-        )
-        size = MicroBatchSize(rows, source, target, rows * source, targets, is_padded=False)
-        return [TracedStep(dense, rows, (size,))]
-
-    def _steps_of(self, question: Question, sizes: Sequence[MicroBatchSize]) -> list[TracedStep]:
-        """The steps of the micro-batch that takes most by the trace of the longest rows, and of
-        that with the longest rows, with padding and without."""
-        candidate, multiple = question.strategy, MULTIPLE[question.strategy.device]
-        if question.documents and self.recipe.data.packing:  # sequences of about one length
-            return [TracedStep(question, candidate.per_device_train_batch_size, tuple(sizes))]
-        chosen: dict[MicroBatchSize, None] = {}
-        for of_one_kind in self._by_mask(question, sizes):
-            chosen |= dict.fromkeys(self._most(candidate, of_one_kind))
-        steps = []
-        for batch in chosen:
-            lengths = batch.source, batch.target
-            if candidate.flattens:
-                mean = -(-batch.tokens // batch.rows // multiple) * multiple
-                lengths = mean, mean
-            asked = replace(
-                question,
-                strategy=replace(candidate, per_device_train_batch_size=batch.rows),
-                lengths=lengths,
-                is_padded=batch.is_padded if self._masks_padding(question) else question.is_padded,
-            )
-            steps.append(TracedStep(asked, batch.rows, (batch,), self._first(candidate, asked)))
-        return steps
-
-    def _masks_padding(self, question: Question) -> bool:
-        """True if a micro-batch has a mask where its own rows are padded, and none elsewhere."""
-        return question.is_padded and not question.documents and not self.recipe.data.packing
-
-    def _by_mask(
-        self, question: Question, sizes: Sequence[MicroBatchSize]
-    ) -> list[Sequence[MicroBatchSize]]:
-        """Micro-batches with padding, and those without that take more than these would with a
-        mask of their own."""
-        if not self._masks_padding(question):
-            return [sizes]
-        padded = [each for each in sizes if each.is_padded]
-        others = [each for each in sizes if not each.is_padded]
-        trace = self.trace(question.strategy)
-        if padded and trace is not None:
-            most = max(map(trace.peak_bytes, map(trace.targets.counts, padded)))
-            length = max(each.source + each.target for each in padded)
-            others = [
-                each
-                for each in others
-                if trace.peak_bytes(trace.targets.counts(each)) > most
-                or each.source + each.target > length
-            ]
-        return [group for group in (padded, others) if group]
-
-    def _most(
-        self, candidate: Strategy, sizes: Sequence[MicroBatchSize]
-    ) -> Iterable[MicroBatchSize]:
-        """The micro-batch that takes most by the trace of the longest rows, and that with the
-        longest rows."""
-        in_length = max(
-            sizes, key=lambda each: (each.source + each.target, each.rows, each.targets)
-        )
-        trace = self.trace(candidate)
-        if trace is None:
-            return [in_length]
-        batches = list(map(trace.targets.counts, sizes))
-        most = sizes[batches.index(trace.highest(batches))]
-        return [most] if candidate.flattens else dict.fromkeys((in_length, most))
-
-    def _first(self, candidate: Strategy, question: Question) -> Question | None:
-        """The run's first step in rows of its own lengths, of an encoder-decoder."""
-        sizes = self._largest(candidate).first_step
-        if not self.model.is_encoder_decoder or not sizes:
-            return None
-        largest = max(sizes, key=lambda each: each.rows * (each.source + each.target))
-        return replace(question, lengths=(largest.source, largest.target))
-
     def fetch(self, candidates: Iterable[Strategy]) -> None:
         """Have the steps of these candidates traced, of the longest rows, unless their traces are
         stored, and their largest micro-batches found."""
@@ -378,39 +255,20 @@ class PlanContext:
         if trace is None:
             return None
         return with_targets(
-            trace, self.most_targets(candidate), self._evaluated_targets(candidate, question)
+            trace, self.most_targets(candidate), self.evaluated_targets(candidate, question)
         )
-
-    def trace_of(self, step: TracedStep, candidate: Strategy) -> Trace | None:
-        """The trace of one of the candidate's steps, if it is stored."""
-        trace = self.traces.get(step.question) if self.traces is not None else None
-        if trace is None:
-            return None
-        first_step = self._largest(candidate).first_step
-        if self._masks_padding(self.question(candidate)):
-            is_padded = step.question.is_padded
-            alike = [each for each in first_step if each.is_padded == is_padded]
-            first_step = alike or first_step
-        sizes = {step.rows: step.sizes} if step.sizes else {}
-        most = self._targets(step.question, self.counts, sizes, first_step)
-        trace = with_targets(trace, most, self._evaluated_targets(candidate, step.question))
-        first = self.traces.get(step.first) if self.traces is not None and step.first else None
-        if first is None or step.first is None:
-            return trace
-        most = self._targets(step.first, self.counts, {}, first_step)
-        return replace(trace, first=with_targets(first, most))
 
     def most_targets(self, candidate: Strategy) -> MostTargets:
         """The largest training micro-batches."""
-        largest = self._largest(candidate)
+        largest = self.largest(candidate)
         rows = candidate.per_device_train_batch_size
         sizes = {rows: largest.sizes} if largest.sizes else {}
-        return self._targets(self.question(candidate), self.counts, sizes, largest.first_step)
+        return self.targets(self.question(candidate), self.counts, sizes, largest.first_step)
 
-    def _evaluated_targets(self, candidate: Strategy, question: Question) -> MostTargets:
-        return self._targets(question, self.eval_counts, self._evaluated_sizes(candidate))
+    def evaluated_targets(self, candidate: Strategy, question: Question) -> MostTargets:
+        return self.targets(question, self.eval_counts, self._evaluated_sizes(candidate))
 
-    def _targets(
+    def targets(
         self,
         question: Question,
         counts: Mapping[str, Any] | None,

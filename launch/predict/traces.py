@@ -309,20 +309,21 @@ def _first_of_evaluation(log: Mapping[str, Any]) -> int:
 
 def _size(block: LoggedBlock, counts: _Counts) -> int | None:
     """Bytes of a block; None: of an evaluation that does not happen."""
-    fixed, sample, born, *rest = block
-    count = counts[born in EVALUATED]
+    count = counts[block[2] in EVALUATED]
     if count is None:
         return None
-    size = _grown((fixed, sample, *rest[1:]), count)
-    return partial_sums_bytes(size, *rest[0]) if rest and rest[0] else size
+    if len(block) == 3:
+        return _grown(block[:2], count)
+    size, of_sum = _grown((*block[:2], *block[4:]), count), block[3]
+    return partial_sums_bytes(size, *of_sum) if of_sum else size
 
 
 def _grown(sizes: Sequence[int], batch: BatchCounts) -> int:
     """Bytes of (fixed, per sample) or (fixed, per sample, per target)."""
-    fixed, sample, *of_targets = sizes
-    # without arithmetic of fractions, which takes most of a replay's time
-    of_rows = -(-batch.rows.numerator * sample // batch.rows.denominator)
-    return fixed + of_rows + batch.targets * sum(of_targets)
+    size, sample = sizes[0], sizes[1]
+    if sample:  # without arithmetic of fractions, which takes most of a replay's time
+        size += -(-batch.rows.numerator * sample // batch.rows.denominator)
+    return size + batch.targets * sizes[2] if len(sizes) > 2 else size
 
 
 class Traces:

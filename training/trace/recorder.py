@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -48,7 +48,7 @@ class Sum:
     threads: int  # that a multiprocessor holds
 
 
-@dataclass
+@dataclass(slots=True)
 class Block:
     """One storage. Its size at batch b with t targets in each part of the logits is fixed_bytes
     + b * sample_bytes + t * target_bytes, unless it is the buffer of a sum."""
@@ -79,7 +79,7 @@ class Block:
         return not (self.sample_bytes or self.target_bytes)
 
 
-@dataclass
+@dataclass(slots=True)
 class Event:
     """The birth or death of a block."""
 
@@ -326,7 +326,8 @@ class Recorder(TorchDispatchMode):
         out = (aten.view.default if func is UNSAFE_VIEW else func)(*args, **kwargs)
         if func is DEVICE:
             return out
-        name = torch_private.schema(func).name
+        operator = _facts_of(func)
+        name = operator.name
         before = len(self.log.blocks)
         outputs = [out] if isinstance(out, torch.Tensor) else _tensors(out)
         if name == MASK_FIRST:
@@ -346,12 +347,12 @@ class Recorder(TorchDispatchMode):
             self._add(tensor, name, layer if layer is not None else self._layer_of(parameter))
         if is_sum and len(self.log.blocks) == before + 1:
             self._accumulated.append((before, gradient))
-        self._count(func, args, kwargs, out, outputs, layer)
+        self._count(operator, args, kwargs, out, outputs, layer)
         if self.kernel_workspace is not None:
             call = name, args, kwargs, out
-            sizes = self.kernel_workspace(*call)
-            more = self.documents_workspace(*call) if self.documents_workspace else sizes
-            self._transient(sizes, more, name, layer)
+            if sizes := self.kernel_workspace(*call):
+                more = self.documents_workspace(*call) if self.documents_workspace else sizes
+                self._transient(sizes, more, name, layer)
         if self.kernel_sum is not None and (size := self.kernel_sum(name, args)) is not None:
             self._buffer_of_sum(size, name, layer)
         return out
@@ -400,7 +401,7 @@ class Recorder(TorchDispatchMode):
 
     def _count(
         self,
-        func: Any,
+        operator: _OperatorFacts,
         args: Any,
         kwargs: Any,
         out: Any,
@@ -409,30 +410,33 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         if not self.phase.startswith(("forward", "backward")):
             return
-        work = self.log.work.setdefault((self.phase.partition(":")[0], layer), Work())
-        schema = torch_private.schema(func)
-        alias = schema.returns[0].alias_info if schema.returns else None
-        if not outputs or (alias is not None and not alias.is_write):
+        key = self.phase.partition(":")[0], layer
+        work = self.log.work.get(key)
+        if work is None:
+            work = self.log.work[key] = Work()
+        if operator.is_view or not outputs:
             return  # a view moves nothing
         work.kernels += 1
-        is_attention = "scaled_dot_product" in schema.name or "_varlen_attn" in schema.name
-        formula = flop_registry.get(torch_private.packet(func))
-        if "_varlen_attn" in schema.name:
-            flops = _flops_of_documents(args, "backward" in schema.name)
-        elif formula is not None:
-            flops = formula(*args, **kwargs, out_val=out)
-        elif is_attention:  # the CPU's kernel, which the registry leaves out
+        if operator.is_of_documents:
+            flops = _flops_of_documents(args, operator.is_backward)
+        elif operator.flops is not None:
+            flops = operator.flops(*args, **kwargs, out_val=out)
+        elif operator.is_attention:  # the CPU's kernel, which the registry leaves out
             sizes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
-            is_backward = "backward" in schema.name
             flops = (
-                sdpa_backward_flop_count(*sizes[:4]) if is_backward else sdpa_flop_count(*sizes[:3])
+                sdpa_backward_flop_count(*sizes[:4])
+                if operator.is_backward
+                else sdpa_flop_count(*sizes[:3])
             )
         else:
             for tensor in [*_tensors((args, kwargs)), *outputs]:
-                _add(work.bytes, self.log.split(float(tensor.numel() * tensor.element_size())))
+                fixed, sample, target = self.log.split(tensor.numel() * tensor.element_size())
+                work.bytes[0] += fixed
+                work.bytes[1] += sample
+                work.bytes[2] += target
             return
         work.products += 1
-        of_kind = work.attention_flops if is_attention else work.flops
+        of_kind = work.attention_flops if operator.is_attention else work.flops
         counted = of_kind.setdefault(str(outputs[0].dtype).removeprefix("torch."), [0.0] * 3)
         _add(counted, self.log.split(float(flops)))
 
@@ -460,6 +464,33 @@ class Recorder(TorchDispatchMode):
                 event.block = replaced[event.block]
         log.events = [event for index, event in enumerate(log.events) if index not in dropped]
         return log
+
+
+@dataclass(frozen=True)
+class _OperatorFacts:
+    """Facts of an operator that are asked each time that it runs."""
+
+    name: str
+    is_view: bool  # its result is a part of an argument
+    is_attention: bool
+    is_of_documents: bool  # attention within each of them
+    is_backward: bool
+    flops: Any  # torch's formula; None: it has none
+
+
+@cache
+def _facts_of(func: Any) -> _OperatorFacts:
+    schema = torch_private.schema(func)
+    alias = schema.returns[0].alias_info if schema.returns else None
+    is_of_documents = "_varlen_attn" in schema.name
+    return _OperatorFacts(
+        schema.name,
+        alias is not None and not alias.is_write,
+        is_of_documents or "scaled_dot_product" in schema.name,
+        is_of_documents,
+        "backward" in schema.name,
+        flop_registry.get(torch_private.packet(func)),
+    )
 
 
 def _flops_of_documents(args: Any, is_backward: bool) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from training.trace.recorder import Block, Event, Layer, Log
 
@@ -61,7 +62,7 @@ class Rewriting:
 
     def __init__(self, log: Log) -> None:
         self.log = log
-        self.blocks = [block.of_layer(block.layer) for block in log.blocks]
+        self.blocks = list(log.blocks)
         self._inserted: dict[int, list[Event]] = defaultdict(list)
         self._dropped: set[tuple[int, bool]] = set()  # (old block, its birth or its death)
 
@@ -95,6 +96,10 @@ class Rewriting:
     ) -> None:
         """Add a buffer that is freed before the next event."""
         self.dies(self.born(size, "communication", op, position, layer, stream), position)
+
+    def change(self, block: int, **fields: Any) -> None:
+        """Replace fields of a block, which the log keeps as they are."""
+        self.blocks[block] = replace(self.blocks[block], **fields)
 
     def drop(self, block: int) -> None:
         """Remove an old block, which this rank's device does not have."""
@@ -152,30 +157,32 @@ def landmarks(log: Log, tied: bool) -> Landmarks:
 def _spans(log: Log, positions: Sequence[int]) -> dict[Layer, range]:
     """The range from a layer's first event to its last, in the order in which layers are
     entered."""
-    spans: dict[Layer, range] = {}
+    first: dict[Layer, int] = {}
+    last: dict[Layer, int] = {}
     for position in positions:
         layer = log.events[position].layer
         if layer is not None:
-            start = spans[layer].start if layer in spans else position
-            spans[layer] = range(start, position + 1)
-    return spans
+            first.setdefault(layer, position)
+            last[layer] = position
+    return {layer: range(first[layer], last[layer] + 1) for layer in first}
 
 
 def _gradients(log: Log, end: int) -> list[Gradient]:
     """Blocks of fixed size that are born in a backward and outlive the last backward, but for the
     workspace of cuBLAS."""
-    dies = {event.block: index for index, event in enumerate(log.events) if not event.birth}
-    last = len(log.events)
+    blocks, events = log.blocks, log.events
+    dies = {event.block: index for index, event in enumerate(events) if not event.birth}
+    lasting = (
+        (position, event)
+        for position, event in enumerate(events)
+        if event.birth and event.phase.startswith("backward") and dies.get(event.block, end) >= end
+    )
+    last = len(events)
     return [
         Gradient(event.block, event.layer, block.fixed_bytes, position, dies.get(event.block, last))
-        for position, event in enumerate(log.events)
-        for block in [log.blocks[event.block]]
-        if event.birth
-        and event.phase.startswith("backward")
-        and dies.get(event.block, last) >= end
-        and block.is_fixed
-        and block.fixed_bytes > SCALAR_BYTES
-        and block.kind != "workspace"
+        for position, event in lasting
+        for block in [blocks[event.block]]
+        if block.is_fixed and block.fixed_bytes > SCALAR_BYTES and block.kind != "workspace"
     ]
 
 
@@ -185,7 +192,7 @@ def ready(log: Log, marks: Landmarks, gradient: Gradient, micro_step: int) -> in
     The gradient of a tied embedding grows until the end, where the embedding's own backward is. A
     gradient that an earlier backward made is added to in its layer."""
     phase, spans = marks.backwards[micro_step], marks.spans[micro_step][1]
-    is_embedding = gradient is embedding_gradient(marks)
+    is_embedding = gradient.layer is None and gradient is embedding_gradient(marks)
     if marks.tied and is_embedding:
         return phase.stop
     if gradient.born in phase:

@@ -174,31 +174,33 @@ def _content(log: Any) -> dict[str, Any]:
 
 def _size_of(block: Any, ends: bool) -> list[Any]:
     """A row of launch.predict.traces.LoggedBlock."""
+    born = _born(block.born, block.kind, block.op, ends)
     if block.sum is None:
         of_targets = [None, block.target_bytes] if block.target_bytes else []
-        return [block.fixed_bytes, block.sample_bytes, _born(block, ends), *of_targets]
+        return [block.fixed_bytes, block.sample_bytes, born, *of_targets]
     fixed_rows, sample_rows, target_rows, *of_kernel = astuple(block.sum)
-    return [fixed_rows, sample_rows, _born(block, ends), of_kernel, target_rows]
+    return [fixed_rows, sample_rows, born, of_kernel, target_rows]
 
 
-def _born(block: Any, ends: bool) -> Born:
-    """The part of a phase that a replay needs. `ends`: the block ends in the log."""
+@cache
+def _born(phase: str, kind: str, op: str, ends: bool) -> Born:
+    """The part of a phase that a replay needs, of a block. `ends`: it ends in the log."""
     from training.trace.rewrite_log import FLAT, GRADIENTS, SLICE, TRAINED
 
-    section, _, part = block.born.partition(":")
+    section, _, part = phase.partition(":")
     if section == "start":
-        if block.kind == "communication" or block.op == GRADIENTS:
+        if kind == "communication" or op == GRADIENTS:
             return "engine"
-        if block.op == SLICE:
+        if op == SLICE:
             return "slice"
-        if block.op in (TRAINED, FLAT):
+        if op in (TRAINED, FLAT):
             return "trained"
         if part == "optimizer":
-            return "paged" if block.kind == PAGED else "state"
+            return "paged" if kind == PAGED else "state"
         return "workspace" if part == "workspace" else "start"
     if section != "evaluation":
         return "step"
-    return "evaluation" if ends or block.kind != "communication" else "kept"
+    return "evaluation" if ends or kind != "communication" else "kept"
 
 
 if __name__ == "__main__":

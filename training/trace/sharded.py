@@ -106,7 +106,7 @@ def _ddp(rewriting: Rewriting, marks: Landmarks) -> None:
     total = sum(gradient.bytes for gradient in marks.gradients)
     rewriting.born(total, "communication", "gradient buckets", 0)
     for gradient in marks.gradients:
-        rewriting.blocks[gradient.block].kind = "gradients"
+        rewriting.change(gradient.block, kind="gradients")
         rewriting.dies(
             gradient.block, ready(rewriting.log, marks, gradient, len(marks.backwards) - 1)
         )

@@ -119,7 +119,7 @@ class Ranks:
     def _accumulate(self, group: Group, position: int) -> None:
         """Keep gradients between micro-steps in the precision in which ranks reduce."""
         for gradient in group.gradients:
-            self.rewriting.blocks[gradient.block].kind = "gradients"
+            self.rewriting.change(gradient.block, kind="gradients")
             self.accumulated[gradient] = self.rewriting.born(
                 self.wider * gradient.bytes, "gradients", "accumulated", position, group.layer
             )
@@ -135,7 +135,7 @@ class Ranks:
         total = self.wider * sum(gradient.bytes for gradient in group.gradients)
         self._lagging["reduce-scatter"] = self._born(total, "reduce-scatter input", position, group)
         for gradient in group.gradients:
-            rewriting.blocks[gradient.block].kind = "gradients"
+            rewriting.change(gradient.block, kind="gradients")
             if gradient is not last:
                 rewriting.dies(self.accumulated.pop(gradient, gradient.block), position)
         shard = self._born(
@@ -217,12 +217,13 @@ def _shards(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: St
     """Divide parameters and their states along dimension 0. The rows that pad the last part are
     left out."""
     ranks = strategy.num_processes
-    for block in rewriting.blocks:
+    for number, block in enumerate(rewriting.log.blocks):
         if block.born in ("start:optimizer", "optimizer") and block.fixed_bytes > SCALAR_BYTES:
-            block.fixed_bytes = -(-block.fixed_bytes * _wider(strategy) // ranks)
+            share_bytes = -(-block.fixed_bytes * _wider(strategy) // ranks)
+            rewriting.change(number, fixed_bytes=share_bytes)
     for weight in marks.weights:
         held_bytes = _held_bytes(weight, recipe, strategy)
-        rewriting.blocks[weight.block].fixed_bytes = -(-held_bytes // ranks)
+        rewriting.change(weight.block, fixed_bytes=-(-held_bytes // ranks))
 
 
 def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> Groups:

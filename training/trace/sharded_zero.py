@@ -93,7 +93,7 @@ def rewrite(
         if not strategy.launch_mode.offloads:
             rewriting.born(share.slice * share.element_bytes, "gradients", GRADIENTS, 0)
     for gradient in marks.gradients:
-        rewriting.blocks[gradient.block].kind = "gradients"
+        rewriting.change(gradient.block, kind="gradients")
     slice_gradients = _reduced(rewriting, marks, share)
     if (
         strategy.launch_mode.zero_stage == 3
@@ -190,6 +190,7 @@ class Bucket:
         )
         self.slice_gradients: int | None = None  # the reduced gradients of this rank's slice
         self._filled: list[Gradient] = []
+        self._filled_bytes = 0
         self._alone: int | None = None  # a gradient that is larger than the bucket
         count = 0 if self.stage == 3 else 2 if share.overlaps else 1
         size = share.bucket * share.element_bytes
@@ -204,6 +205,7 @@ class Bucket:
         if self._elements() + size > self.share.bucket:
             self.reduce(position)
         self._filled.append(gradient)
+        self._filled_bytes += gradient.bytes
         if size > self.share.bucket:
             self._alone = gradient.block
             if not is_first:
@@ -214,7 +216,7 @@ class Bucket:
             self.rewriting.dies(gradient.block, position)
 
     def _elements(self) -> int:
-        return sum(gradient.bytes for gradient in self._filled) // self.share.element_bytes
+        return self._filled_bytes // self.share.element_bytes
 
     def reduce(self, position: int) -> None:
         """Reduce the bucket's gradients through a copy, and keep this rank's part of them."""
@@ -248,7 +250,7 @@ class Bucket:
             rewriting.dies(copy, position)
         if self._alone is not None:
             rewriting.dies(self._alone, position)
-        self._filled, self._alone = [], None
+        self._filled, self._filled_bytes, self._alone = [], 0, None
 
     def _part(self, gradient: Gradient) -> int:
         """Elements of a gradient that this rank keeps."""

@@ -191,7 +191,7 @@ def rewrite(
         weight.bytes for weight in marks.weights if weight.bytes // element_bytes <= PERSISTENT
     )
     for weight in marks.weights:
-        rewriting.blocks[weight.block].fixed_bytes = -(-weight.bytes // ranks)
+        rewriting.change(weight.block, fixed_bytes=-(-weight.bytes // ranks))
         if strategy.launch_mode.offloads:
             rewriting.drop(weight.block)
     if ranks > 1 or strategy.launch_mode.offloads:

@@ -13,6 +13,7 @@ import pytest
 from launch.plan import context as plan_context
 from launch.predict import estimate, model_config
 from launch.predict.facts import PlanContext
+from launch.predict.memory import traced_steps
 from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.traces import Traces
 from launch.schema.plan import DataFormat, Strategy
@@ -78,7 +79,7 @@ def test_a_plan_is_for_the_largest_micro_batch_of_the_run(folder, attention):
     with closing(context.traces):
         context.fetch([candidate])
         known = estimate.judge(context, candidate)
-        steps = context.traced_steps(candidate)
+        steps = traced_steps.of(context, candidate)
         bound = estimate.judge(replace(context, largest_batches=None), candidate)
         assert known.memory.peak is not None
         assert bound.memory.peak is not None
@@ -114,13 +115,13 @@ def test_a_micro_batch_without_padding_is_planned_without_a_mask(tmp_path):
     candidate = replace(candidate, per_device_train_batch_size=2)
     with closing(context.traces or nullcontext()):
         context.fetch([candidate])
-        steps = context.traced_steps(candidate)
+        steps = traced_steps.of(context, candidate)
         assert [step.question.is_padded for step in steps] == [True, False]
         padded, full = (step.sizes[0] for step in steps)
         assert full.targets > padded.targets
         assert (padded.source, padded.is_padded) == (full.source, True) != (88, full.is_padded)
         context.fetch_steps(step.question for step in steps)
-        traces = [context.trace_of(step, candidate) for step in steps]
+        traces = [traced_steps.trace(context, step, candidate) for step in steps]
     highest = [trace.peak(2, None).allocated_bytes for trace in traces if trace]
     most = context.trace(candidate)
     assert most is not None

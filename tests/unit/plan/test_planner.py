@@ -15,6 +15,7 @@ from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.predict import budgets, estimate, model_config
 from launch.predict.history.calibration import NO_MARGIN, Margin
+from launch.predict.memory import traced_steps
 from launch.predict.memory.allocator_config import EXPANDABLE, AllocatorConfig
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED
@@ -529,8 +530,8 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     context = plan_context.build(recipe, machine(), config, parameters, family, DATA_FORMAT)
     cut = plan(recipe, machine()).strategy
-    asked, short = context.traced_steps(
-        replace(cut, per_device_train_batch_size=4, gradient_accumulation_steps=8)
+    asked, short = traced_steps.of(
+        context, replace(cut, per_device_train_batch_size=4, gradient_accumulation_steps=8)
     )
     assert (asked[0].lengths, asked[1]) == ((128, 128), 4)
     assert (short[0].lengths, short[1]) == ((16, 16), 32)
@@ -541,13 +542,13 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
         candidate = replace(
             cut, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=parts
         )
-        for question, rows, *_ in known.traced_steps(candidate):
+        for question, rows, *_ in traced_steps.of(known, candidate):
             assert 1 <= rows <= micro_batch * parts
             assert all(
                 rows * length <= micro_batch * most
                 for length, most in zip(question.lengths, (100, 60), strict=True)
             )
-    assert len(context.traced_steps(replace(cut, gradient_accumulation_steps=1))) == 1
+    assert len(traced_steps.of(context, replace(cut, gradient_accumulation_steps=1))) == 1
 
 
 def test_by_tokens_flattened_rows_are_judged_as_one_row_of_the_most_documents_and_targets():
@@ -561,7 +562,7 @@ def test_by_tokens_flattened_rows_are_judged_as_one_row_of_the_most_documents_an
         per_device_train_batch_size=4,
         gradient_accumulation_steps=8,
     )
-    (step,) = replace(context, counts=counts).traced_steps(candidate)
+    (step,) = traced_steps.of(replace(context, counts=counts), candidate)
     # 32 rows of 16 tokens are one of 512 in 32 documents, and have more targets than 4 rows of 128
     assert (step.question.documents, step.rows) == (8, 4)
     (size,) = step.sizes

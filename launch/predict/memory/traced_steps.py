@@ -1,0 +1,166 @@
+"""The steps that are traced for a candidate: those of its micro-batches that the highest peak may
+be of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from launch.predict.facts import PlanContext
+from launch.predict.traces import Question, Trace, with_targets
+from launch.schema.micro_batches import MicroBatchSize
+from launch.schema.plan import MULTIPLE, Strategy
+
+LEAST_LENGTH = 8  # tokens of a row that is worth a trace
+
+
+class TracedStep(NamedTuple):
+    """A step that a peak may be of."""
+
+    question: Question
+    rows: int  # of its micro-batch
+    sizes: tuple[MicroBatchSize, ...] = ()  # of the micro-batch, if they are known
+    # of the run's first step, if its rows are no fraction of these: source and target differ
+    first: Question | None = None
+
+
+def of(context: PlanContext, candidate: Strategy) -> list[TracedStep]:
+    """All steps that the highest peak may be of. If the order of rows is known: of the micro-batch
+    that takes most, and of the longest rows. Else of the longest rows.
+
+    By tokens also the most rows that such a budget can hold, which are a whole step's. Between the
+    two no part of a peak is higher than at one of them: at so many padded tokens what grows with
+    them is the same, attention's squares fall with the length, what a row takes by itself grows
+    with the rows. Flattened rows are one row of so many tokens, which may be more documents and
+    have more targets."""
+    question, rows = context.question(candidate), candidate.per_device_train_batch_size
+    parts = candidate.gradient_accumulation_steps
+    if sizes := context.largest(candidate).sizes:
+        return _of_sizes(context, question, sizes)
+    by_tokens = context.recipe.data.batch_by_tokens
+    if not by_tokens or parts == 1 or context.rows_of is not None:
+        return [TracedStep(question, rows)]
+    multiple = MULTIPLE[candidate.device]
+    shorter = tuple(
+        max(length // parts // multiple * multiple, LEAST_LENGTH) for length in question.lengths
+    )
+    most = min(
+        rows * length // short for length, short in zip(question.lengths, shorter, strict=True)
+    )
+    most = max(min(most, rows * parts), 1)
+    short = replace(
+        question,
+        strategy=replace(candidate, per_device_train_batch_size=most),
+        lengths=shorter,
+        is_padded=True,
+    )
+    if not candidate.flattens:
+        return [TracedStep(question, rows), TracedStep(short, most)]
+    source, target = question.lengths
+    dense = replace(question, documents=max(question.documents, -(-most // rows)))
+    targets = max(
+        context.targets(each, context.counts, {}).of(each.strategy.per_device_train_batch_size)
+        for each in (question, short)
+    )
+    size = MicroBatchSize(rows, source, target, rows * source, targets, is_padded=False)
+    return [TracedStep(dense, rows, (size,))]
+
+
+def trace(context: PlanContext, step: TracedStep, candidate: Strategy) -> Trace | None:
+    """The trace of one of the candidate's steps, if it is stored."""
+    stored = context.traces.get(step.question) if context.traces is not None else None
+    if stored is None:
+        return None
+    first_step = context.largest(candidate).first_step
+    if _masks_padding(context, context.question(candidate)):
+        is_padded = step.question.is_padded
+        alike = [each for each in first_step if each.is_padded == is_padded]
+        first_step = alike or first_step
+    sizes = {step.rows: step.sizes} if step.sizes else {}
+    most = context.targets(step.question, context.counts, sizes, first_step)
+    of_step = with_targets(stored, most, context.evaluated_targets(candidate, step.question))
+    first = context.traces.get(step.first) if context.traces is not None and step.first else None
+    if first is None or step.first is None:
+        return of_step
+    most = context.targets(step.first, context.counts, {}, first_step)
+    return replace(of_step, first=with_targets(first, most))
+
+
+def _of_sizes(
+    context: PlanContext, question: Question, sizes: Sequence[MicroBatchSize]
+) -> list[TracedStep]:
+    """The steps of the micro-batch that takes most by the trace of the longest rows, and of that
+    with the longest rows, with padding and without."""
+    candidate, multiple = question.strategy, MULTIPLE[question.strategy.device]
+    if question.documents and context.recipe.data.packing:  # sequences of about one length
+        return [TracedStep(question, candidate.per_device_train_batch_size, tuple(sizes))]
+    chosen: dict[MicroBatchSize, None] = {}
+    for of_one_kind in _by_mask(context, question, sizes):
+        chosen |= dict.fromkeys(_most(context, candidate, of_one_kind))
+    masks_padding = _masks_padding(context, question)
+    steps = []
+    for batch in chosen:
+        lengths = batch.source, batch.target
+        if candidate.flattens:
+            mean = -(-batch.tokens // batch.rows // multiple) * multiple
+            lengths = mean, mean
+        asked = replace(
+            question,
+            strategy=replace(candidate, per_device_train_batch_size=batch.rows),
+            lengths=lengths,
+            is_padded=batch.is_padded if masks_padding else question.is_padded,
+        )
+        steps.append(TracedStep(asked, batch.rows, (batch,), _first(context, candidate, asked)))
+    return steps
+
+
+def _masks_padding(context: PlanContext, question: Question) -> bool:
+    """True if a micro-batch has a mask where its own rows are padded, and none elsewhere."""
+    return question.is_padded and not question.documents and not context.recipe.data.packing
+
+
+def _by_mask(
+    context: PlanContext, question: Question, sizes: Sequence[MicroBatchSize]
+) -> list[Sequence[MicroBatchSize]]:
+    """Micro-batches with padding, and those without that take more than these would with a mask of
+    their own."""
+    if not _masks_padding(context, question):
+        return [sizes]
+    padded = [each for each in sizes if each.is_padded]
+    others = [each for each in sizes if not each.is_padded]
+    longest_trace = context.trace(question.strategy)
+    if padded and longest_trace is not None:
+
+        def peak_bytes(size: MicroBatchSize) -> int:
+            return longest_trace.peak_bytes(longest_trace.targets.counts(size))
+
+        most = max(map(peak_bytes, padded))
+        length = max(each.source + each.target for each in padded)
+        others = [
+            each for each in others if peak_bytes(each) > most or each.source + each.target > length
+        ]
+    return [group for group in (padded, others) if group]
+
+
+def _most(
+    context: PlanContext, candidate: Strategy, sizes: Sequence[MicroBatchSize]
+) -> Iterable[MicroBatchSize]:
+    """The micro-batch that takes most by the trace of the longest rows, and that with the longest
+    rows."""
+    in_length = max(sizes, key=lambda each: (each.source + each.target, each.rows, each.targets))
+    longest_trace = context.trace(candidate)
+    if longest_trace is None:
+        return [in_length]
+    batches = list(map(longest_trace.targets.counts, sizes))
+    most = sizes[batches.index(longest_trace.highest(batches))]
+    return [most] if candidate.flattens else dict.fromkeys((in_length, most))
+
+
+def _first(context: PlanContext, candidate: Strategy, question: Question) -> Question | None:
+    """The run's first step in rows of its own lengths, of an encoder-decoder."""
+    sizes = context.largest(candidate).first_step
+    if not context.model.is_encoder_decoder or not sizes:
+        return None
+    largest = max(sizes, key=lambda each: each.rows * (each.source + each.target))
+    return replace(question, lengths=(largest.source, largest.target))
