@@ -4,6 +4,7 @@ checkpointing of some layers. Bytes and seconds of traced steps say for which of
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from launch.predict import budgets, estimate, sharding
 from launch.predict.estimate import Judged
 from launch.predict.facts import PlanContext
 from launch.predict.memory import context as memory_context
+from launch.predict.time import rates, timing
 from launch.predict.time.timing import LAUNCH_S
 from launch.schema.plan import MemoryEstimate, Peak, Strategy
 
@@ -28,6 +30,8 @@ KEPT_INSIDE_MLP, KEPT_INSIDE_GATED = 1, 3
 OF_A_LAYER = re.compile(r"(^|[. ])\d")  # in names of modules
 # of a word of a position, when backward begins: its float32 logit, log-softmax and gradient
 LOGIT_BYTES = 3 * 4
+# that kernels read and write of a logit that is made again: its float32 copy and its log-softmax
+REMADE_LOGIT_BYTES = 4 + 4 + 4 + 4 + 4
 
 # layers of which one is checkpointed, from the fastest on: of more the seconds hardly differ
 EVERY_N_LAYERS = (4, 2)
@@ -107,6 +111,25 @@ def at_backward(context: PlanContext, candidate: Strategy) -> MemoryEstimate | N
     outside, _ = memory_context.context_bytes(context.machine.gpus[0], context.import_memory.card)
     outside += estimate.NCCL_BYTES if candidate.backend == "nccl" else 0
     return replace(states, peak=Peak("backward", "", parts), outside_bytes=outside)
+
+
+def logits_s(context: PlanContext, candidate: Strategy) -> float:
+    """Seconds, at most, in which a rank makes all logits of a step once more; inf where the size of
+    the model is not in its config."""
+    config, length = context.model.config, context.question(candidate).lengths[1]
+    width = next((config[name] for name in estimate.WIDTH_NAMES if config.get(name)), None)
+    if width is None:
+        return math.inf
+    samples = candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps
+    speed = timing.speed_of(
+        candidate,
+        rates.of(context.machine, candidate),
+        context.link,
+        estimate.card_figures(context, candidate),
+    )
+    flops_per_s = min(speed.flops_per_s.values())  # of the slowest dtype
+    of_logit_s = 2 * width / flops_per_s + REMADE_LOGIT_BYTES / speed.bytes_per_s
+    return samples * length * config.get("vocab_size", 0) * of_logit_s
 
 
 def _kept_inside_mlp(context: PlanContext) -> int:

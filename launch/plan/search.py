@@ -124,7 +124,8 @@ def fastest(
     and chunks."""
     refuted: dict[Candidate, Judged] = {}  # by a replay of the allocator
     while True:
-        rough = _with_tiled_mlp(context, _needed(context, wave, refuted), refuted)
+        needed = _needed(context, wave, refuted, constraints)
+        rough = _with_tiled_mlp(context, needed, refuted)
         if not alone:
             rough = _with_less_saving(context, wave, rough, refuted, constraints)
         order = _order(rough, constraints)
@@ -160,12 +161,15 @@ def _order(rough: Sequence[Judged], constraints: LaunchConstraints) -> list[Judg
 
 
 def _needed(
-    context: PlanContext, wave: Sequence[Candidate], refuted: Mapping[Candidate, Judged]
+    context: PlanContext,
+    wave: Sequence[Candidate],
+    refuted: Mapping[Candidate, Judged],
+    constraints: LaunchConstraints,
 ) -> list[Judged]:
     """Judge a wave roughly, mode by mode, without those that would only be slower: a candidate that
     checkpoints, or makes logits in parts, where the same without it fits; and one of a mode whose
-    communication alone makes it slower. They are not traced, nor are those whose least memory
-    exceeds a budget."""
+    communication alone keeps it from being chosen. They are not traced, nor are those whose least
+    memory exceeds a budget."""
     judged: dict[Candidate, Judged] = {}
     place = {mode: number for number, mode in enumerate(dict.fromkeys(each.mode for each in wave))}
 
@@ -179,7 +183,7 @@ def _needed(
             if not any(
                 less in judged and judged[less].misses is None for less in _less_saving(candidate)
             )
-            and not _is_slower(context, candidate, judged)
+            and not _is_slower(context, candidate, judged, constraints)
         ]
         hopeless = {
             candidate: less_saving.hopeless(context, _evaluated(context, candidate))
@@ -193,14 +197,22 @@ def _needed(
 
 
 def _is_slower(
-    context: PlanContext, candidate: Candidate, judged: Mapping[Candidate, Judged]
+    context: PlanContext,
+    candidate: Candidate,
+    judged: Mapping[Candidate, Judged],
+    constraints: LaunchConstraints,
 ) -> bool:
-    """True if an untraced candidate is slower than one that fits, whatever its trace says: it has
-    the work of another mode of the same engine, of which recomputation is a part, and its own
-    communication and offloading."""
-    fitting = [each.seconds for each in judged.values() if each.time and each.misses is None]
+    """True if an untraced candidate cannot be chosen, whatever its trace says: it has the work of
+    another mode of the same engine, of which recomputation is a part, and its own communication and
+    offloading. By these it is slower than one that fits, or not clearly faster than one of a mode
+    that comes before its own (if any batch will do, that one does not come before it)."""
+    fitting = {other: each for other, each in judged.items() if each.time and each.misses is None}
     if not fitting or context.trace(candidate) is not None:
         return False
+    earlier = {other for other in fitting if other.mode != candidate.mode}
+    limit_s = min(each.seconds * AS_FAST for each in fitting.values())
+    if earlier and not constraints.free_batch:
+        limit_s = min(limit_s, min(fitting[other].seconds for other in earlier) / AS_FAST)
     engine = candidate.launch_mode.engine
     alike = [
         other
@@ -208,16 +220,18 @@ def _is_slower(
         if each.time and other.mode != candidate.mode and other.launch_mode.engine == engine
     ]
     at_least_s = (least_s(context, candidate, other) for other in alike)
-    return max(at_least_s, default=0.0) > min(fitting) * AS_FAST
+    return max(at_least_s, default=0.0) > limit_s
 
 
 def least_s(context: PlanContext, candidate: Candidate, other: Candidate) -> float:
     """Seconds of a step of an untraced candidate, at least, by the work of a traced one of the same
     engine, of which a part may be recomputation that the candidate does without."""
-    recomputes_more = (
-        other.activation_checkpointing and not candidate.activation_checkpointing
-    ) or (other.num_output_chunks > candidate.num_output_chunks)
-    return estimate.at_least_s(context, candidate, other, NOT_RECOMPUTED if recomputes_more else 1)
+    if other.activation_checkpointing and not candidate.activation_checkpointing:
+        return estimate.at_least_s(context, candidate, other, NOT_RECOMPUTED)
+    least = estimate.at_least_s(context, candidate, other, 1)
+    if other.num_output_chunks > candidate.num_output_chunks:
+        least -= less_saving.logits_s(context, candidate)
+    return least
 
 
 def _savings(candidate: Candidate) -> int:
