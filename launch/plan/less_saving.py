@@ -120,7 +120,7 @@ def logits_s(context: PlanContext, candidate: Strategy) -> float:
     width = next((config[name] for name in estimate.WIDTH_NAMES if config.get(name)), None)
     if width is None:
         return math.inf
-    samples = candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps
+    num_samples = candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps
     speed = timing.speed_of(
         candidate,
         rates.of(context.machine, candidate),
@@ -129,7 +129,7 @@ def logits_s(context: PlanContext, candidate: Strategy) -> float:
     )
     flops_per_s = min(speed.flops_per_s.values())  # of the slowest dtype
     of_logit_s = 2 * width / flops_per_s + REMADE_LOGIT_BYTES / speed.bytes_per_s
-    return samples * length * config.get("vocab_size", 0) * of_logit_s
+    return num_samples * length * config.get("vocab_size", 0) * of_logit_s
 
 
 def _kept_inside_mlp(context: PlanContext) -> int:
