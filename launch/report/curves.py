@@ -13,6 +13,7 @@ WIDTH, HEIGHT = 1000, 300  # of the drawing, which is stretched to its place
 BUCKETS = 500  # of a line with more points: each keeps its lowest and its highest point
 DOTS = 40  # a line of at most as many points shows each
 LOG_FROM = 10.0  # highest / lowest value from which the axis is logarithmic at first
+LEAST, MOST = 1e-300, 1e300  # of an axis: what is nearer to 0 or farther is drawn at its end
 Point = tuple[float, float]
 
 
@@ -39,7 +40,8 @@ class _Axis:
     def share(self, value: float) -> float:
         """From 0, at the top, to 1."""
         low, high = (math.log(end) if self.is_log else end for end in (self.low, self.high))
-        return (high - (math.log(value) if self.is_log else value)) / ((high - low) or 1.0)
+        share = (high - (math.log(value) if self.is_log else value)) / ((high - low) or 1.0)
+        return min(max(share, 0.0), 1.0)
 
 
 def figure(title: str, lines: Sequence[Line], unit: str, from_zero: bool) -> str:
@@ -50,7 +52,7 @@ def figure(title: str, lines: Sequence[Line], unit: str, from_zero: bool) -> str
         return ""
     x0, span = min(xs), (max(xs) - min(xs)) or 1.0
     axes = [_linear(min(ys), max(ys), from_zero)]
-    if min(ys) > 0 and max(ys) > min(ys):
+    if min(ys) > LEAST and max(ys) > min(ys):
         axes.append(_logarithmic(min(ys), max(ys)))
     starts_log = len(axes) == 2 and not from_zero and max(ys) / min(ys) >= LOG_FROM
     switch = (
@@ -115,7 +117,8 @@ def _view(
 
 def _linear(low: float, high: float, from_zero: bool) -> _Axis:
     low = min(low, 0.0) if from_zero else low
-    spread = (high - low) or abs(high) or 1.0
+    low, high = max(low, -MOST), min(high, MOST)
+    spread = next(size for size in (high - low, abs(high), 1.0) if size > LEAST)
     step = 10.0 ** math.floor(math.log10(spread / 3))
     step *= next((factor for factor in (1, 2, 5) if spread / (factor * step) <= 5), 10)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

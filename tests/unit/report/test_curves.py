@@ -44,7 +44,11 @@ def test_a_logarithmic_axis_is_there_for_positive_values_and_chosen_for_wide_one
 
 
 @pytest.mark.parametrize(
-    "ys", [[0.0, 1e-9], [-3.0, 4.0], [7.0, 7.0], [1e-8, 1e9], [0.0, 0.0], [123456.0, 123457.0]]
+    "ys",
+    [
+        *([0.0, 1e-9], [-3.0, 4.0], [7.0, 7.0], [1e-8, 1e9], [0.0, 0.0], [123456.0, 123457.0]),
+        *([5e-324, 5e-324], [0.0, 5e-324], [5e-324, 1.0], [-1.7e308, 1.7e308]),
+    ],
 )
 def test_all_points_are_inside_of_the_drawing(ys):
     page = curves.figure("x", [Line([1, 2], ys)], "step", True)
