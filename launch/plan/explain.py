@@ -271,6 +271,26 @@ def _compile_changes(
         yield Change("training.torch_compile", "true", "false", reason)
 
 
+def _missed(candidate: Candidate, asked: int, judged: Sequence[tuple[Judged, str]]) -> str:
+    """The reason why the asked number of samples at once does not fit: in the chosen mode, or in
+    another one, which is named, since it may miss another budget."""
+    losers = [
+        loser
+        for loser, _ in judged
+        if loser.misses and loser.candidate.per_device_train_batch_size == asked
+    ]
+    own = candidate.mode, candidate.num_processes
+    losers.sort(key=lambda loser: (loser.candidate.mode, loser.candidate.num_processes) != own)
+    if not losers:
+        return "the fastest by prediction"
+    mode, ranks = losers[0].candidate.mode, losers[0].candidate.num_processes
+    where = "" if (mode, ranks) == own else f" with {mode} x{ranks}"
+    return (
+        f"{asked} sample{'s' if asked > 1 else ''} at once need{'' if asked > 1 else 's'}"
+        f" {losers[0].misses}{where}"
+    )
+
+
 def _batch_changes(
     context: PlanContext,
     candidate: Candidate,
@@ -286,14 +306,7 @@ def _batch_changes(
         candidate.per_device_eval_batch_size,
     )
     stays = f"the effective batch stays {candidate.effective_batch_size}"
-    missed = next(
-        (
-            f"{asked} samples at once need {loser.misses}"
-            for loser, _ in judged
-            if loser.misses and loser.candidate.per_device_train_batch_size == asked
-        ),
-        "the fastest by prediction",
-    )
+    missed = _missed(candidate, asked, judged)
     if (tuned := constraints.tuned) and tuned == replace(
         candidate,
         dataloader_num_workers=tuned.dataloader_num_workers,
@@ -368,7 +381,10 @@ def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:
     rows = [("candidate", "live peak", "s/step", "")]
     for each, verdict in judged:
         seconds = f"{each.time.step_s:.3g}" if each.time else "?"
-        rows.append((describe(each.candidate), size(each.memory.allocated_bytes), seconds, verdict))
+        peak = size(each.memory.allocated_bytes)
+        if each.time is None:  # not traced: what it holds at least
+            peak = f">= {peak}" if each.memory.allocated_bytes else "?"
+        rows.append((describe(each.candidate), peak, seconds, verdict))
     first, second, third = (max(map(len, column)) for column in list(zip(*rows, strict=True))[:3])
     return [
         f"{name:<{first}}  {peak:>{second}}  {seconds:>{third}}  {verdict}".rstrip()

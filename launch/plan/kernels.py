@@ -22,7 +22,7 @@ from launch.schema.recipe import Recipe
 from launch.schema.training_section import LIGER_LOSSES, Precision
 
 FLASH, VARLEN = "flash_attention_2", "varlen_attn"
-# _supports_flash_attn in transformers
+# of those with _supports_flash_attn in transformers, the ones whose flattened rows are tested here
 FLASH_FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 # model types without sdpa, after transformers 5.23
 EAGER_FAMILIES = frozenset(
@@ -163,7 +163,10 @@ def _no_kernels(
     lacking = _lacking(gpus, name)
     obstacles = (
         (not gpus, f"{name} has kernels for GPUs only"),
-        (model_type not in FLASH_FAMILIES, f"transformers has no {name} for {model_type}"),
+        (
+            model_type not in FLASH_FAMILIES,
+            f"rows of {model_type} are not flattened for {name}",
+        ),
         (lacking, f"{name} has no kernels for {lacking}"),
         (
             precision == "no" and recipe.model.dtype == "float32",

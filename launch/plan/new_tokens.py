@@ -58,13 +58,14 @@ def with_tokens(
     Raises ConfigError, also for a tokenizer that the model is too small for, and ResourceError for
     one that cannot be loaded."""
     section = recipe.tokenizer
-    rows = parameters[predict_parameters.embedding(parameters)][0]
     folder = Path(section.path or recipe.model.path or "")
+    is_foreign = section.path not in (None, recipe.model.path)  # the model's own fits it
+    is_own = not is_foreign or not (folder / "tokenizer.json").is_file()
+    if folder.parts and is_own and not section.add_tokens:
+        return ModelFacts(recipe, config, parameters, family)
+    rows = parameters[predict_parameters.embedding(parameters)][0]
     if not folder.parts:
         _check_trained_size(recipe, rows)
-        return ModelFacts(recipe, config, parameters, family)
-    is_foreign = section.path not in (None, recipe.model.path)  # the model's own fits it
-    if not section.add_tokens and not (is_foreign and (folder / "tokenizer.json").is_file()):
         return ModelFacts(recipe, config, parameters, family)
     new = _of_folder(folder, section, cache)
     if new.size_before > rows:

@@ -187,7 +187,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         table=tuple(explain.table(table_order(judged))) if chosen.memory.peak else (),
         compared=tuple(map(explain.compared, table_order(judged))) if chosen.memory.peak else (),
         savings=(
-            *savings.savings(chosen, [each for each, _ in judged]),
+            *savings.savings(context, chosen, [each for each, _ in judged]),
             *savings.of_targets(context, chosen),
         ),
         phases=chosen.phases.device,

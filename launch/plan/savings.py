@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from launch.base.text import size
+from launch.plan import less_saving
 from launch.predict import estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import PlanContext
@@ -17,12 +18,14 @@ SAID_BYTES = 64 * MIB  # of host RAM
 AT_TARGETS = ("logits at targets", "logits at all positions")
 
 
-def savings(chosen: Judged, judged: Sequence[Judged]) -> Iterator[str]:
+def savings(context: PlanContext, chosen: Judged, judged: Sequence[Judged]) -> Iterator[str]:
     """Yield lines for each way: of the candidates that differ in it alone, the nearest that takes
-    more memory, and the nearest that takes less."""
+    more memory, and the nearest that takes less. Of a way that the choice has, and without which
+    nothing was traced, what it saves at least."""
     own = _ways(chosen.candidate)
     if chosen.time is None:
         return
+    without = dict(_without(chosen.candidate))
     for way in own:
         others = [
             (_bytes(each) - _bytes(chosen), each)
@@ -35,6 +38,33 @@ def savings(chosen: Judged, judged: Sequence[Judged]) -> Iterator[str]:
         for pair in (more, less):
             if pair is not None:
                 yield _line(chosen, *pair, way)
+        if more is None and way in without:
+            yield from _of_one(context, chosen, without[way], way)
+
+
+def _without(candidate: Strategy) -> Iterator[tuple[str, Strategy]]:
+    """Yield each way that a candidate has, and the candidate without it."""
+    if candidate.activation_checkpointing:
+        yield "checkpointing", less_saving.without_checkpointing(candidate)
+    if candidate.activation_checkpointing and candidate.activation_offloading:
+        yield "host", replace(candidate, activation_offloading=False)
+    if candidate.tiled_mlp_num_shards > 1:
+        yield "mlp", replace(candidate, tiled_mlp_num_shards=1)
+    if candidate.num_output_chunks > 1:
+        yield "logits", replace(candidate, num_output_chunks=1)
+
+
+def _of_one(context: PlanContext, chosen: Judged, other: Strategy, way: str) -> Iterator[str]:
+    """Yield the line of a way beside the same without it: by its trace, if one is stored, else by
+    the least that it holds."""
+    names = [_ways(each)[way] for each in (chosen.candidate, other)]
+    if context.trace(other) is not None:
+        judged = estimate.judge(context, other, exact=False)
+        yield _line(chosen, _bytes(judged) - _bytes(chosen), judged, way, names)
+    elif (least := less_saving.at_backward(context, other)) is not None:
+        saved = least.allocated_bytes - _bytes(chosen)
+        if saved > 0:
+            yield f"{' instead of '.join(names)}: at least {size(saved)} less"
 
 
 def of_targets(context: PlanContext, chosen: Judged) -> Iterator[str]:

@@ -40,6 +40,13 @@ def check(config: Mapping[str, Any], file: Path) -> None:
             f"{file}: model_type {name!r} is an encoder: it fills masks and cannot be trained to"
             " write text; give a decoder (llama, qwen3, ...) or T5"
         )
+    if "vocab_size" not in config and isinstance(config.get("text_config"), Mapping):
+        text = config["text_config"].get("model_type", "...")
+        raise ConfigError(
+            f"{file}: model_type {name!r} is of text beside images or sound (the sizes of its text"
+            f" model are in text_config); give a folder with its text model alone (model_type"
+            f" {text!r})"
+        )
     names = installed()
     if names and name not in names:
         raise ConfigError(

@@ -198,6 +198,8 @@ def _changes(changes: Sequence[Change], most: int) -> tuple[list[str], int]:
 def _cause(cause: str, changes: Sequence[Change], columns: int) -> tuple[str, int]:
     """A text of at most `columns` with the first changes of a cause, and their number."""
     text = ""
+    if all(change.requested == change.effective for change in changes):  # a key by another name
+        return _short(cause, columns), len(changes)
     for num_shown in range(min(len(changes), SHOWN_OF_A_CAUSE), 0, -1):
         values = ", ".join(
             f"{change.key.rpartition('.')[2]} {_short(change.requested, VALUE_COLUMNS)} ->"

@@ -135,10 +135,11 @@ class TrainingSection(BaseModel):
         CheckpointingKwargs, affects("memory", "step_time", "planned")
     ] = Field(
         default=CheckpointingKwargs(),
-        description="`every_n_layers`: the plan checkpoints the first of every n layers; null: all,"
-        " or planned if `activation_checkpointing` is. `offload`: keep what is checkpointed in"
-        " pinned host memory; null: no, or planned where nothing else fits. `use_reentrant`,"
-        " `preserve_rng_state` and `determinism_check` go to `torch.utils.checkpoint`.",
+        description="`every_n_layers`: checkpoint the first of every n layers; null: all, or"
+        " planned if `activation_checkpointing` is. `offload`: keep what is checkpointed in pinned"
+        " host memory; null: no, or planned where nothing else fits. Either of them turns"
+        " `activation_checkpointing` on. `use_reentrant`, `preserve_rng_state` and"
+        " `determinism_check` go to `torch.utils.checkpoint`.",
     )
     num_output_chunks: Annotated[int | None, affects("memory", "step_time", "planned")] = Field(
         default=None,
@@ -204,6 +205,19 @@ class TrainingSection(BaseModel):
             description="Processes that load rows for each rank. null: planned.",
         )
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def checkpoints_what_keywords_name(cls, values: Any) -> Any:
+        """Keywords that name layers or a place to keep them ask for checkpointing too."""
+        if not isinstance(values, dict) or "activation_checkpointing" in values:
+            return values
+        kwargs = values.get("activation_checkpointing_kwargs")
+        if isinstance(kwargs, CheckpointingKwargs):
+            kwargs = kwargs.model_dump()
+        if isinstance(kwargs, dict) and (kwargs.get("every_n_layers") or kwargs.get("offload")):
+            return {**values, "activation_checkpointing": True}
+        return values
 
     @field_validator("activation_checkpointing_kwargs", mode="before")
     @classmethod

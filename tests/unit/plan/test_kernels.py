@@ -65,7 +65,7 @@ def test_flash_attn_is_taken_where_it_is_installed_and_can_run():
             "no kernels for RTX 3080 (gfx1201)",
         ),
         ({}, THERE, {"training": {}}, "computes in 16 bits only (training.bf16)"),
-        ({}, THERE, {"model": {"shape": "t5-tiny"}}, "transformers has no flash_attn for t5"),
+        ({}, THERE, {"model": {"shape": "t5-tiny"}}, "rows of t5 are not flattened for flash_attn"),
         (
             {},
             THERE,
@@ -134,7 +134,7 @@ ADA = {"architecture": "8.9"}
         ({"architecture": "7.5"}, TORCH, {"training": {"fp16": True}}, {}, "no kernels for RTX"),
         ({"vendor": "amd", "architecture": "gfx942"}, TORCH, {}, {}, "varlen_attn has no kernels"),
         ({}, TORCH, {"training": {}}, {}, "computes in 16 bits only"),
-        ({}, TORCH, {}, {"model_type": "t5"}, "for t5"),
+        ({}, TORCH, {}, {"model_type": "t5"}, "of t5"),
         ({}, TORCH, {}, {"attention_dropout": 0.1}, "the model's attention_dropout is 0.1"),
         ({}, TORCH, {}, {"model_type": "gpt2", "n_embd": 64}, "the model's attn_pdrop is 0.1"),
         ({}, TORCH, {}, {"head_dim": 20}, "heads of a multiple of 8, these have 20"),

@@ -5,14 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from launch.plan import context as plan_context
+from launch.plan import less_saving
 from launch.plan.savings import savings
+from launch.predict import model_config
 from launch.predict.estimate import Judged
+from launch.predict.facts import PlanContext
 from launch.predict.time.timing import TimeEstimate
 from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Peak
-from tests.builders import machine, plan, recipe_of
+from tests.builders import CACHE, CODE, DATA_FORMAT, machine, plan, recipe_of
 
 STRATEGY = plan(recipe_of(), machine(1)).strategy
+
+
+def context_of(shape: str) -> PlanContext:
+    """A plan of which nothing is traced."""
+    recipe = recipe_of(data={"train_file": "x", "max_length": 2048}, model={"shape": shape})
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
+    return plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT)
+
+
+CONTEXT = context_of("t5-tiny")  # of which the least that a step holds is not known
 
 
 def judged(gib: float, seconds: float | None, host_gib: float = 2, **strategy: Any) -> Judged:
@@ -26,7 +40,7 @@ def test_the_nearest_with_more_and_with_less_memory_are_named():
     chosen = judged(12, 2.0, activation_checkpointing=True, every_n_layers=2)
     every = judged(6, 2.5, activation_checkpointing=True)
     quarter = judged(15, 1.9, activation_checkpointing=True, every_n_layers=4)
-    assert list(savings(chosen, [chosen, judged(18, 1.6), quarter, every])) == [
+    assert list(savings(CONTEXT, chosen, [chosen, judged(18, 1.6), quarter, every])) == [
         "checkpointing 1 layer in 2 instead of checkpointing 1 layer in 4: 3.00 GiB less, 5%"
         " slower",
         "checkpointing 1 layer in 2 instead of checkpointing: 6.00 GiB more, 20% faster",
@@ -36,7 +50,7 @@ def test_the_nearest_with_more_and_with_less_memory_are_named():
 def test_host_ram_is_said_where_it_differs():
     both = {"activation_checkpointing": True, "activation_offloading": True}
     chosen = judged(5, 2.2, 3, **both)
-    (line,) = savings(chosen, [chosen, judged(6, 2.0, activation_checkpointing=True)])
+    (line,) = savings(CONTEXT, chosen, [chosen, judged(6, 2.0, activation_checkpointing=True)])
     assert line == (
         "activations on the host instead of activations on the device: 1.00 GiB less, 10% slower,"
         " 1.00 GiB more host RAM"
@@ -46,5 +60,19 @@ def test_host_ram_is_said_where_it_differs():
 def test_candidates_that_differ_in_two_ways_or_were_not_traced_say_nothing():
     chosen = judged(5, 2.2, num_output_chunks=8)
     two_ways = judged(9, 1.0, activation_checkpointing=True)
-    assert list(savings(chosen, [chosen, two_ways, judged(7, None)])) == []
-    assert list(savings(judged(5, None), [judged(7, 1.0)])) == []
+    assert list(savings(CONTEXT, chosen, [chosen, two_ways, judged(7, None)])) == []
+    assert list(savings(CONTEXT, judged(5, None), [judged(7, 1.0)])) == []
+
+
+def test_of_a_way_without_which_nothing_was_traced_the_least_that_it_saves_is_said():
+    context = context_of("qwen2.5-0.5b")
+    chosen = judged(5, 2.2, num_output_chunks=8, per_device_train_batch_size=4)
+    at_once = less_saving.at_backward(context, replace(chosen.candidate, num_output_chunks=1))
+    assert at_once is not None
+    saved = (at_once.allocated_bytes - 5 * GIB) / GIB
+    line = "logits in 8 part(s) instead of logits in 1 part(s)"
+    assert list(savings(context, chosen, [chosen])) == [f"{line}: at least {saved:.2f} GiB less"]
+    # 4 rows of 2,048 positions, of each word a logit, its log-softmax and its gradient in float32
+    assert saved > 4 * 2048 * context.model.config["vocab_size"] * 3 * 4 / GIB
+    more = replace(chosen, memory=judged(500, None).memory)  # than the least of the same at once
+    assert list(savings(context, more, [more])) == []

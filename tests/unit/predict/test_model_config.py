@@ -364,6 +364,13 @@ def test_private_keys_that_save_pretrained_writes_are_read(folder, written):
     load_folder(folder)
 
 
+def test_a_model_of_text_beside_images_is_refused_before_it_is_built(tmp_path):
+    config = AutoConfig.for_model("gemma3", text_config={"num_hidden_layers": 2})
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    with pytest.raises(ConfigError, match=r"'gemma3' is of text beside .* 'gemma3_text'\)$"):
+        load_folder(tmp_path)
+
+
 def test_an_encoder_is_refused_unless_it_is_a_decoder(folder):
     change_config(folder, model_type="bert")
     with pytest.raises(ConfigError, match=r"config\.json: model_type 'bert' is an encoder"):

@@ -129,6 +129,17 @@ def test_the_embeddings_grow_by_the_tokens_for_which_they_have_no_row(folder, tm
     assert read.changes == ()
 
 
+def test_a_model_without_an_embedding_of_a_known_name_is_read_where_no_token_is_added(
+    folder, tmp_path
+):
+    recipe = recipe_of(folder)
+    shapes = {"backbone.embeddings.weight": (300, 32)}  # of a Mamba
+    facts = recipe, {"vocab_size": 300}, shapes, predict_parameters.FAMILIES["llama"], tmp_path
+    assert new_tokens.with_tokens(*facts).parameters == shapes
+    with pytest.raises(ConfigError, match="name no embedding of tokens"):
+        new_tokens.with_tokens(recipe_of(folder, "<a>"), *facts[1:])
+
+
 def test_a_parameter_that_may_have_to_grow_too_is_refused_by_name(folder, tmp_path):
     path, made = tmp_path / "opt", tokenizer.load(folder)
     config = AutoConfig.for_model("opt", vocab_size=len(made), hidden_size=32, ffn_dim=len(made))

@@ -917,6 +917,25 @@ def test_the_old_name_of_a_renamed_key_is_taken_and_said(write, old):
         ]
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "is_on"),
+    [
+        ("{every_n_layers: 2}", True),
+        ("{offload: true}", True),
+        ("{every_n_layers: null, use_reentrant: true}", False),
+        ("null", False),
+    ],
+)
+def test_keywords_that_name_layers_or_a_place_turn_checkpointing_on(write, kwargs, is_on):
+    in_file, _ = load.load(write(with_line(f"activation_checkpointing_kwargs: {kwargs}")))
+    as_override, _ = load.load(
+        write(GOOD), [f"--training.activation_checkpointing_kwargs={kwargs}"]
+    )
+    for recipe in (in_file, as_override):
+        assert recipe.training.activation_checkpointing is is_on
+        assert ("activation_checkpointing" in recipe.training.model_fields_set) is is_on
+
+
 def test_the_old_name_beside_the_new_one_is_refused(write):
     both = with_line("gradient_checkpointing: true").replace(
         "training:\n", "training:\n  activation_checkpointing: false\n"

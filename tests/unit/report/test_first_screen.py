@@ -69,6 +69,12 @@ def test_changes_that_fit_are_all_shown_under_their_cause():
     assert lines[-1].endswith(LOG[1])
 
 
+def test_a_key_by_another_name_is_said_without_its_value():
+    renamed = Change("training.new", "true", "true", "training.old is now training.new")
+    lines = screen(LOG, seconds_per_step=1.0, changes=(renamed,))
+    assert value(lines, "changed") == "training.old is now training.new"
+
+
 @pytest.mark.parametrize("count", [5, 14, 200])
 def test_changes_that_do_not_fit_are_counted_and_a_preset_gives_way_to_single_causes(count):
     memory = Change("training.batch", "16", "4", "16 samples need 30 GiB; the batch stays 32")
