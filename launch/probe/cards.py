@@ -171,12 +171,20 @@ def by_words(text: str, where: str = "--gpu") -> Card:
             if len(rows) == 1:
                 return rows[0]
             if rows:
-                names = ", ".join(row.full_name for row in rows)
-                raise ConfigError(f"{where}: {text}: there are several of that name: {names}")
+                raise _several(rows, text, where)
+    plain = _without(parts(text), MAKERS)
+    longer = [row for row in table() if plain and row.parts[: len(plain)] == plain]
+    if 1 < len(longer) <= NAMES_SHOWN:
+        raise _several(longer, text, where)
     raise ConfigError(
         f"{where}: {text}: no such card in configs/cards.yaml; {_nearest_names(text)}; a machine"
         " file may describe it: name, vendor, total_gib, architecture"
     )
+
+
+def _several(rows: Sequence[Card], text: str, where: str) -> ConfigError:
+    names = ", ".join(row.full_name for row in rows)
+    return ConfigError(f"{where}: {text}: there are several of that name: {names}")
 
 
 def _without(name: Sequence[str], ignored: frozenset[str]) -> tuple[str, ...]:

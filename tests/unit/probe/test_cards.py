@@ -59,7 +59,8 @@ def test_the_full_name_of_every_row_names_it_and_its_described_card_has_its_peak
     [
         ("RTX 3080", "several of that name: RTX 3080 10GB, RTX 3080 12GB, RTX 3080 20GB"),
         ("A100", "several of that name: A100 40GB, A100 80GB"),
-        ("H100", "no such card in configs/cards.yaml; nearest: H100 PCIe, H100 80GB HBM3"),
+        ("H100", "several of that name: H100 PCIe, H100 80GB HBM3"),
+        ("NVIDIA RTX", "no such card in configs/cards.yaml; "),
         ("RTX 3090 48GB", "no such card in configs/cards.yaml; nearest: RTX 3090, RTX 3090 Ti"),
         ("RTX 3091", "nearest: RTX 3090"),
         ("banana", "no such card in configs/cards.yaml; it has V100 SXM2 16GB"),
