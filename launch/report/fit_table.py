@@ -75,6 +75,16 @@ def as_json(fits: Sequence[Fit]) -> list[dict[str, Any]]:
     ]
 
 
+def refusals(fits: Sequence[Fit]) -> list[str]:
+    """A line for each reason other than memory for which trainings are refused, with these."""
+    refused: dict[str, list[str]] = {}
+    for fit in fits:
+        if fit.refused:
+            named = f"{fit.model} {NAMES[fit.method]} at {fit.length:,} tokens"
+            refused.setdefault(fit.refused, []).append(named)
+    return [f"No question of memory: {', '.join(of)}: {why}." for why, of in refused.items()]
+
+
 def _cell(fit: Fit) -> Iterator[str]:
     if fit.chosen is None:
         yield NO

@@ -25,6 +25,15 @@ def test_what_cannot_fit_is_not_traced_and_the_table_has_100_columns(tmp_path):
     assert not list(tmp_path.glob("*.log"))
 
 
+def test_what_is_no_question_of_memory_is_said_with_its_reason(tmp_path):
+    argv = ("--model=gpt2-small", "--length=4096")
+    done = launch(tmp_path, "fit", *MACHINE, *argv, LOWMEM_TRACES=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "No question of memory: gpt2-small full at 4,096 tokens, gpt2-small LoRA" in said
+    assert said.count("but the model has 1024 positions") == 1
+
+
 def test_a_training_that_fits_is_what_the_plan_of_its_recipe_says(tmp_path):
     argv = (*MACHINE, "--model=minigpt-medium", "--length=512", "--json")
     done = launch(tmp_path, "fit", *argv)
