@@ -72,20 +72,21 @@ PLAN_TIMEOUT_S = 300
 DOES_NOT_FIT = 3  # the exit code
 
 
+def children_s() -> float:
+    """Processor seconds of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def plan(words: Sequence[str], machine: str, workspace: Path, traces: Path) -> dict[str, Any]:
     """One plan: seconds of the process and its children, and what it said."""
     argv = [sys.executable, "-m", "launch", "plan", "sft_fast", *words, *MACHINES[machine]]
     env = {**recording.environment(workspace), "LOWMEM_TRACES": str(traces)}
-    load, used, began = (
-        os.getloadavg()[0],
-        resource.getrusage(resource.RUSAGE_CHILDREN),
-        time.monotonic(),
-    )
+    load, used_s, began = os.getloadavg()[0], children_s(), time.monotonic()
     done = subprocess.run(
         argv, env=env, cwd=recording.CODE, capture_output=True, text=True, timeout=PLAN_TIMEOUT_S
     )
-    wall_s, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu_s = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    wall_s, cpu_s = time.monotonic() - began, children_s() - used_s
     seconds = {"wall_s": round(wall_s, 3), "cpu_s": round(cpu_s, 3), "load_before": round(load, 2)}
     if done.returncode not in (0, DOES_NOT_FIT):
         return {**seconds, "error": done.stderr.strip().splitlines()[-1]}
@@ -123,15 +124,14 @@ def imports_s() -> float:
     machine, beside which a plan's can be read on another one."""
     used = []
     for _ in range(3):  # the first fills the page cache
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        before_s = children_s()
         subprocess.run(
             [sys.executable, "-c", "from transformers import Trainer"],
             check=True,
             capture_output=True,
             timeout=PLAN_TIMEOUT_S,
         )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        used.append(children_s() - before_s)
     return min(used)
 
 
