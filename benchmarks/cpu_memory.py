@@ -102,7 +102,7 @@ class Case:
     """One configuration; sections lay over the recipe's."""
 
     name: str
-    config: Mapping[str, Any]
+    config: Mapping[str, Any] | str  # of a model with random weights, or the name of a known shape
     batch: int = 4
     training: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -257,15 +257,16 @@ def write_data(folder: Path, case: Case) -> Path:
     held_out = 24 if case.data else 3  # packed, they fill a batch too
     write_parquet(folder / "train.parquet", rows(steps * case.effective_batch_size))
     write_parquet(folder / "valid.parquet", rows(held_out * case.batch * case.ranks))
-    if not (folder / "model").exists():
+    shape = case.config if isinstance(case.config, str) else None
+    if not shape and not (folder / "model").exists():
         child = [sys.executable, "-m", "benchmarks.random_model"]
         argv = [*child, json.dumps(case.config), str(folder)]
         subprocess.run(argv, check=True, cwd=recording.CODE, stderr=subprocess.DEVNULL)
     recipe = {
         "name": "case",
         "task": "sft",
-        "model": {"path": str(folder / "model"), **case.model},
-        "tokenizer": {"path": str(folder / "tokenizer")},
+        "model": {**({"shape": shape} if shape else {"path": str(folder / "model")}), **case.model},
+        "tokenizer": {"vocab_size": 1024} if shape else {"path": str(folder / "tokenizer")},
         "data": {
             "train_file": str(folder / "train.parquet"),
             "validation_file": str(folder / "valid.parquet"),

@@ -380,17 +380,23 @@ CASES = (
 )
 
 
-def launched(folder: Path, case: Case, machine: Machine, *options: str) -> Path:
-    """The run folder of a case."""
+class RunFailed(Exception):
+    """A run did not end as complete; its exit code and what it said."""
+
+
+def launched(folder: Path, case: Case, variables: Mapping[str, str], *options: str) -> Path:
+    """The run folder of a case. Raises RunFailed."""
     recipe = str(cpu_memory.write_data(folder, case))
     argv = [sys.executable, "-m", "launch", "run", recipe, *options]
-    argv += EVERY_TWELVE if case.ragged and not case.data else EVERY_TWO
+    few = isinstance(case.config, str) or (case.ragged and not case.data)
+    argv += EVERY_TWELVE if few else EVERY_TWO
     argv += [f"--launch.mode={case.mode}"]  # of FSDP2 the CPU's benchmark makes its own mode
     env = {**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]}
     done = subprocess.run(
-        argv, env=env | machine.environment(), cwd=recording.CODE, capture_output=True, text=True
+        argv, env={**env, **variables}, cwd=recording.CODE, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    if done.returncode != 0:
+        raise RunFailed(f"exit code {done.returncode}: {done.stdout}{done.stderr}")
     (file,) = (folder / "runs" / "case").glob("*/plan.json")
     return file.parent
 
@@ -399,7 +405,7 @@ def predicted_again(folder: Path, case: Case, row: dict[str, Any]) -> dict[str, 
     """A row with today's predictions beside what was measured; None if today's plan is another, or
     predicts a part that was not measured."""
     machine = Machine(folder / "cards", [A100] * case.ranks)
-    plan = read(launched(folder, case, machine, "--dry-run") / "plan.json")
+    plan = read(launched(folder, case, machine.environment(), "--dry-run") / "plan.json")
     strategies = TypeAdapter(list[Strategy]).validate_python([plan["strategy"], row["strategy"]])
     planned = {phase for phase in SHOWN if plan["phases"][phase]}
     if strategies[0] != strategies[1] or not planned <= row["phases"].keys():
@@ -415,26 +421,31 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     """Train a case: for each part of the run and each figure, predicted and measured bytes of the
     fullest rank; and pinned host memory."""
     machine = Machine(folder / "cards", [A100] * case.ranks)
-    run = launched(folder, case, machine)
-    plan, outcome = read(run / "plan.json"), read(run / "attempts/01/outcome.json")
-    assert plan["phases"]["step"], f"{case.name}: its step was not traced"
+    run = launched(folder, case, machine.environment())
+    plan = read(run / "plan.json")
     return sources.digests(RESULT) | {
         "case": case.name,
         "strategy": plan["strategy"],
-        "phases": {
-            phase: {
-                figure: [predicted[f"{figure}_bytes"], peaks[f"{figure}_bytes"]]
-                for figure in FIGURES
-            }
-            for phase, peaks in outcome["phases"].items()
-            if (predicted := plan["phases"][phase])
-        },
+        "phases": phases(run),
         "pinned_bytes": [
             process.peak_pinned_bytes
             for process in machine.processes()
             if process.peak_pinned_bytes
         ],
         "predicted_pinned_bytes": plan["estimate"]["pinned_bytes"],
+    }
+
+
+def phases(run: Path) -> dict[str, dict[str, list[int]]]:
+    """For each part of a run that ended, and each figure: predicted and measured bytes."""
+    plan, outcome = read(run / "plan.json"), read(run / "attempts/01/outcome.json")
+    assert plan["phases"]["step"], f"{run}: its step was not traced"
+    return {
+        phase: {
+            figure: [predicted[f"{figure}_bytes"], peaks[f"{figure}_bytes"]] for figure in FIGURES
+        }
+        for phase, peaks in outcome["phases"].items()
+        if (predicted := plan["phases"][phase])
     }
 
 
@@ -482,6 +493,16 @@ def summary(rows: Sequence[Mapping[str, Any]], phase: str) -> list[str]:
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    return (
+        "CUDA build, no card: kernels did nothing.\n\n"
+        + tables(rows)
+        + "\nPinned host memory of the rank that has most, as the driver was asked for it:\n\n"
+        + recording.table(PINNED, [pinned(row) for row in rows if "predicted_pinned_bytes" in row])
+    )
+
+
+def tables(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The summary by part of a run, and a line a case."""
     head = ["part of the run", "configurations"]
     for figure in FIGURES:
         head += [f"{figure}: median error", "95 % below", "max"]
@@ -506,14 +527,8 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
     for figure in FIGURES:
         columns += [f"{figure}, step, predicted MiB", "measured"]
         columns += [f"error, {phase.replace('_', ' ')}" for phase in SHOWN]
-    return (
-        "CUDA build, no card: kernels did nothing.\n\n"
-        + recording.table(head, [summary(rows, phase) for phase in SHOWN])
-        + "\n"
-        + recording.table(columns, lines)
-        + "\nPinned host memory of the rank that has most, as the driver was asked for it:\n\n"
-        + recording.table(PINNED, [pinned(row) for row in rows if "predicted_pinned_bytes" in row])
-    )
+    summaries = [summary(rows, phase) for phase in SHOWN]
+    return recording.table(head, summaries) + "\n" + recording.table(columns, lines)
 
 
 def pinned(row: Mapping[str, Any]) -> list[str]:
