@@ -119,6 +119,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="small runs at a time (default 1)")
     parser.add_argument("--minutes", type=float, default=60, help="begin none after this time")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--small", action="store_true", help="none of the large ones")
     arguments = parser.parse_args()
     if not probe_machine.machine().gpus:
         print(f"needs a GPU: {probe_machine.machine().gpus_reason}", file=sys.stderr)
@@ -129,7 +130,7 @@ def main() -> int:
     rows = {row["case"]: row for row in before if "failed" not in row}
     with tempfile.TemporaryDirectory() as place:
         os.environ.setdefault("LOWMEM_TRACES", str(Path(place) / "traces"))
-        for cases, workers in ((SMALL, arguments.workers), (LARGE, 1)):
+        for cases, workers in ((SMALL, arguments.workers), (() if arguments.small else LARGE, 1)):
             waiting = [
                 case for case in cases if case.name not in rows and arguments.only in case.name
             ]
