@@ -138,7 +138,9 @@ def _where(
         for gpu in cards:
             if gpu.slowdown:
                 yield f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}"
-        yield from architectures.attention_notes(machine.gpus[: candidate.num_processes])
+        yield from architectures.attention_notes(
+            machine.gpus[: candidate.num_processes], recipe.data.packing
+        )
     if candidate.num_machines > 1 and recipe.launch.nodes > 1:
         launch = recipe.launch
         yield (

@@ -178,7 +178,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
         **_counted_rows(context),
         rows_left_out=counts["dropped"] + counts["bad"] if counts else None,
-        target_share=counts["target_tokens"] / counts["tokens"] if counts else None,
+        target_share=_target_share(context),
         lora_targets=context.lora_targets,
         why=explain.why(context, chosen, constraints, judged),
         switches=explain.switches(context, candidate, constraints),
@@ -209,6 +209,16 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         allocator_limit_bytes=_allocator_limit_bytes(recipe.launch, chosen),
         allocator_settings=context.allocator_settings(candidate),
     )
+
+
+def _target_share(context: PlanContext) -> float | None:
+    """The share of the tokens that have a loss; None until the rows are tokenised. Those of a T5's
+    answers are counted apart from its inputs."""
+    counts = context.counts
+    if not counts:
+        return None
+    targets = counts["target_tokens"]
+    return targets / (counts["tokens"] + (targets if context.model.is_encoder_decoder else 0))
 
 
 def _counted_rows(context: PlanContext) -> dict[str, Any]:

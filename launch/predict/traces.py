@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +31,7 @@ from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.target_counts import NO_TARGETS, BatchCounts, MostTargets
 from launch.predict.time.timing import Affine, WorkCost
 from launch.predict.trace_client import TracingChild
-from launch.probe import packages
+from launch.probe import architectures, packages
 from launch.schema.phases import Phase
 from launch.schema.plan import Born, ModelSize, Peak, Strategy
 from launch.schema.recipe import Recipe
@@ -416,7 +417,11 @@ class Traces:
             "config": dict(self._model.config),
             "lora_targets": self._lora_targets,
             "device": strategy.device,
-            "gpu": [question.architecture, question.fused_attention],
+            "gpu": [
+                question.architecture,
+                question.fused_attention,
+                architectures.cudnn_is_last(recipe.data.packing, os.environ),
+            ],
             "engine": [
                 strategy.launch_mode.engine,
                 strategy.launch_mode.zero_stage,

@@ -40,7 +40,7 @@ def command(
     added: dict[str, str] = dict(plan.link.env) if plan.link else {}
     defaults = dict(malloc.SETTINGS)
     if strategy.device == "cuda":
-        defaults = dict(architectures.environment(machine.gpus[:per_machine]))
+        defaults = architectures.environment(machine.gpus[:per_machine], plan.packing)
         if plan.allocator_settings and users_settings(environ) is None:
             added["PYTORCH_ALLOC_CONF"] = plan.allocator_settings
         added |= visible_devices(machine, per_machine)

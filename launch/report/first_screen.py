@@ -110,7 +110,8 @@ def _data(recipe: Recipe, plan: Plan) -> str:
         lengths = f"all {plan.rows_of:,} tokens long, as --rows-of says"
     if plan.padding and plan.padding.rows:
         mean = plan.padding.tokens / plan.padding.rows
-        lengths = f"{mean:,.0f} tokens on average, at most {length_text(plan)}"
+        inputs = "inputs of " if plan.shape.is_encoder_decoder else ""
+        lengths = f"{inputs}{mean:,.0f} tokens on average, at most {length_text(plan)}"
     count = len(recipe.data.sources)
     name = recipe.data.train_names if count == 1 else f"{count} sources"
     files = f" ({plan.data_format.num_files:,} files)" if plan.data_format.num_files > 1 else ""

@@ -40,7 +40,10 @@ def records(place: Workplace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("shape", ["llama-tiny", "t5-tiny"])
-def test_a_run_on_one_card_ends_with_a_model_and_the_predicted_memory(one_card: Workplace, shape):
+@pytest.mark.parametrize("card", [Card(), Card("NVIDIA H200", 140, "9.0", 132)])
+def test_a_run_on_one_card_ends_with_a_model_and_the_predicted_memory(tmp_path: Path, shape, card):
+    """On the driver without a card, cuDNN does not start: its attention is not called."""
+    one_card = Workplace(tmp_path, card)
     done = one_card.launch("run", recipe(one_card, shape), "--model.attn_implementation=sdpa")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (one_card.folder / "model/model.safetensors").exists()

@@ -193,10 +193,10 @@ def _part(
 def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
     """Describe a tokenised file in one line."""
     mean = counts["tokens"] / counts["rows"]
-    line = (
-        f"{name}: {counts['rows']:,} rows, {mean:.0f} tokens on average, longest"
-        f" {counts['longest']}"
-    )
+    line = f"{name}: {counts['rows']:,} rows, {mean:.0f} tokens on average"
+    if any(length != labels for length, labels in counts["lengths"]):  # a T5's
+        line += f" and {counts['target_tokens'] / counts['rows']:.0f} of an answer"
+    line += f", longest {counts['longest']}"
     if counts["documents"]:
         each = counts["documents"] / counts["rows"]
         line = (

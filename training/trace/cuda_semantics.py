@@ -13,7 +13,6 @@ native/transformers/attention.cpp, native/Dropout.cpp, native/SoftMax.cpp, autoc
 from __future__ import annotations
 
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 
+from launch.probe.architectures import PREFER_CUDNN
 from training.compat import accelerate_private, torch_private, transformers_private
 from training.compat.torch_private import FakeTensor, FakeTensorMode, op_implementations_dict
 
@@ -40,7 +40,7 @@ class Target:
     architecture: str  # compute capability, 8.6, or gfx name
     # of an AMD card: PyTorch has fused kernels for it and may use them
     fused_attention: bool = True
-    cudnn: int = CUDNN
+    cudnn: int = CUDNN  # 0: its attention comes after PyTorch's own kernels
     documents: int = 0  # in a row, for flash_attn's kernel of unequal lengths
 
     @property
@@ -230,11 +230,7 @@ def _heads_fit(call: Call) -> bool:
 def _prefers_cudnn(target: Target) -> bool:
     """check_prefer_cudnn_attention: cuDNN is tried first on Hopper and on Blackwell's data centre
     cards."""
-    return (
-        os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
-        and target.cudnn > 91500
-        and target.capability in ((9, 0), (10, 0), (10, 3))
-    )
+    return target.cudnn > 91500 and target.architecture in PREFER_CUDNN
 
 
 def _takes_cudnn(target: Target, call: Call) -> bool:

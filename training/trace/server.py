@@ -9,6 +9,8 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,7 @@ from pydantic import TypeAdapter
 
 from launch.base import modules
 from launch.base.files import write_atomic
+from launch.probe import architectures
 from launch.schema.plan import PAGED, Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
 
@@ -59,9 +62,26 @@ def _import_trace() -> None:
     """Import the modules of a trace, now that the packages that the run leaves out are known.
     Without collections, which would visit them in each trace: a quarter of its time."""
     gc.disable()  # each step collects once, before it begins
-    with modules.uncollected():
+    with modules.uncollected(), _without_compiler():
         step = importlib.import_module("training.trace.step")
     step.SHAPES.is_kept = True
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Import modules without torch's compiler, a second of its own: bitsandbytes asks for compiled
+    functions at once, of which no step on a card calls one."""
+    import torch
+
+    from training.trace import cuda_semantics
+
+    with cuda_semantics.replaced([(torch, "compile", _as_it_is)]):
+        yield
+
+
+def _as_it_is(function: Any = None, **options: Any) -> Any:
+    """torch.compile, as a function and as a decorator with options."""
+    return _as_it_is if function is None else function
 
 
 def _plan(
@@ -122,7 +142,8 @@ def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:
     batch = 1 if question["is_single"] else step.BATCH
     target = None
     if strategy.device == "cuda":
-        cudnn = torch.backends.cudnn.version() or cuda_semantics.CUDNN
+        is_last = architectures.cudnn_is_last(recipe.data.packing, os.environ)
+        cudnn = 0 if is_last else torch.backends.cudnn.version() or cuda_semantics.CUDNN
         target = cuda_semantics.Target(
             question["architecture"],
             question["fused_attention"],

@@ -229,12 +229,12 @@ def _out_of_memory(bench: Bench) -> dict[str, Any]:
 
 
 def _begun(bench: Bench, run: Any) -> Any:
-    """The run's first attempt, once it is there."""
+    """The run's first attempt, once its plan is there."""
     while time.monotonic() < bench.deadline:
         if run.process.poll() is not None:
             raise CheckFailed(run.said())
         attempts = run.attempts()
-        if attempts:
+        if attempts and attempts[0].plan_file.exists():
             return attempts[0]
         time.sleep(POLL_S)
     raise TimeoutError

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,9 +162,9 @@ def test_a_mask_that_learns_does_not_go_to_cudnn():
     assert choose(HOPPER, learned) == "efficient"
 
 
-def test_cudnn_stands_back_where_the_user_says_so(monkeypatch):
-    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
-    assert choose(HOPPER, call()) == "flash"
+@pytest.mark.parametrize(("asked", "kernel"), [({}, "flash"), ({"mask": torch.bool}, "efficient")])
+def test_cudnn_stands_back_where_it_comes_last(asked, kernel):
+    assert choose(replace(HOPPER, cudnn=0), call(**asked)) == kernel
 
 
 @pytest.mark.parametrize("masked", ["causal", "boolean", "additive"])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from launch.base.files import write_json
 from launch.commands.selfcheck import checks, verb
 from launch.commands.selfcheck.bench import Bench, outside
 from launch.commands.selfcheck.results import Finding, Results, lines, page
 from launch.probe import import_memory
-from launch.run_folder.layout import RunDir
+from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import MIB, CardFigures
 from launch.schema.plan import PAGED, Peak
 from tests.builders import machine, plan, recipe_of
@@ -52,6 +55,23 @@ def test_paged_states_and_communicators_are_no_part_of_a_context(tmp_path: Path,
     run = RunDir.create(tmp_path, "tiny", datetime(2026, 1, 1))
     run.write_plan(recipe_of(), replace(planned, estimate=estimate))
     assert outside(run) is None
+
+
+def test_a_run_has_begun_once_the_plan_of_its_attempt_is_there(tmp_path: Path):
+    run = RunDir.create(tmp_path, "tiny", datetime(2026, 1, 1))
+    attempt = run.new_attempt()
+    looks: list[int] = []
+
+    def attempts() -> list[AttemptDir]:
+        looks.append(1)
+        if len(looks) == 3:
+            write_json(attempt.plan_file, asdict(plan()))
+        return run.attempts()
+
+    begun = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), attempts=attempts)
+    bench = Bench(tmp_path, tmp_path, deadline=math.inf)
+    assert checks._begun(bench, begun).read_plan() == plan()
+    assert len(looks) == 3
 
 
 def test_the_figures_of_imports_stay_when_a_card_is_kept(tmp_path: Path):

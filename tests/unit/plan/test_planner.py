@@ -319,6 +319,17 @@ def test_segments_grow_where_micro_batches_differ_in_targets(sections, most_targ
     assert segments(facts, sections) == settings
 
 
+@pytest.mark.parametrize(("shape", "share"), [("llama-tiny", 90 / 200), ("t5-tiny", 90 / 290)])
+def test_answers_of_a_t5_are_tokens_beside_its_inputs(shape, share):
+    recipe = recipe_of(model={"shape": shape})
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
+    context = plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT)
+    counts = {"rows": 2, "dropped": 0, "bad": 0, "tokens": 200, "lengths": [(100, 45)] * 2}
+    counts |= {"target_tokens": 90, "most_targets": [45, 45]}
+    chosen = planner.choose(replace(context, counts=counts), LaunchConstraints())
+    assert chosen.plan.target_share == pytest.approx(share)
+
+
 def segments(
     facts: dict[str, Any], sections: dict[str, Any], attention: str = "sdpa", **training: Any
 ) -> list[str]:

@@ -170,6 +170,33 @@ def test_attention_without_a_fused_kernel_is_said_once_per_kind_of_card():
     assert len(notes("gfx1030", "gfx1200")) == 2
 
 
+HOPPER = gpu(architecture="9.0")
+
+
+def test_cudnn_comes_last_where_batches_have_many_shapes_and_the_plan_says_so():
+    assert command(HOPPER, {}).env[architectures.CUDNN_LAST] == "1"
+    assert command(HOPPER, {architectures.CUDNN_LAST: "0"}).env[architectures.CUDNN_LAST] == "0"
+    (line,) = [line for line in plan(on=machine(cards=(HOPPER,))).why if "cuDNN" in line]
+    assert f"{architectures.CUDNN_LAST}=0 puts them first" in line
+    assert architectures.CUDNN_LAST not in architectures.environment([HOPPER], is_packed=True)
+    assert architectures.CUDNN_LAST not in command(gpu(), {}).env
+
+
+@pytest.mark.parametrize(
+    ("is_packed", "variable", "is_last"),
+    [
+        (False, None, True),
+        (True, None, False),  # one shape
+        (False, "0", False),
+        (True, "1", True),
+        (False, "", False),  # as PyTorch reads it
+    ],
+)
+def test_the_users_variable_decides_whether_cudnn_comes_last(is_packed, variable, is_last):
+    environ = {} if variable is None else {architectures.CUDNN_LAST: variable}
+    assert architectures.cudnn_is_last(is_packed, environ) == is_last
+
+
 def test_nothing_of_it_is_done_or_said_on_the_cpu():
     on = machine(cards=(radeon("gfx1200"),))
     chosen = plan(recipe_of(launch={"mode": "cpu"}), on)

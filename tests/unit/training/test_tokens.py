@@ -107,6 +107,8 @@ def test_t5_refuses_an_answer_to_nothing_and_counts_messages_behind_the_last_ans
     assert (counts.rows, counts.unread) == (2, 1)
     line = prepare.summary("train", asdict(counts), 64)
     assert "1 conversations without their messages behind the last answer" in line
+    mean, answer = counts.tokens / 2, counts.target_tokens / 2
+    assert f"{mean:.0f} tokens on average and {answer:.0f} of an answer, longest" in line
 
 
 def test_pretraining_learns_every_token_of_a_text_in_pieces(cut):
