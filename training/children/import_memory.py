@@ -97,6 +97,22 @@ def _first_step(device: str) -> None:
         layer(torch.ones(64, 64, device=device)), torch.ones(64, device=device).long()
     ).backward()
     optimizer.step()
+    if device == "cuda":
+        _attend()
+
+
+def _attend() -> None:
+    """Take a step of a layer in 16 bits, as trainings do: on a card the libraries load a kernel,
+    and the host the pages that it lies in, when it is first used."""
+    import torch
+
+    half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    layer = torch.nn.TransformerEncoderLayer(64, 1, batch_first=True, device="cuda")
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    with torch.autocast("cuda", half):
+        layer(torch.ones(8, 64, 64, device="cuda")).sum().backward()
+    torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+    optimizer.step()
 
 
 def memory_bytes() -> dict[str, int]:
