@@ -39,7 +39,7 @@ FIGURES = ("allocated_bytes", "reserved_bytes")
 STOP_S = 20.0  # in which a child that is over its time ends by itself
 LOG_CHARACTERS = 600
 # the first steps of a run are slower than the others
-WARM_UP_STEPS = 2
+WARM_UP_STEPS = 4
 
 Changes = Mapping[str, Any]
 
@@ -96,7 +96,7 @@ class Bench:
             },
             "training": {
                 "per_device_train_batch_size": BATCH,
-                "max_steps": 4,
+                "max_steps": 10,
                 "logging_steps": 1,
                 "save_steps": 1000,
                 "bf16": False,
