@@ -406,7 +406,11 @@ def predicted_again(folder: Path, case: Case, row: dict[str, Any]) -> dict[str, 
     predicts a part that was not measured."""
     machine = Machine(folder / "cards", [A100] * case.ranks)
     plan = read(launched(folder, case, machine.environment(), "--dry-run") / "plan.json")
-    strategies = TypeAdapter(list[Strategy]).validate_python([plan["strategy"], row["strategy"]])
+    # of the workers that load batches a machine's cores decide, and no byte of a card depends on them
+    strategies = [
+        TypeAdapter(Strategy).validate_python(each["strategy"] | {"dataloader_num_workers": 0})
+        for each in (plan, row)
+    ]
     planned = {phase for phase in SHOWN if plan["phases"][phase]}
     if strategies[0] != strategies[1] or not planned <= row["phases"].keys():
         return None
