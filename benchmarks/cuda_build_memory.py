@@ -406,7 +406,7 @@ def predicted_again(folder: Path, case: Case, row: dict[str, Any]) -> dict[str, 
     predicts a part that was not measured."""
     machine = Machine(folder / "cards", [A100] * case.ranks)
     plan = read(launched(folder, case, machine.environment(), "--dry-run") / "plan.json")
-    # of the workers that load batches a machine's cores decide, and no byte of a card depends on them
+    # a machine's cores decide how many workers load batches, on which no byte of a card depends
     strategies = [
         TypeAdapter(Strategy).validate_python(each["strategy"] | {"dataloader_num_workers": 0})
         for each in (plan, row)
