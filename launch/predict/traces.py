@@ -31,7 +31,8 @@ from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.target_counts import NO_TARGETS, BatchCounts, MostTargets
 from launch.predict.time.timing import Affine, WorkCost
 from launch.predict.trace_client import TracingChild
-from launch.probe import architectures, packages
+from launch.probe import packages
+from launch.schema.machine import cudnn_is_last
 from launch.schema.phases import Phase
 from launch.schema.plan import Born, ModelSize, Peak, Strategy
 from launch.schema.recipe import Recipe
@@ -420,7 +421,7 @@ class Traces:
             "gpu": [
                 question.architecture,
                 question.fused_attention,
-                architectures.cudnn_is_last(recipe.data.packing, os.environ),
+                cudnn_is_last(recipe.data.packing, os.environ),
             ],
             "engine": [
                 strategy.launch_mode.engine,

@@ -16,16 +16,13 @@ check for Ampere or newer; AMD's are not tried.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from launch.schema.machine import Gpu
+from launch.schema.machine import CUDNN_LAST, PREFER_CUDNN, Gpu
 
 ALLOW_EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
-CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"  # "1": its attention comes after PyTorch's kernels
-# compute capabilities on which PyTorch tries cuDNN's attention first (check_prefer_cudnn_attention)
-PREFER_CUDNN = ("9.0", "10.0", "10.3")
 
 Attention = Literal["fused", "experimental", "math", "unknown"]
 
@@ -119,16 +116,6 @@ def environment(gpus: Sequence[Gpu], is_packed: bool) -> dict[str, str]:
     if any(gpu.architecture in PREFER_CUDNN for gpu in gpus) and not is_packed:
         variables[CUDNN_LAST] = "1"
     return variables
-
-
-def cudnn_is_last(is_packed: bool, environ: Mapping[str, str]) -> bool:
-    """True if PyTorch's own attention kernels come before cuDNN's, also where it prefers those: in
-    all runs but those of packed rows, unless the user's environment says otherwise.
-
-    For each shape of a batch cuDNN compiles a plan, and keeps it. On an H200, steps of a T5 with
-    rows of many lengths took 0.2 to 0.5 s until their shapes were known and 0.12 s from then on,
-    and 280 steps left 1.5 GB more in host RAM."""
-    return environ.get(CUDNN_LAST, "" if is_packed else "1") == "1"
 
 
 def expands_segments(gpus: Sequence[Gpu], kernel: str) -> bool:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import torch
 
-from launch.probe.architectures import PREFER_CUDNN
+from launch.schema.machine import PREFER_CUDNN
 from training.compat import accelerate_private, torch_private, transformers_private
 from training.compat.torch_private import FakeTensor, FakeTensorMode, op_implementations_dict
 

@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 
 from launch.base import modules
 from launch.base.files import write_atomic
-from launch.probe import architectures
+from launch.schema.machine import cudnn_is_last
 from launch.schema.plan import PAGED, Born, DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
 
@@ -142,7 +142,7 @@ def _traced(recipe: Recipe, plan: Plan, question: dict[str, Any]) -> Any:
     batch = 1 if question["is_single"] else step.BATCH
     target = None
     if strategy.device == "cuda":
-        is_last = architectures.cudnn_is_last(recipe.data.packing, os.environ)
+        is_last = cudnn_is_last(recipe.data.packing, os.environ)
         cudnn = 0 if is_last else torch.backends.cudnn.version() or cuda_semantics.CUDNN
         target = cuda_semantics.Target(
             question["architecture"],

@@ -215,7 +215,7 @@ def _out_of_memory(bench: Bench) -> dict[str, Any]:
         bench.child("other_program", ["training.children.take_memory"], _one_card()) as other,
         bench.begin(name, changes) as run,
     ):
-        attempt = _begun(bench, run)
+        attempt = begun(bench, run)
         planned = attempt.read_plan().estimate
         assert other.process.stdin is not None
         other.process.stdin.write(f"{int(planned.device_bytes * TAKEN_SHARE)}\n".encode())
@@ -228,7 +228,7 @@ def _out_of_memory(bench: Bench) -> dict[str, Any]:
     return {"micro_batches": batches, **measured(run.newest())}
 
 
-def _begun(bench: Bench, run: Any) -> Any:
+def begun(bench: Bench, run: Any) -> Any:
     """The run's first attempt, once its plan is there."""
     while time.monotonic() < bench.deadline:
         if run.process.poll() is not None:

@@ -68,9 +68,9 @@ def test_a_run_has_begun_once_the_plan_of_its_attempt_is_there(tmp_path: Path):
             write_json(attempt.plan_file, asdict(plan()))
         return run.attempts()
 
-    begun = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), attempts=attempts)
+    child = SimpleNamespace(process=SimpleNamespace(poll=lambda: None), attempts=attempts)
     bench = Bench(tmp_path, tmp_path, deadline=math.inf)
-    assert checks._begun(bench, begun).read_plan() == plan()
+    assert checks.begun(bench, child).read_plan() == plan()
     assert len(looks) == 3
 
 

@@ -16,7 +16,7 @@ from launch.probe import architectures
 from launch.render import command as render_command
 from launch.report import text
 from launch.run_folder.layout import RunDir
-from launch.schema.machine import Gpu
+from launch.schema.machine import CUDNN_LAST, Gpu, cudnn_is_last
 from launch.schema.plan import Command
 from tests.builders import gpu, machine, plan, recipe_of
 
@@ -174,12 +174,12 @@ HOPPER = gpu(architecture="9.0")
 
 
 def test_cudnn_comes_last_where_batches_have_many_shapes_and_the_plan_says_so():
-    assert command(HOPPER, {}).env[architectures.CUDNN_LAST] == "1"
-    assert command(HOPPER, {architectures.CUDNN_LAST: "0"}).env[architectures.CUDNN_LAST] == "0"
+    assert command(HOPPER, {}).env[CUDNN_LAST] == "1"
+    assert command(HOPPER, {CUDNN_LAST: "0"}).env[CUDNN_LAST] == "0"
     (line,) = [line for line in plan(on=machine(cards=(HOPPER,))).why if "cuDNN" in line]
-    assert f"{architectures.CUDNN_LAST}=0 puts them first" in line
-    assert architectures.CUDNN_LAST not in architectures.environment([HOPPER], is_packed=True)
-    assert architectures.CUDNN_LAST not in command(gpu(), {}).env
+    assert f"{CUDNN_LAST}=0 puts them first" in line
+    assert CUDNN_LAST not in architectures.environment([HOPPER], is_packed=True)
+    assert CUDNN_LAST not in command(gpu(), {}).env
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_cudnn_comes_last_where_batches_have_many_shapes_and_the_plan_says_so():
     ],
 )
 def test_the_users_variable_decides_whether_cudnn_comes_last(is_packed, variable, is_last):
-    environ = {} if variable is None else {architectures.CUDNN_LAST: variable}
-    assert architectures.cudnn_is_last(is_packed, environ) == is_last
+    environ = {} if variable is None else {CUDNN_LAST: variable}
+    assert cudnn_is_last(is_packed, environ) == is_last
 
 
 def test_nothing_of_it_is_done_or_said_on_the_cpu():
