@@ -405,12 +405,11 @@ def predicted_again(folder: Path, case: Case, row: dict[str, Any]) -> dict[str, 
     """A row with today's predictions beside what was measured; None if today's plan is another, or
     predicts a part that was not measured."""
     machine = Machine(folder / "cards", [A100] * case.ranks)
-    plan = read(launched(folder, case, machine.environment(), "--dry-run") / "plan.json")
-    # a machine's cores decide how many workers load batches, on which no byte of a card depends
-    strategies = [
-        TypeAdapter(Strategy).validate_python(each["strategy"] | {"dataloader_num_workers": 0})
-        for each in (plan, row)
-    ]
+    # a machine's cores decide how many workers load batches, and these how much is pinned
+    workers = f"--training.dataloader_num_workers={row['strategy']['dataloader_num_workers']}"
+    run = launched(folder, case, machine.environment(), "--dry-run", workers)
+    plan = read(run / "plan.json")
+    strategies = TypeAdapter(list[Strategy]).validate_python([plan["strategy"], row["strategy"]])
     planned = {phase for phase in SHOWN if plan["phases"][phase]}
     if strategies[0] != strategies[1] or not planned <= row["phases"].keys():
         return None
