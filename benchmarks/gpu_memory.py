@@ -4,7 +4,8 @@ The configurations of cuda_build_memory that need one card, on a card: what is m
 and kernels compute. Then larger ones, in each of which one run is alone on the card: seconds of a
 step are measured too, and of those with a micro-batch that the plan chose, whether it fits. A
 configuration that the installed packages do not have is named with the reason. A campaign that is
-cut off goes on with the configurations that have no row yet.
+cut off goes on with the configurations that have no row yet. The exit code is 1 if a run failed
+that was not refused, 3 without a GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from launch.probe import machine as probe_machine
 
 RESULT = "gpu_memory"
 WARM_UP_STEPS = 2
+REFUSED = ("exit code 2", "exit code 3")  # before anything ran
 SAVING = {**AUTOCAST, **CHECKPOINTING}
 
 
@@ -61,8 +63,9 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     try:
         run = cuda_build_memory.launched(folder, case, {})
     except cuda_build_memory.RunFailed as error:
-        lines = str(error).splitlines()
-        return row | {"failed": next((line for line in lines if "error: " in line), lines[-1])}
+        first, *lines = str(error).splitlines()
+        last = next((line for line in lines if line.startswith("error: ")), "")
+        return row | {"failed": f"{first} {last}".strip()}
     plan = cuda_build_memory.read(run / "plan.json")
     events = (run / "attempts/01/events.jsonl").read_text(encoding="utf-8").splitlines()
     seconds = [json.loads(event)["seconds"] for event in events][WARM_UP_STEPS:]
@@ -108,7 +111,7 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
         cuda_build_memory.tables(done)
         + "\nSeconds of a step, of runs that were alone on the card:\n\n"
         + recording.table(head, lines)
-        + ("\nNot run:\n\n" + "".join(failed) if failed else "")
+        + ("\nRefused or failed:\n\n" + "".join(failed) if failed else "")
     )
 
 
@@ -139,7 +142,8 @@ def main() -> int:
                 print(row["case"], row.get("failed", row.get("phases")), flush=True)
                 kept = [rows[case.name] for case in (*SMALL, *LARGE) if case.name in rows]
                 recording.write(RESULT, {"rows": kept}, text(kept))
-    return 0
+    failed = [row["failed"] for row in rows.values() if "failed" in row]
+    return int(any(not said.startswith(REFUSED) for said in failed))
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def of(gpu: Gpu) -> Architecture:
 
 
 def environment(gpus: Sequence[Gpu], is_packed: bool) -> dict[str, str]:
-    """The variables that ranks on these cards need to get PyTorch's fused attention."""
+    """The variables with which ranks on these cards get PyTorch's own fused attention."""
     variables: dict[str, str] = {}
     if any(of(gpu).attention == "experimental" for gpu in gpus):
         variables[ALLOW_EXPERIMENTAL] = "1"
