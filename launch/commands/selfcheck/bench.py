@@ -218,7 +218,7 @@ class Child:
 def measured(run: RunDir) -> dict[str, Any]:
     """The figures of a run that is complete, predicted beside measured."""
     plan, attempt = run.read_plan(), run.attempts()[-1]
-    outcome = attempt.read_outcome()
+    outcome, end = attempt.read_outcome(), attempt.read_end()
     if outcome is None or not outcome.complete:
         raise CheckFailed(f"{run.root} is not complete")
     events = steps.events(attempt, lambda line: None)[WARM_UP_STEPS:]
@@ -235,6 +235,7 @@ def measured(run: RunDir) -> dict[str, Any]:
         "strategy": asdict(plan.strategy),
         "memory": memory,
         "device_bytes": device_bytes(run),
+        "host_peak_bytes": [plan.estimate.host_bytes, end.host_peak_bytes if end else None],
         "outside": outside(run),
         "seconds_per_step": [plan.seconds_per_step, seconds],
         "tokens_per_second": events[-1].tokens / seconds if events and seconds else None,

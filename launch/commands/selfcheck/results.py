@@ -81,8 +81,10 @@ def lines(finding: Finding) -> list[str]:
         f"  {part:<11} {figure:<10}"
         f" predicted {size(planned)}, measured {size(measured)} ({measured / planned - 1:+.1%})"
         for part, figure, (planned, measured) in _memory(finding)
-        if planned
+        if planned and measured
     ]
+    if all(seconds := finding.figures.get("seconds_per_step") or [None]):
+        text.append("  seconds a step: predicted {:.4f}, measured {:.4f}".format(*seconds))
     text += [f"  {name}: {number:.4g}" for name, number in rates(finding).items()]
     return text
 
@@ -94,6 +96,8 @@ def _memory(finding: Finding) -> Iterator[tuple[str, str, Sequence[int]]]:
             yield phase.replace("_", " "), figure.removesuffix("_bytes"), pair
     if card := finding.figures.get("device_bytes"):
         yield "second step", "whole card", card
+    if host := finding.figures.get("host_peak_bytes"):
+        yield "whole run", "host RAM", host
     if context := finding.figures.get("context_bytes"):
         yield "a product", "context", context
 
@@ -136,7 +140,7 @@ def page(results: Results) -> str:
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
         f"<h1>Self-check</h1>{facts}"
         f"<h2>Checks</h2>{_table(['check', 'part', 'took', 'result'], checks, escape=False)}"
-        "<h2>Memory of a process on its card</h2>"
+        "<h2>Memory</h2>"
         + _table(["check", "part of the run", "figure", "predicted", "measured", "error"], memory)
         + "<h2>Seconds of a step</h2>"
         + _table(["check", "predicted", "measured"], speed)

@@ -83,15 +83,18 @@ def test_the_figures_of_imports_stay_when_a_card_is_kept(tmp_path: Path):
     assert import_memory.measured_or_assumed(tmp_path, "cpu").card == CardFigures()
 
 
-def test_the_page_and_the_text_compare_the_context_and_the_whole_card():
+def test_the_page_and_the_text_compare_the_context_the_whole_card_host_ram_and_seconds():
     figures = {"context_bytes": [200 << 20, 300 << 20], "device_bytes": [4 << 30, 5 << 30]}
+    figures |= {"host_peak_bytes": [2 << 30, 3 << 30], "seconds_per_step": [0.02, 0.0383]}
     finding = Finding("card", 1, 3.0, 0.0, figures)
     assert lines(finding)[1:] == [
         "  second step whole card predicted 4.00 GiB, measured 5.00 GiB (+25.0%)",
+        "  whole run   host RAM   predicted 2.00 GiB, measured 3.00 GiB (+50.0%)",
         "  a product   context    predicted 0.20 GiB, measured 0.29 GiB (+50.0%)",
+        "  seconds a step: predicted 0.0200, measured 0.0383",
     ]
     text = page(Results({"card": CARD}, (finding,)))
-    for figure in ("whole card", "context"):
+    for figure in ("whole card", "context", "host RAM"):
         assert f"<td>{figure}</td>" in text
 
 
