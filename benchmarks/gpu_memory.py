@@ -95,7 +95,6 @@ def rows_of(
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
     done = [row for row in rows if "phases" in row]
-    alone = [row for row in done if row["alone"]]
     head = ["configuration", "micro-batch", "seconds a step, predicted", "measured", "error"]
     lines = [
         [
@@ -104,7 +103,8 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
             *(f"{seconds:.3f}" for seconds in row["seconds_per_step"]),
             f"{row['seconds_per_step'][0] / row['seconds_per_step'][1] - 1:+.0%}",
         ]
-        for row in alone
+        for row in done
+        if row["alone"]
     ]
     failed = [f"- {row['case']}: {row['failed']}\n" for row in rows if "failed" in row]
     return (

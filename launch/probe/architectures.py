@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from launch.schema.machine import CUDNN_LAST, PREFER_CUDNN, Gpu
+from launch.schema.machine import CUDNN_LAST, PREFER_CUDNN, Gpu, cudnn_is_last
 
 ALLOW_EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 
@@ -113,7 +113,7 @@ def environment(gpus: Sequence[Gpu], is_packed: bool) -> dict[str, str]:
     variables: dict[str, str] = {}
     if any(of(gpu).attention == "experimental" for gpu in gpus):
         variables[ALLOW_EXPERIMENTAL] = "1"
-    if any(gpu.architecture in PREFER_CUDNN for gpu in gpus) and not is_packed:
+    if any(gpu.architecture in PREFER_CUDNN for gpu in gpus) and cudnn_is_last(is_packed, {}):
         variables[CUDNN_LAST] = "1"
     return variables
 
@@ -129,7 +129,7 @@ def attention_notes(gpus: Sequence[Gpu], is_packed: bool) -> Iterator[str]:
     """Yield a line for each kind of card whose attention needs a variable, or has no fused
     kernel."""
     for name, attention in {gpu.architecture: of(gpu).attention for gpu in gpus}.items():
-        if name in PREFER_CUDNN and not is_packed:
+        if name in PREFER_CUDNN and cudnn_is_last(is_packed, {}):
             yield (
                 "attention: cuDNN's kernels come after PyTorch's own: they would compile for each"
                 f" shape of a batch, and keep that in host RAM; {CUDNN_LAST}=0 puts them first"

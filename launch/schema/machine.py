@@ -109,7 +109,8 @@ def cudnn_is_last(is_packed: bool, environ: Mapping[str, str]) -> bool:
     """True if PyTorch's own attention kernels come before cuDNN's, also where it prefers those: in
     all runs but those of packed rows, unless the user's environment says otherwise.
 
-    For each shape of a batch cuDNN compiles a plan, and keeps it. On an H200, steps of a T5 with
-    rows of many lengths took 0.2 to 0.5 s until their shapes were known and 0.12 s from then on,
-    and 280 steps left 1.5 GB more in host RAM."""
+    For each shape of a batch cuDNN compiles a plan, and keeps it (pytorch/pytorch pull 190388).
+    That is the likely cause, not profiled, of what an H200 with torch 2.11 showed: steps of a T5
+    with rows of many lengths took 0.2 to 0.5 s until their shapes were known and 0.12 s from then
+    on, and 280 steps left 1.5 GB more in host RAM."""
     return environ.get(CUDNN_LAST, "" if is_packed else "1") == "1"
