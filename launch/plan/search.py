@@ -80,32 +80,23 @@ def search_waves(
     constraints: LaunchConstraints,
     judged: list[tuple[Judged, str]],
 ) -> Judged | None:
-    """Choose the fastest candidate of the first wave in which one fits. If full copies fit only in
-    much slower pieces, sharded candidates are compared with them."""
-    waves = candidates.waves(context, possible, constraints)
-    winners = (fastest(context, wave, judged, constraints) for wave in waves)
-    chosen = next((winner for winner in winners if winner is not None), None)
-    if chosen is None or not chosen.candidate.launch_mode.is_whole:
-        return chosen
+    """Choose the fastest candidate of the first wave in which one fits. Where full copies fit only
+    in much slower pieces, sharded candidates are of their wave."""
     sharded = candidates.sharded_splits(context, possible, constraints)
-    if chosen.seconds <= MUCH_SLOWER * _least_s(judged, chosen) or not sharded:
-        return chosen
-    others: list[tuple[Judged, str]] = []
-    other = fastest(context, sharded, others, constraints)
-    best = other if other is not None and other.seconds * AS_FAST < chosen.seconds else chosen
-    judged[:] = _verdicts([*judged, *others], best)
-    return best
+    waves = candidates.waves(context, possible, constraints)
+    winners = (fastest(context, wave, judged, constraints, sharded) for wave in waves)
+    return next((winner for winner in winners if winner is not None), None)
 
 
-def _least_s(judged: Sequence[tuple[Judged, str]], chosen: Judged) -> float:
-    """Seconds of the quickest candidate, whether it fits or not, and of the choice without
-    recomputation, which may have been too large to be traced."""
-    if chosen.time is None:
-        return 0.0
-    busy_s = chosen.time.compute_s + chosen.time.memory_s
-    recomputed_s = (1 - NOT_RECOMPUTED) * chosen.candidate.checkpointed_share * busy_s
-    traced_s = (loser.seconds for loser, _ in judged if loser.time)
-    return min(chosen.seconds - recomputed_s, *traced_s)
+def _is_much_slower(copy: Judged, judged: Sequence[Judged]) -> bool:
+    """True if full copies that fit are much slower than the quickest candidate, whether that fits
+    or not, or than themselves without recomputation, which may have been too large to be traced."""
+    if copy.time is None:
+        return True
+    busy_s = copy.time.compute_s + copy.time.memory_s
+    recomputed_s = (1 - NOT_RECOMPUTED) * copy.candidate.checkpointed_share * busy_s
+    traced_s = (loser.seconds for loser in judged if loser.time)
+    return copy.seconds > MUCH_SLOWER * min(copy.seconds - recomputed_s, *traced_s)
 
 
 def fastest(
@@ -113,10 +104,12 @@ def fastest(
     wave: Sequence[Candidate],
     judged: list[tuple[Judged, str]],
     constraints: LaunchConstraints,
+    sharded: Sequence[Candidate] = (),
     alone: bool = False,
 ) -> Judged | None:
-    """Choose the fastest of a wave that fits. All are added to `judged` with a verdict. `alone`: no
-    candidates are added that save less than those of the wave.
+    """Choose the fastest of a wave that fits. All are added to `judged` with a verdict. The wave
+    also has those that are `sharded` if its full copies are much slower than they could be.
+    `alone`: no candidates are added that save less than those of the wave.
 
     Without predicted times the order of the wave decides. The allocator is replayed only for those
     that may win. Of candidates that are about equally fast the first of the wave wins, which is
@@ -133,6 +126,11 @@ def fastest(
         if first is None:
             judged += [(each, f"does not fit: {each.misses}") for each in order]
             return None
+        if sharded and first.candidate.launch_mode.is_whole:
+            losers = [each for each, _ in judged]
+            if _is_much_slower(first, [*losers, *order]):
+                wave, sharded = list(dict.fromkeys([*wave, *sharded])), ()
+                continue
         chosen = estimate.judge(context, first.candidate)
         if chosen.misses is None:
             break

@@ -20,6 +20,7 @@ from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.planner import Choice
 from launch.plan.search import AS_FAST
 from launch.predict import estimate, model_config
+from launch.predict.estimate import Judged
 from launch.predict.facts import PlanContext
 from launch.predict.memory.allocator_config import EXPANDABLE
 from launch.predict.traces import Traces
@@ -308,6 +309,19 @@ def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(tmp_path
         judged = [estimate.judge(context, each, exact=False) for each in left_out]
     assert plan.seconds_per_step is not None
     assert min(each.seconds for each in judged) > plan.seconds_per_step * AS_FAST
+
+
+def test_full_copies_that_sharded_ones_may_beat_are_compared_before_one_is_replayed(tmp_path):
+    context, traces = with_7b(tmp_path, 2048, 2)
+    judged: list[tuple[Judged, str]] = []
+    with closing(traces):
+        possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+        two = [each for each in possible if each.num_processes == 2]
+        chosen = search.search(context, two, NO_CONSTRAINTS, judged)
+    assert chosen is not None
+    assert not chosen.candidate.launch_mode.is_whole
+    assert any(each.candidate.launch_mode.is_whole and not each.misses for each, _ in judged)
+    assert [each for each, _ in judged if each.phases.device.step] == [chosen]
 
 
 def test_a_step_takes_at_least_what_the_work_of_another_mode_says(tmp_path):
