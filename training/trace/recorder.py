@@ -419,15 +419,11 @@ class Recorder(TorchDispatchMode):
         work.kernels += 1
         if operator.is_of_documents:
             flops = _flops_of_documents(args, operator.is_backward)
+        elif operator.is_attention:
+            sizes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
+            flops = _attention_flops(sizes[: 4 if operator.is_backward else 3])
         elif operator.flops is not None:
             flops = operator.flops(*args, **kwargs, out_val=out)
-        elif operator.is_attention:  # the CPU's kernel, which the registry leaves out
-            sizes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
-            flops = (
-                sdpa_backward_flop_count(*sizes[:4])
-                if operator.is_backward
-                else sdpa_flop_count(*sizes[:3])
-            )
         else:
             for tensor in [*_tensors((args, kwargs)), *outputs]:
                 fixed, sample, target = self.log.split(tensor.numel() * tensor.element_size())
@@ -505,10 +501,18 @@ def _flops_of_documents(args: Any, is_backward: bool) -> int:
         (1, tensor.shape[1], length, tensor.shape[2])
         for tensor, length in zip((query, key, value), lengths, strict=True)
     ]
-    document = (
-        sdpa_backward_flop_count(sizes[0], *sizes) if is_backward else sdpa_flop_count(*sizes)
-    )
+    document = _attention_flops([sizes[0], *sizes] if is_backward else sizes)
     return (starts.shape[0] - 1) * document
+
+
+def _attention_flops(sizes: Sequence[Sequence[int]]) -> int:
+    """FLOPs by the sizes (rows, heads, length, width) of query, key and value; of backward, with
+    the gradient's before them. Each head of the query has its key and value: the formulas of torch
+    2.11 and older refuse fewer of these."""
+    heads = max(size[1] for size in sizes)
+    of_heads = [(rows, heads, length, width) for rows, _, length, width in sizes]
+    is_backward = len(sizes) == 4
+    return sdpa_backward_flop_count(*of_heads) if is_backward else sdpa_flop_count(*of_heads)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils import flop_counter
 from transformers import TrainerCallback
 
 from launch.plan import context as plan_context
@@ -497,6 +499,33 @@ def test_flash_attention_is_traced_as_pytorchs_own_flash_kernel_without_masks(pa
     varlen, varlen_work = step(4, True, no_varlen_attn=None)
     assert varlen == pytest.approx(flash, abs=1 << 10)
     assert varlen_work["attention_flops"] == flash_work["attention_flops"]
+
+
+def test_grouped_heads_are_counted_where_torchs_formulas_refuse_them(monkeypatch):
+    """Those of torch 2.11 do."""
+    recipe = builders.recipe_of(training={"bf16": True})
+    chosen = builders.plan(recipe, machine(1))
+    config = chosen.shape.config
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+
+    def attention_flops() -> dict[str, list[float]]:
+        log = trace_step.step(recipe, chosen, (128, 128), False, target=Target("8.6"))
+        return peaks.work(log)["attention_flops"]
+
+    def strict(formula: Callable[..., int]) -> Callable[..., int]:
+        def counted(*sizes: Sequence[int]) -> int:
+            assert len({heads for _, heads, _, _ in sizes}) == 1
+            return formula(*sizes)
+
+        return counted
+
+    counted = attention_flops()
+    for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
+        formula = strict(getattr(flop_counter, name))
+        for module in (flop_counter, recorder):
+            monkeypatch.setattr(module, name, formula)
+    assert attention_flops() == counted
+    assert counted["bfloat16"][1] > 0
 
 
 @pytest.mark.parametrize("sections", [{}, {"quantization": {"load_in_4bit": True}}])
