@@ -23,19 +23,20 @@ SHAPES = [
 PROGRAM = """
 import json, sys, torch
 
-def inside(rows, columns, dtype):
+def inside(rows, columns, dtype, operator):
     tensor = torch.empty(rows, columns, dtype=dtype, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    result = tensor.sum(0)
+    result = operator(tensor, 0)
     after = torch.cuda.memory_allocated()
     return torch.cuda.max_memory_allocated() - after
 
 card = torch.cuda.get_device_properties(0)
 of_card = [card.multi_processor_count, card.max_threads_per_multi_processor]
 sizes = [
-    [inside(*shape, dtype) for shape in json.loads(sys.argv[1])]
+    [inside(*shape, dtype, operator) for shape in json.loads(sys.argv[1])]
     for dtype in (torch.float32, torch.bfloat16)
+    for operator in (torch.sum, torch.mean)
 ]
 print(json.dumps([of_card, sizes]))
 """
@@ -51,7 +52,7 @@ def test_partial_sums_are_those_of_pytorch(tmp_path: Path, multiprocessors):
     assert of_card[0] == multiprocessors
     predicted = [partial_sums_bytes(*shape, *of_card) for shape in SHAPES]
     assert sum(size > 0 for size in predicted) > 10
-    for of_dtype in measured:
-        assert [size > 0 for size in of_dtype] == [size > 0 for size in predicted]
+    for of_operator in measured:
+        assert [size > 0 for size in of_operator] == [size > 0 for size in predicted]
         # whole blocks, and beside them counters
-        assert of_dtype == pytest.approx(predicted, abs=2048)
+        assert of_operator == pytest.approx(predicted, abs=2048)

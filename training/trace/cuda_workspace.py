@@ -45,9 +45,14 @@ def workspace(
 
 
 def summed(target: Target, name: str, args: Sequence[Any]) -> tuple[int, int, int, int] | None:
-    """(rows, columns, multiprocessors, threads) of a sum over all dimensions but the last, whose
-    kernel may have a buffer of partial sums; None: another operator, or another card's kernel."""
-    if name != "aten::sum" or target.capability not in MULTIPROCESSORS or len(args) < 2:
+    """(rows, columns, multiprocessors, threads) of a sum or mean over all dimensions but the last,
+    whose kernel may have a buffer of partial sums; None: another operator, or another card's
+    kernel."""
+    if (
+        name not in ("aten::sum", "aten::mean")
+        or target.capability not in MULTIPROCESSORS
+        or len(args) < 2
+    ):
         return None
     tensor, dims = args[:2]
     columns = tensor.shape[-1] if tensor.dim() > 1 else 0

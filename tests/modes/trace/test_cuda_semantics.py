@@ -24,7 +24,7 @@ from transformers.utils import import_utils
 
 from training.trace import cuda_semantics
 from training.trace.cuda_semantics import Call, Target, choose
-from training.trace.cuda_workspace import cublas_workspace_bytes, workspace
+from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
 from training.trace.recorder import Recorder
 
 HERE = Path(__file__).parent
@@ -449,6 +449,14 @@ def test_a_gradient_of_an_embedding_has_a_row_in_fp32_per_token():
     assert found == [4096 * 8] * 6 + [4096 * 64 * 4]
     few = (grad[:3], indices[:3], 300, -1, False)
     assert workspace(AMPERE, "aten::embedding_dense_backward", few, {}, None) == []
+
+
+def test_a_sum_and_a_mean_over_rows_have_partial_sums():
+    update = torch.empty(32768, 896, device="meta")
+    sizes = [summed(HOPPER, name, (update, [-2])) for name in ("aten::sum", "aten::mean")]
+    assert sizes == [(32768, 896, 132, 2048)] * 2
+    assert summed(HOPPER, "aten::mean", (update, [-1])) is None
+    assert summed(HOPPER, "aten::amax", (update, [-2])) is None
 
 
 def test_an_operator_without_inner_buffers_has_none():
