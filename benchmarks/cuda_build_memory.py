@@ -381,7 +381,7 @@ CASES = (
 
 
 class RunFailed(Exception):
-    """A run did not end as complete; its exit code and what it said."""
+    """A run did not end as complete, or its plan was made without a trace: what it said."""
 
 
 def launched(folder: Path, case: Case, variables: Mapping[str, str], *options: str) -> Path:
@@ -440,9 +440,11 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
 
 
 def phases(run: Path) -> dict[str, dict[str, list[int]]]:
-    """For each part of a run that ended, and each figure: predicted and measured bytes."""
+    """For each part of a run that ended, and each figure: predicted and measured bytes. Raises
+    RunFailed for a plan without a trace."""
     plan, outcome = read(run / "plan.json"), read(run / "attempts/01/outcome.json")
-    assert plan["phases"]["step"], f"{run}: its step was not traced"
+    if not plan["phases"]["step"]:
+        raise RunFailed(f"its step was not traced: {plan['why'][-1]}")
     return {
         phase: {
             figure: [predicted[f"{figure}_bytes"], peaks[f"{figure}_bytes"]] for figure in FIGURES

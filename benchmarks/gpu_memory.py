@@ -62,6 +62,7 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     row: dict[str, Any] = {"case": case.name}
     try:
         run = cuda_build_memory.launched(folder, case, {})
+        phases = cuda_build_memory.phases(run)
     except cuda_build_memory.RunFailed as error:
         first, *lines = str(error).splitlines()
         last = next((line for line in lines if line.startswith("error: ")), "")
@@ -71,7 +72,7 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     seconds = [json.loads(event)["seconds"] for event in events][WARM_UP_STEPS:]
     return row | {
         "strategy": plan["strategy"],
-        "phases": cuda_build_memory.phases(run),
+        "phases": phases,
         "seconds_per_step": [plan["seconds_per_step"], statistics.median(seconds)],
     }
 
