@@ -193,7 +193,8 @@ def _of_mode(
             none = without_checkpointing(each)
             ways.setdefault(_way(none), none)
         _trace_without_checkpointing(context, ways, below_s)
-    steps = {way: step for way in ways if (step := _step(context, way, ways)) is not None}
+        _trace_with_checkpointing(context, ways, below_s)
+    steps = _steps(context, ways)
     for (rows, checkpoints, parts), without in steps.items():
         if checkpoints:
             continue
@@ -267,6 +268,10 @@ def _step(context: PlanContext, way: _Way, ways: Mapping[_Way, Strategy]) -> Ste
     )
 
 
+def _steps(context: PlanContext, ways: Mapping[_Way, Strategy]) -> dict[_Way, Step]:
+    return {way: step for way in ways if (step := _step(context, way, ways)) is not None}
+
+
 def _trace_without_checkpointing(
     context: PlanContext, ways: Mapping[_Way, Strategy], below_s: float
 ) -> None:
@@ -297,6 +302,22 @@ def _trace_without_checkpointing(
         if every_bytes + share * (least_bytes - every_bytes) <= budgets.budget_bytes(context, none):
             context.fetch([none])
             return
+
+
+def _trace_with_checkpointing(
+    context: PlanContext, ways: Mapping[_Way, Strategy], below_s: float
+) -> None:
+    """Have a step with checkpointing traced beside each without, where those that are have logits
+    in other parts, and where some layers may keep their activations."""
+    steps = _steps(context, ways)
+    for (rows, checkpoints, parts), step in steps.items():
+        every = ways.get((rows, True, parts))
+        if checkpoints or every is None or step.seconds >= below_s or _pair(steps, rows):
+            continue
+        states = estimate.judge(context, every, exact=False).memory.model_state_bytes
+        kept_bytes = step.device_bytes - (step.device_bytes - states) / min(EVERY_N_LAYERS)
+        if kept_bytes <= budgets.budget_bytes(context, every):
+            context.fetch([every])
 
 
 def _without(ways: Mapping[_Way, Strategy], parts: int) -> list[Strategy]:

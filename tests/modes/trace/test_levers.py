@@ -279,9 +279,11 @@ def test_mlps_in_parts_are_not_traced_where_logits_are_the_peak(tmp_path):
     assert not any("MLPs in" in line for line in plan.table)
 
 
-def with_7b(folder: Path, length: int, cards: int) -> tuple[PlanContext, Traces]:
-    """LoRA of a 7B on cards of 24 GB."""
-    recipe = fit.recipe_of("qwen2.5-7b", "lora", length, half=False, gpus=cards)
+def with_lora(
+    folder: Path, length: int, cards: int, shape: str = "qwen2.5-7b"
+) -> tuple[PlanContext, Traces]:
+    """LoRA of a model on cards of 24 GB."""
+    recipe = fit.recipe_of(shape, "lora", length, half=False, gpus=cards)
     on = described.from_words("RTX 4090", cards, 64)
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
     context = plan_context.build(recipe, on, config, parameters, family, DATA)
@@ -292,7 +294,7 @@ def with_7b(folder: Path, length: int, cards: int) -> tuple[PlanContext, Traces]
 def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(tmp_path):
     """At 8,192 tokens ZeRO 2 with states in host RAM fits. ZeRO 3 fetches all weights from there
     in each micro-step."""
-    context, traces = with_7b(tmp_path, 8192, 1)
+    context, traces = with_lora(tmp_path, 8192, 1)
     with closing(traces):
         plan = planner.choose(context).plan
         assert plan.strategy.mode == "deepspeed_zero2_offload"
@@ -312,7 +314,7 @@ def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(tmp_path
 
 
 def test_full_copies_that_sharded_ones_may_beat_are_compared_before_one_is_replayed(tmp_path):
-    context, traces = with_7b(tmp_path, 2048, 2)
+    context, traces = with_lora(tmp_path, 2048, 2)
     judged: list[tuple[Judged, str]] = []
     with closing(traces):
         possible, _ = candidates.possible(context, NO_CONSTRAINTS)
@@ -324,9 +326,18 @@ def test_full_copies_that_sharded_ones_may_beat_are_compared_before_one_is_repla
     assert [each for each, _ in judged if each.phases.device.step] == [chosen]
 
 
+def test_some_layers_keep_activations_where_logits_at_once_are_traced_with_checkpointing(tmp_path):
+    """Without checkpointing, logits at once are too much for the card, and are not traced."""
+    context, traces = with_lora(tmp_path, 8192, 1, "qwen2.5-1.5b")
+    with closing(traces):
+        plan = planner.choose(context).plan
+    assert plan.strategy.every_n_layers > 1
+    assert plan.strategy.num_output_chunks == candidates.OUTPUT_CHUNKS
+
+
 def test_a_step_takes_at_least_what_the_work_of_another_mode_says(tmp_path):
     """Without checkpointing beside with it, and with logits in parts beside at once, each way."""
-    context, traces = with_7b(tmp_path, 2048, 2)
+    context, traces = with_lora(tmp_path, 2048, 2)
     with closing(traces):
         possible, _ = candidates.possible(context, NO_CONSTRAINTS)
         both = [
