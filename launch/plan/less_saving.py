@@ -307,8 +307,9 @@ def _trace_without_checkpointing(
 def _trace_with_checkpointing(
     context: PlanContext, ways: Mapping[_Way, Strategy], below_s: float
 ) -> None:
-    """Have a step with checkpointing traced beside each without, where those that are have logits
-    in other parts, and where some layers may keep their activations."""
+    """Have a step with checkpointing traced for rows of which one without is, and none with it has
+    logits in as many parts; unless checkpointing of some layers cannot fit, or take less than
+    `below_s`."""
     steps = _steps(context, ways)
     for (rows, checkpoints, parts), step in steps.items():
         every = ways.get((rows, True, parts))
