@@ -157,7 +157,7 @@ def test_every_engine_trains_the_same_copies(tmp_path, mode, precision, tied):
         assert outcome[states] == pytest.approx(estimate[states], rel=0.01, abs=2000)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.campaign), True])
 def test_a_killed_run_goes_on_to_the_same_adapters_in_bfloat16(tmp_path, autocast):
     sections = {
         "model": {"dtype": "bfloat16"},

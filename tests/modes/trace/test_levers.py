@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tests import builders, real_steps
 from tests.builders import CODE, machine
 
 LENGTH = 512
+campaign = partial(pytest.param, marks=pytest.mark.campaign)
 DATA = DataFormat(
     "prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "given"
 )
@@ -367,10 +369,10 @@ GATED = {**SMALL, "intermediate_size": 160, "num_key_value_heads": 2, "pad_token
     [
         ({"model_type": "qwen2", **GATED}, None, 0.4),
         ({"model_type": "qwen2", **GATED}, {"r": 4}, 0.3),
-        ({"model_type": "gemma2", **GATED, "head_dim": 16}, {"r": 4}, 0),
+        campaign({"model_type": "gemma2", **GATED, "head_dim": 16}, {"r": 4}, 0),
         ({"model_type": "phi3", **GATED}, None, 0.4),  # the matrix into its MLP is twice as wide
-        ({"model_type": "phi", **SMALL, "intermediate_size": 256}, {"r": 4}, 0),
-        (
+        campaign({"model_type": "phi", **SMALL, "intermediate_size": 256}, {"r": 4}, 0),
+        campaign(
             {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 6, "n_head": 4},
             None,
             0,

@@ -60,7 +60,7 @@ def assert_equal(expected: Path, found: Path) -> None:
 
 
 @pytest.mark.modes
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_a_run_stops_early_at_the_same_step_whether_or_not_it_was_killed(tmp_path, ranks):
     batch = {"per_device_train_batch_size": 8 // ranks}
     recipe = builders.recipe(tmp_path, count=16, training={**TRAINING, **batch})
