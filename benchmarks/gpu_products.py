@@ -7,9 +7,11 @@ model whose number of words is no multiple of 8 gets others. The exit code is 3 
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -52,13 +54,18 @@ def rates(dtype: str, tokens: int, width: int, words: int) -> list[float]:
     return [2 * tokens * width * words / seconds(product) / 1e12 for product in products]
 
 
-def text(rows: list[dict]) -> str:
+def divisor(row: Mapping[str, Any]) -> int:
+    """The largest of 1, 2, 4 and 8 that divides the number of words."""
+    return math.gcd(row["sizes"][2], 8)
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
     head = ["dtype", "tokens", "width", "words", "divided by", "forward", "of inputs", "of weights"]
     lines = [
         [
             row["dtype"],
             *(str(size) for size in row["sizes"]),
-            str(min(row["sizes"][2] & -row["sizes"][2], 8)),
+            str(divisor(row)),
             *(f"{rate:.0f}" for rate in row["tflops"]),
         ]
         for row in rows
@@ -68,7 +75,7 @@ def text(rows: list[dict]) -> str:
             rate
             for row in rows
             for rate in row["tflops"]
-            if row["dtype"] == dtype and min(row["sizes"][2] & -row["sizes"][2], 8) == by
+            if row["dtype"] == dtype and divisor(row) == by
         )
         for dtype in DTYPES
         for by in (8, 4, 2, 1)

@@ -520,6 +520,8 @@ def test_grouped_heads_are_counted_where_torchs_formulas_refuse_them(monkeypatch
         return counted
 
     counted = attention_flops()
+    # the formulas of an older torch stand in here, which cannot be installed beside this one:
+    # where the recorder calls them, and where torch's own registry does
     for name in ("sdpa_flop_count", "sdpa_backward_flop_count"):
         formula = strict(getattr(flop_counter, name))
         for module in (flop_counter, recorder):
