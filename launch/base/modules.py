@@ -4,7 +4,9 @@ Standard library only, because it is imported first."""
 from __future__ import annotations
 
 import gc
+import importlib.util
 import sys
+import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +20,17 @@ def leave_out(unused_packages: Iterable[str]) -> None:
     transformers is imported."""
     for package in unused_packages:
         sys.modules.setdefault(package, None)  # pyright: ignore[reportArgumentType]
+
+
+def as_plain_package(name: str) -> None:
+    """Let a package's modules be imported without what its own __init__ does, in this process. To
+    be called before its parent package is imported."""
+    parent, _, child = name.rpartition(".")
+    spec = importlib.util.find_spec(parent)
+    assert spec is not None and spec.submodule_search_locations is not None
+    package = types.ModuleType(name)
+    package.__path__ = [f"{path}/{child}" for path in spec.submodule_search_locations]
+    sys.modules[name] = package
 
 
 @contextmanager

@@ -404,6 +404,8 @@ class Traces:
             file = self._folder / f"{name}.json"
             try:
                 content = trace_files.checked(json.loads(files.regular_bytes(file)))
+                if file.with_suffix(".log").stat().st_size != content["log_bytes"]:
+                    return None
                 trace = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
             except DAMAGE:
                 return None

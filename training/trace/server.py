@@ -62,6 +62,7 @@ def _import_trace() -> None:
     """Import the modules of a trace, now that the packages that the run leaves out are known.
     Without collections, which would visit them in each trace: a quarter of its time."""
     gc.disable()  # each step collects once, before it begins
+    modules.as_plain_package("transformers.models")  # its own start reads the files of all models
     with modules.uncollected(), _without_compiler():
         step = importlib.import_module("training.trace.step")
     step.SHAPES.is_kept = True
@@ -157,14 +158,11 @@ def _write(log: Any, turns: dict[str, Any], folder: Path, name: str) -> None:
     """Write NAME.log with the full log, then NAME.json with peaks and work."""
     from training.trace import peaks
 
-    for suffix, content in (
-        (
-            "log",
-            _content(log) | {"turns": {turn: _content(turns[turn]) for turn in turns}},
-        ),
-        ("json", {"peaks": peaks.peaks(log), "work": peaks.work(log)}),
-    ):
-        write_atomic(folder / f"{name}.{suffix}", json.dumps(content))
+    turns_content = {turn: _content(turns[turn]) for turn in turns}
+    full = json.dumps(_content(log) | {"turns": turns_content})
+    reduced = {"peaks": peaks.peaks(log), "work": peaks.work(log), "log_bytes": len(full)}
+    write_atomic(folder / f"{name}.log", full)
+    write_atomic(folder / f"{name}.json", json.dumps(reduced))
 
 
 def _content(log: Any) -> dict[str, Any]:

@@ -17,6 +17,9 @@ CPU_HZ = 2.5e9  # assumed, of all cores under load
 # Two channels of DDR4-3200, 25.6 GB/s each (JEDEC). AdamW moved 52 GB/s in
 # benchmarks/results/offload_optimizer.md.
 HOST_BYTES_PER_S = 51.2e9
+# By architecture: the share of the rate that is left to products in 16 bits whose rows are divided
+# by fewer than 8 elements. Source: benchmarks/results/gpu_products.md. Others are not measured.
+UNALIGNED_SHARE = {"9.0": {"4": 0.34, "2": 0.34, "1": 0.17}}
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,9 @@ class Rates:
     """A device's peak. launch/predict/time/timing.py has the share of it that a step gets."""
 
     name: str
-    flops_per_s: Mapping[str, float]  # by dtype; tfloat32 is float32 where training.tf32 allows it
+    # by dtype; tfloat32 is float32 where training.tf32 allows it. Of products whose rows 8 elements
+    # do not divide, by " by 4", " by 2" and " by 1" behind the dtype; not there: like others.
+    flops_per_s: Mapping[str, float]
     bytes_per_s: float  # of its memory; a CPU's is shared by all ranks of a machine
     link_bytes_per_s: float | None  # one direction of its own links to other cards; None: PCIe
     source: str
@@ -57,7 +62,7 @@ def card(gpu: Gpu) -> Rates:
         return replace(UNKNOWN, name=gpu.name)
     rates = Rates(
         name=row.name,
-        flops_per_s=row.flops_per_s,
+        flops_per_s={**row.flops_per_s, **_unaligned(row)},
         bytes_per_s=row.bytes_per_s,
         link_bytes_per_s=row.link_bytes_per_s,
         source=row.source,
@@ -67,6 +72,14 @@ def card(gpu: Gpu) -> Rates:
         return rates
     source = f"assumed: like {row.name}, {row.source}"
     return replace(rates, name=gpu.name, source=source, is_assumed=True)
+
+
+def _unaligned(row: cards.Card) -> dict[str, float]:
+    return {
+        f"{dtype} by {divisor}": share * row.flops_per_s[dtype]
+        for divisor, share in UNALIGNED_SHARE.get(row.architecture, {}).items()
+        for dtype in ("bfloat16", "float16")
+    }
 
 
 def cpu(cores: int) -> Rates:

@@ -65,7 +65,7 @@ class Affine:
 class WorkCost:
     """The work of a device, with recomputation. Operands of products are no part of bytes_moved."""
 
-    matmul_flops: Mapping[str, Affine]  # by dtype as rates.py names them
+    matmul_flops: Mapping[str, Affine]  # by dtype and alignment, as rates.py names them
     bytes_moved: Affine  # read and written by all other kernels
     num_kernels: Affine
     num_matmuls: Affine = Affine(0)  # of these kernels, attention among them
@@ -242,8 +242,9 @@ def _waiting_s(work: WorkCost, num_samples: float, busy_s: float, strategy: Stra
 
 
 def _rate(speed: Speed, dtype: str) -> float:
-    """FLOP/s of a dtype; what the hardware lacks is computed in float32."""
-    return speed.flops_per_s.get(dtype) or speed.flops_per_s["float32"]
+    """FLOP/s of a dtype, maybe of an alignment; what the hardware lacks is computed in float32."""
+    known, (name, _, _) = speed.flops_per_s, dtype.partition(" by ")
+    return known.get(dtype) or known.get(name) or known["float32"]
 
 
 def traffic(strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate) -> Traffic:

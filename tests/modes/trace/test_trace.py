@@ -460,6 +460,39 @@ def test_a_question_is_answered_once_and_read_again(tmp_path: Path, monkeypatch)
     assert again.get(Question(other, (LENGTH, LENGTH + 8))) is None
 
 
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_trace_whose_log_is_missing_or_cut_short_is_made_again(tmp_path, is_missing):
+    recipe, plan = recipe_of("llama-tiny")
+    question = Question(plan.strategy, (LENGTH, LENGTH))
+
+    def traced() -> tuple[bytes, list[str]]:
+        said: list[str] = []
+        traces = Traces(recipe, plan.shape, plan.lora_targets, tmp_path, said.append)
+        with closing(traces):
+            traces.fetch([question])
+        answer = traces.get(question)
+        assert answer is not None
+        return answer.file.with_suffix(".log").read_bytes(), said
+
+    whole, _ = traced()
+    (log,) = tmp_path.glob("*.log")
+    log.unlink() if is_missing else log.write_bytes(whole[:-1])
+    again, said = traced()
+    assert again == whole
+    assert "tracing 1 step(s)" in said[0]
+
+
+@pytest.mark.parametrize(("words", "divisor"), [(514, 2), (513, 1)])
+def test_products_in_16_bits_are_counted_by_what_divides_their_rows(words, divisor):
+    recipe, plan = recipe_of("llama-tiny", training={"bf16": True})
+    shape = replace(plan.shape, config={**plan.shape.config, "vocab_size": words})
+    log = trace_step.step(recipe, replace(plan, shape=shape), (LENGTH, LENGTH))
+    found = peaks.work(log)["matmul_flops"]
+    of_target = 6.0 * shape.config["hidden_size"] * words  # of the output head alone
+    assert found.pop(f"bfloat16 by {divisor}") == [0, 0, of_target]
+    assert [*found] == ["bfloat16"]
+
+
 def test_a_step_that_cannot_be_traced_is_said_and_judged_by_states(tmp_path):
     recipe, plan = recipe_of("llama-tiny")
     broken = replace(plan.shape, config={**plan.shape.config, "hidden_act": "no such function"})

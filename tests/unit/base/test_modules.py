@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -19,3 +21,15 @@ def test_objects_of_imports_are_visited_by_no_collection_of_all_objects():
         assert gc.get_stats()[2]["collections"] == full
     assert gc.get_freeze_count() - frozen >= len(objects)
     assert gc.get_threshold() == thresholds
+
+
+def test_a_plain_package_has_its_modules_and_nothing_that_its_own_start_makes():
+    code = """
+from launch.base import modules
+modules.as_plain_package("transformers.models")
+import transformers.models
+from transformers.models.llama import modeling_llama
+print(hasattr(transformers.models, "__file__"), modeling_llama.__name__)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False", "transformers.models.llama.modeling_llama"]

@@ -281,6 +281,15 @@ def test_a_precision_that_the_card_lacks_runs_at_the_speed_of_float32():
     assert seconds(way(), in_half, t4).compute_s < seconds(way(), in_bf16, t4).compute_s
 
 
+@pytest.mark.parametrize(("device", "times"), [(H100, 1 / 0.17), (RTX_3080, 1)])
+def test_odd_rows_of_products_in_16_bits_are_slow_where_that_was_measured(device, times):
+    def taken_s(dtype: str) -> float:
+        work = WorkCost({dtype: Affine(1e15)}, Affine(0), Affine(0))
+        return seconds(way(), StepWork(work, work), device).compute_s
+
+    assert taken_s("bfloat16 by 1") == pytest.approx(times * taken_s("bfloat16"))
+
+
 # ---- volumes against hand arithmetic
 # ---------------------------------------------------------------------------
 
