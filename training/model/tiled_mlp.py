@@ -58,7 +58,7 @@ class TiledForward:
         if torch.is_grad_enabled():
             saved: Any = _Saved.apply(tokens.new_empty(0, requires_grad=True), tokens)
             trained = [each for each in self._mlp.parameters() if each.requires_grad]
-            tiles = Tiles(self._compute, size, trained, self._mlp.training, saved.grad_fn)
+            tiles = Tiles(self._compute, size, trained, self._mlp.training, saved)
             out: Any = _Tiled.apply(tiles, tokens, *trained)
         else:
             out = _joined(self._compute, tokens, size)
@@ -74,10 +74,10 @@ class Tiles:
         size: int,
         trained: Sequence[torch.nn.Parameter],
         draws: bool,
-        saved_input: Any,
+        saved: torch.Tensor,
     ) -> None:
         self.compute, self.size, self.trained = compute, size, trained
-        self._saved_input = saved_input
+        self._saved: Any = saved  # not its grad_fn alone, which keeps nothing with torch 2.11
         self.draws = draws  # dropout may draw random numbers
 
     def before(self, device: torch.device) -> None:
@@ -111,8 +111,8 @@ class Tiles:
 
     def input(self) -> torch.Tensor:
         """The tokens, which are kept no longer."""
-        (tokens,) = self._saved_input.saved_tensors
-        self._saved_input = None
+        (tokens,) = self._saved.grad_fn.saved_tensors
+        self._saved = None
         return tokens
 
 
