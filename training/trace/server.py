@@ -51,14 +51,14 @@ def _reply(
     recipe = Recipe.model_validate(request["recipe"])
     model_size = TypeAdapter(ModelSize).validate_python(request["shape"])
     modules.leave_out(request["unused_packages"])  # the ranks do without them too
-    _import_trace()
+    import_trace()
     for name, question in questions.items():
         plan = _plan(recipe, model_size, tuple(request["lora_targets"]), question["strategy"])
         _write(*_shared(recipe, plan, question, plain), folder, name)
 
 
 @cache
-def _import_trace() -> None:
+def import_trace() -> None:
     """Import the modules of a trace, now that the packages that the run leaves out are known.
     Without collections, which would visit them in each trace: a quarter of its time."""
     gc.disable()  # each step collects once, before it begins
@@ -74,10 +74,12 @@ def _without_compiler() -> Iterator[None]:
     functions at once, of which no step on a card calls one."""
     import torch
 
-    from training.trace import cuda_semantics
-
-    with cuda_semantics.replaced([(torch, "compile", _as_it_is)]):
+    compiled = torch.compile
+    torch.compile = _as_it_is
+    try:
         yield
+    finally:
+        torch.compile = compiled
 
 
 def _as_it_is(function: Any = None, **options: Any) -> Any:

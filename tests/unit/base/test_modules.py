@@ -23,6 +23,17 @@ def test_objects_of_imports_are_visited_by_no_collection_of_all_objects():
     assert gc.get_threshold() == thresholds
 
 
+def test_a_trace_of_4_bit_weights_imports_no_compiler_of_torch():
+    code = """
+import sys
+from training.trace import server
+server.import_trace()
+print("bitsandbytes" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True", "False"]
+
+
 def test_a_plain_package_has_its_modules_and_nothing_that_its_own_start_makes():
     code = """
 from launch.base import modules
