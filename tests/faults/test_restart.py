@@ -139,7 +139,6 @@ libc.pthread_mutex_lock(lock)
 """
 
 
-@pytest.mark.fast_faults
 @pytest.mark.shows(
     "F4",
     "kill -9 of one rank while the other waits inside a library; it was alive before, and left a"

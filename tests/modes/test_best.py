@@ -33,7 +33,10 @@ def held_out(run: Path) -> dict[int, float]:
     }
 
 
-@pytest.mark.parametrize(("lora", "ranks"), [(None, 2), ({"r": 16, "lora_alpha": 256}, 1)])
+@pytest.mark.parametrize(
+    ("lora", "ranks"),
+    [(None, 2), pytest.param({"r": 16, "lora_alpha": 256}, 1, marks=pytest.mark.campaign)],
+)
 def test_the_exported_weights_are_those_of_the_lowest_held_out_loss(tmp_path, lora, ranks):
     recipe = str(
         builders.recipe(tmp_path, count=16, training=TRAINING, **({"lora": lora} if lora else {}))

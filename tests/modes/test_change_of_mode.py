@@ -84,7 +84,7 @@ def test_it_goes_on_in_another_mode_of_its_family(tmp_path, before, after):
         pytest.param(("deepspeed_zero2", 2), ("deepspeed_zero3", 2), marks=pytest.mark.campaign),
         pytest.param(("deepspeed_zero3", 2), ("deepspeed_zero1", 1), marks=pytest.mark.campaign),
         pytest.param(("deepspeed_zero2", 2), ("cpu", 1), marks=pytest.mark.campaign),
-        (("deepspeed_zero3", 2), ("multi_cpu", 2)),
+        pytest.param(("deepspeed_zero3", 2), ("multi_cpu", 2), marks=pytest.mark.campaign),
         pytest.param(("cpu", 1), ("deepspeed_zero2_offload", 2), marks=pytest.mark.campaign),
         pytest.param(("multi_cpu", 2), ("deepspeed_zero3", 2), marks=pytest.mark.campaign),
         pytest.param(("fsdp2", 2), ("fsdp2", 3), marks=pytest.mark.campaign),
@@ -117,6 +117,7 @@ def test_states_of_adapters_and_of_copied_modules_are_carried_too(tmp_path, befo
     goes_on(tmp_path, after, cut_short(tmp_path, *before, lora=lora))
 
 
+@pytest.mark.campaign
 def test_another_effective_batch_goes_on_at_the_same_sample_under_zero(tmp_path):
     cut_short(tmp_path, "deepspeed_zero2", 2)
     words = ("--training.per_device_train_batch_size=6", "--resume.allow=effective_batch_size")
@@ -127,16 +128,8 @@ def test_another_effective_batch_goes_on_at_the_same_sample_under_zero(tmp_path)
     assert builders.events(newest)[0]["samples_seen"] == 24 + 12
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "multi_cpu",
-        *(
-            pytest.param(mode, marks=pytest.mark.campaign)
-            for mode in ("deepspeed_zero2", "deepspeed_zero3", "fsdp2")
-        ),
-    ],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("mode", ["multi_cpu", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
 def test_it_goes_on_with_every_second_layer_checkpointed(tmp_path, mode):
     kwargs = "--training.activation_checkpointing_kwargs={every_n_layers: 2}"
     losses = cut_short(tmp_path, mode, 2)

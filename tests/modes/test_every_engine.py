@@ -14,7 +14,7 @@ from benchmarks.modes import Case
 from tests import stopping
 
 ENGINES = (
-    ("deepspeed_zero1", 1, "llama-tiny", False),
+    pytest.param("deepspeed_zero1", 1, "llama-tiny", False, marks=pytest.mark.campaign),
     ("deepspeed_zero2_offload", 2, "llama-tiny", True),
     ("deepspeed_zero3", 2, "t5-tiny", False),
     ("fsdp2", 2, "t5-tiny", True),
@@ -35,6 +35,7 @@ def test_an_engine_keeps_every_promise(tmp_path: Path, mode, ranks, family, lora
         assert all(modes.verdicts(row).values()), row
 
 
+@pytest.mark.campaign
 def test_a_worker_copies_no_states_of_a_rank_that_steps_on_the_host(tmp_path):
     model, training = {"shape": "gpt2-small"}, {"dataloader_num_workers": 1, "save_steps": 100_000}
     mode = ("--launch.mode=deepspeed_zero2_offload",)

@@ -128,7 +128,7 @@ def test_the_output_head_of_a_t5_is_trained_apart_from_its_embeddings(tmp_path):
     [
         pytest.param("multi_cpu", "no", marks=pytest.mark.campaign),
         pytest.param("deepspeed_zero2", "no", marks=pytest.mark.campaign),
-        ("deepspeed_zero3", "no"),
+        pytest.param("deepspeed_zero3", "no", marks=pytest.mark.campaign),
         pytest.param("deepspeed_zero3", "bf16", marks=pytest.mark.campaign),
         pytest.param("deepspeed_zero3_offload", "bf16", marks=pytest.mark.campaign),
         pytest.param("fsdp2", "no", marks=pytest.mark.campaign),
@@ -157,6 +157,7 @@ def test_every_engine_trains_the_same_copies(tmp_path, mode, precision, tied):
         assert outcome[states] == pytest.approx(estimate[states], rel=0.01, abs=2000)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.campaign), True])
 def test_a_killed_run_goes_on_to_the_same_adapters_in_bfloat16(tmp_path, autocast):
     sections = {

@@ -118,6 +118,7 @@ def test_a_wrong_interface_or_address_is_named_before_anything_starts(tmp_path, 
     assert nowhere[0] == 11 and "Network is unreachable" in nowhere[1]
 
 
+@pytest.mark.campaign
 @pytest.mark.shows("F30", "the link between two network namespaces set down while it trains")
 def test_a_cut_link_ends_both_machines_in_a_named_error_within_the_timeout(tmp_path, recipe):
     words = ["--training.num_train_epochs=100000"]

@@ -7,6 +7,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from launch.data import token_cache
 from launch.run_folder import manifest, sample_audit
 from launch.run_folder.layout import RunDir
@@ -45,6 +47,7 @@ def trained(run: RunDir) -> list[str]:
     return [texts[row] for _, step in sorted(sample_audit.taken(run).items()) for row in step]
 
 
+@pytest.mark.campaign
 def test_a_killed_run_on_two_sources_goes_on_in_the_same_order(tmp_path):
     recipe = mixture(tmp_path)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

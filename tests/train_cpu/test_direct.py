@@ -37,6 +37,7 @@ def outcome(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
+@pytest.mark.modes
 def test_accelerate_multi_gpu_trains_two_ranks_on_a_machine_without_gpus(tmp_path, flags):
     said = outcome(
         builders.accelerate(

@@ -106,7 +106,9 @@ def tokens_by_the_data(
 
 
 @pytest.mark.modes
-@pytest.mark.parametrize("shape", ["llama-tiny", "t5-tiny"])
+@pytest.mark.parametrize(
+    "shape", ["llama-tiny", pytest.param("t5-tiny", marks=pytest.mark.campaign)]
+)
 def test_loss_and_gradient_do_not_depend_on_how_the_batch_is_cut(tmp_path, shape, monkeypatch):
     monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path / "workspace"))
     # of the program that two ranks need for each division, a T5's labels add nothing to one of two

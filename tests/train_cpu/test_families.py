@@ -44,7 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bart": BART,
 }
 LORA = {"lora": {"r": 4}}
-LONG = ("gemma2", "mixtral", "gpt_neox")
+LONG = ("gemma2", "gpt_neox")
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("family", "sections"),
     [
-        ("phi3", LORA),
-        ("bart", {}),
+        pytest.param("phi3", LORA, marks=pytest.mark.campaign),
+        ("mixtral", {}),
+        pytest.param("bart", {}, marks=pytest.mark.campaign),
         # make families has these and all others
         *(pytest.param(family, {}, marks=pytest.mark.campaign) for family in LONG),
     ],

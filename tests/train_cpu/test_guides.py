@@ -75,6 +75,7 @@ def test_the_amd_guides_wrapper_trains_as_its_variables_say(tmp_path):
     assert (tmp_path / "out model/config.json").exists()
 
 
+@pytest.mark.modes
 def test_the_a6000_guides_torchrun_line_is_one_training_of_two_ranks(tmp_path):
     words = [
         "--mode",

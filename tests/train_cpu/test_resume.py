@@ -66,7 +66,11 @@ def watched(workspace: Path) -> dict[str, Any]:
     "F1", "F18", "kill -9 of the whole tree, and one bit of the newest checkpoint flipped"
 )
 @pytest.mark.parametrize(
-    ("ranks", "is_damaged"), [(1, True), pytest.param(2, False, marks=pytest.mark.faults)]
+    ("ranks", "is_damaged"),
+    [
+        pytest.param(1, True, marks=pytest.mark.modes),
+        pytest.param(2, False, marks=pytest.mark.faults),
+    ],
 )
 def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
     tmp_path, ranks, is_damaged
@@ -121,6 +125,7 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
         assert last[event["step"]]["samples_seen"] == event["samples_seen"]
 
 
+@pytest.mark.modes
 def test_a_complete_run_says_so_and_resume_never_starts_over_with_another_learning_rate(tmp_path):
     recipe = str(builders.recipe(tmp_path, training={"max_steps": 3, "warmup_steps": 0}))
     assert builders.launch(tmp_path / "workspace", "run", recipe).returncode == 0
@@ -163,6 +168,7 @@ def copied(killed, tmp_path) -> tuple[Path, str]:
     return shutil.copytree(workspace, tmp_path / "workspace"), recipe
 
 
+@pytest.mark.modes
 @pytest.mark.shows("F44", "another effective batch; refused, and continued where allowed")
 def test_another_batch_continues_at_the_same_sample(copied):
     """Where it is allowed: stop, change the batch, start again; no sample is skipped or

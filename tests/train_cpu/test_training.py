@@ -180,6 +180,7 @@ def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
     assert page.read_text().count('class="curve"') == 3  # training loss, held-out loss, tokens/s
 
 
+@pytest.mark.modes
 def test_a_flipped_bit_in_the_tokenised_rows_is_not_trained_on(tmp_path):
     sections = {"training": {"max_steps": 2, "save_steps": 100}}
     trained(tmp_path, **sections)
@@ -196,6 +197,7 @@ def test_a_flipped_bit_in_the_tokenised_rows_is_not_trained_on(tmp_path):
     )
 
 
+@pytest.mark.modes
 def test_lora_on_a_local_folder_leaves_an_adapter_and_touches_no_base_weight(finished, tmp_path):
     base = finished[0] / "model"
     before = {name: tensor.clone() for name, tensor in builders.weights(base).items()}
@@ -262,6 +264,7 @@ def test_a_base_model_without_a_chat_template_is_trained_exported_and_asked_with
     assert (chat.returncode, chat.stdout) == (0, "two\n"), chat.stderr
 
 
+@pytest.mark.modes
 def test_a_cold_start_traces_the_longest_rows_and_its_own_and_writes_one_plan(tmp_path):
     """Two steps do not come to the longest row: their micro-batches have another length."""
     traces = tmp_path / "traces"
@@ -277,6 +280,7 @@ def test_a_cold_start_traces_the_longest_rows_and_its_own_and_writes_one_plan(tm
     assert [attempt.number for attempt in run.attempts()] == [1]
 
 
+@pytest.mark.modes
 def test_the_pasted_dry_run_line_trains_and_once_its_run_is_complete_no_more(tmp_path):
     recipe = builders.recipe(tmp_path, training={"max_steps": 3, "save_steps": 100})
     dry = builders.launch(tmp_path / "workspace", "run", str(recipe), "--dry-run")
@@ -295,6 +299,7 @@ def test_the_pasted_dry_run_line_trains_and_once_its_run_is_complete_no_more(tmp
     assert (tmp_path / "model/model.safetensors").read_bytes() == trained
 
 
+@pytest.mark.modes
 def test_a_t5_with_its_encoder_frozen_trains_only_the_decoder_and_loads_as_an_ordinary_folder(
     tmp_path,
 ):
@@ -316,6 +321,7 @@ def test_a_t5_with_its_encoder_frozen_trains_only_the_decoder_and_loads_as_an_or
     assert "361,472 parameters" in done.stdout
 
 
+@pytest.mark.modes
 def test_pretraining_on_text_lowers_the_held_out_loss(tmp_path):
     lines = "".join(
         f"the {word} is {word}\n" for word in ("stone", "river", "lamp") for _ in range(60)

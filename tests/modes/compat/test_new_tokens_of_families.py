@@ -13,7 +13,16 @@ from training.model import build
 own_tokenizer = test_new_tokens.folder
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt_neox", "gemma", "phi", "falcon"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "falcon",
+        *(
+            pytest.param(family, marks=pytest.mark.campaign)
+            for family in ("opt", "gpt_neox", "gemma", "phi")
+        ),
+    ],
+)
 def test_embeddings_of_a_family_of_which_only_the_weights_are_known_grow(
     own_tokenizer, tmp_path, family
 ):

@@ -150,6 +150,7 @@ def test_each_tracker_has_the_losses_of_a_run_that_was_killed_and_started_again(
     assert all(content.count(b"train/loss") >= 2 for content in kept)
 
 
+@pytest.mark.campaign
 def test_a_tracker_that_fails_is_a_line_and_the_run_ends_as_without_it(tmp_path, packages):
     nowhere = "http://127.0.0.1:9"
     passed = variables(

@@ -111,6 +111,7 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_adapter(
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
+@pytest.mark.campaign
 def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_bits(
     finished, tmp_path
 ):

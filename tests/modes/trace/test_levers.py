@@ -104,6 +104,7 @@ def test_fewer_layers_are_checkpointed_the_more_memory_there_is(tmp_path):
     assert recompute.runs == "1 layer in 4"
 
 
+@pytest.mark.campaign
 def test_a_single_sample_checkpoints_fewer_layers_than_more_rows_that_fit(tmp_path):
     long: dict[str, Any] = {"data": {"max_length": 2048}, "per_device_train_batch_size": 4}
     of_rows = chosen(tmp_path, 4, **long).plan
@@ -367,10 +368,11 @@ GATED = {**SMALL, "intermediate_size": 160, "num_key_value_heads": 2, "pad_token
 @pytest.mark.parametrize(
     ("config", "lora", "least_share"),
     [
-        ({"model_type": "qwen2", **GATED}, None, 0.4),
+        campaign({"model_type": "qwen2", **GATED}, None, 0.4),
         ({"model_type": "qwen2", **GATED}, {"r": 4}, 0.3),
         campaign({"model_type": "gemma2", **GATED, "head_dim": 16}, {"r": 4}, 0),
-        ({"model_type": "phi3", **GATED}, None, 0.4),  # the matrix into its MLP is twice as wide
+        # the matrix into its MLP is twice as wide
+        campaign({"model_type": "phi3", **GATED}, None, 0.4),
         campaign({"model_type": "phi", **SMALL, "intermediate_size": 256}, {"r": 4}, 0),
         campaign(
             {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 6, "n_head": 4},

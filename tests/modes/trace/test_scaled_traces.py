@@ -23,7 +23,7 @@ TRACES = Path(builders.TRACES["LOWMEM_TRACES"])
 LENGTH = 2048
 
 
-@pytest.mark.parametrize("method", ["full", "qlora"])
+@pytest.mark.parametrize("method", [pytest.param("full", marks=pytest.mark.campaign), "qlora"])
 def test_a_scaled_trace_predicts_what_a_trace_of_that_length_does(method):
     recipe = fit.recipe_of("minigpt-medium", method, LENGTH, half=False)
     config, parameters, family = model_config.read(

@@ -27,6 +27,7 @@ def planned(folder: Path, *words: str, **sections: Any) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.modes
 def test_a_plan_for_rows_of_one_length_is_the_plan_of_such_rows(tmp_path):
     # the targets of rows are known only once they are tokenised
     training = {"max_steps": 1, "num_train_epochs": 1, "logits_at_targets": False}
@@ -47,6 +48,7 @@ def test_a_plan_for_rows_of_one_length_is_the_plan_of_such_rows(tmp_path):
         assert unread[key] == of_rows[key]
 
 
+@pytest.mark.modes
 @pytest.mark.parametrize("by_tokens", [False, True])
 def test_longer_rows_of_one_length_take_more_and_nothing_is_tokenised(tmp_path, by_tokens):
     sections = {"data": {"batch_by_tokens": by_tokens}, "training": SPLIT}
@@ -57,6 +59,7 @@ def test_longer_rows_of_one_length_take_more_and_nothing_is_tokenised(tmp_path, 
     assert not list(tmp_path.rglob("*.arrow"))
 
 
+@pytest.mark.modes
 def test_the_screen_says_that_all_rows_have_this_length(tmp_path):
     first = plan(tmp_path, "--rows-of", "56")
     assert "45 rows, all 56 tokens long, as --rows-of says" in first.stdout

@@ -34,6 +34,7 @@ def test_what_is_no_question_of_memory_is_said_with_its_reason(tmp_path):
     assert said.count("but the model has 1024 positions") == 1
 
 
+@pytest.mark.modes
 def test_a_training_that_fits_is_what_the_plan_of_its_recipe_says(tmp_path):
     argv = (*MACHINE, "--model=minigpt-medium", "--length=512", "--json")
     done = launch(tmp_path, "fit", *argv)
@@ -79,6 +80,7 @@ def test_a_mistake_is_a_line(tmp_path, argv, code, said):
     assert said in done.stderr
 
 
+@pytest.mark.modes
 def test_the_page_is_what_its_generator_writes(monkeypatch):
     """Text and legend, and of a card the rows of the smallest and of the largest model."""
     text = render_fit.FILE.read_text(encoding="utf-8")

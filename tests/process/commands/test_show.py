@@ -50,6 +50,7 @@ def test_tokens_of_a_t5_are_those_of_source_and_target(recipe):
     assert "⟦answer<|end|>⟧" in done.stdout
 
 
+@pytest.mark.modes
 def test_rows_that_are_held_out_are_marked(recipe):
     words = ("--data.validation_file=null", "--data.validation_size=1")
     done = builders.launch(recipe.parent, "show", str(recipe), *words, "--rows=9")
@@ -60,6 +61,7 @@ def test_rows_that_are_held_out_are_marked(recipe):
     assert f"rows.jsonl:{line} (held out)" in alone.stdout
 
 
+@pytest.mark.modes
 def test_the_first_rows_of_each_source_are_shown(recipe):
     files = [recipe.parent / "rows.jsonl", recipe.parent / "talk.jsonl"]
     talk = [{"role": role, "name": "Ann", "content": "hello"} for role in ("user", "assistant")]
@@ -177,6 +179,7 @@ def test_a_mistake_in_the_template_is_met_by_the_plan(recipe, tmp_path, template
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.modes
 def test_a_dry_run_renders_the_first_rows_once(recipe, tmp_path):
     """A template that raises is met before the plan is called good."""
     folder = tmp_path / "tokenizer"

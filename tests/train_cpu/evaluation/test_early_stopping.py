@@ -83,6 +83,7 @@ def test_a_run_stops_early_at_the_same_step_whether_or_not_it_was_killed(tmp_pat
     assert_equal(tmp_path / "whole_model", tmp_path / "model")
 
 
+@pytest.mark.campaign
 @pytest.mark.modes
 def test_a_run_that_is_killed_between_its_last_checkpoint_and_its_model_trains_no_further_step(
     tmp_path,

@@ -53,6 +53,7 @@ def test_the_last_answers_are_those_of_the_exported_model_whose_weights_are_as_w
         assert torch.equal(tensor, tensors[name]), name
 
 
+@pytest.mark.campaign
 @pytest.mark.modes
 def test_two_ranks_answer_alone_under_ddp_and_together_under_zero_3(tmp_path):
     training = {"eval_steps": 4, "per_device_train_batch_size": 4, "num_train_epochs": 1}

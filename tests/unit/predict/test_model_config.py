@@ -371,6 +371,7 @@ def test_a_model_of_text_beside_images_is_refused_before_it_is_built(tmp_path):
         load_folder(tmp_path)
 
 
+@pytest.mark.modes
 def test_an_encoder_is_refused_unless_it_is_a_decoder(folder):
     change_config(folder, model_type="bert")
     with pytest.raises(ConfigError, match=r"config\.json: model_type 'bert' is an encoder"):

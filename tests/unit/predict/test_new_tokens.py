@@ -140,6 +140,7 @@ def test_a_model_without_an_embedding_of_a_known_name_is_read_where_no_token_is_
         new_tokens.with_tokens(recipe_of(folder, "<a>"), *facts[1:])
 
 
+@pytest.mark.modes
 def test_a_parameter_that_may_have_to_grow_too_is_refused_by_name(folder, tmp_path):
     path, made = tmp_path / "opt", tokenizer.load(folder)
     config = AutoConfig.for_model("opt", vocab_size=len(made), hidden_size=32, ffn_dim=len(made))
