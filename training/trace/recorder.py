@@ -476,7 +476,7 @@ class _OperatorFacts:
     is_attention: bool
     is_of_documents: bool  # attention within each of them
     is_backward: bool
-    flops: Any  # torch's formula; None: it has none, or it is attention
+    flops: Any  # FLOPs of a product, of its arguments and out_val; None: it is no product
 
 
 @cache
@@ -491,7 +491,7 @@ def _facts_of(func: Any) -> _OperatorFacts:
         is_attention,
         is_of_documents,
         "backward" in schema.name,
-        None if is_attention else flop_registry.get(torch_private.packet(func)),
+        None if is_attention else FLOPS.get(func) or flop_registry.get(torch_private.packet(func)),
     )
 
 
@@ -506,6 +506,14 @@ def _alignment(args: Any, outputs: Sequence[torch.Tensor]) -> str:
             if size > 1 and stride > 1:
                 divisor = math.gcd(divisor, stride)
     return f" by {divisor}" if divisor < 8 else ""
+
+
+def _linear_flops(inputs: torch.Tensor, weight: torch.Tensor, *bias: Any, out_val: Any) -> int:
+    return 2 * inputs.numel() * weight.size(0)
+
+
+# beside torch's formulas: within a kernel, as that of a 4-bit weight, it is made of no others
+FLOPS = {aten.linear.default: _linear_flops}
 
 
 def _flops_of_documents(args: Any, is_backward: bool) -> int:

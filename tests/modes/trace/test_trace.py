@@ -493,6 +493,17 @@ def test_products_in_16_bits_are_counted_by_what_divides_their_rows(words, divis
     assert [*found] == ["bfloat16"]
 
 
+def test_a_product_with_a_4_bit_weight_is_counted_as_one_with_a_weight_of_16_bits():
+    def flops(**sections: Any) -> float:
+        training = {"bf16": True, "activation_checkpointing": True}
+        recipe, plan = recipe_of("llama-tiny", training=training, **sections)
+        log = trace_step.step(recipe, plan, (LENGTH, LENGTH), target=Target("8.6"))
+        return sum(map(sum, peaks.work(log)["matmul_flops"].values()))
+
+    in_16_bits = flops(lora={"r": 4}, model={"dtype": "bfloat16"})
+    assert flops(**FOUR_BIT) == pytest.approx(in_16_bits, rel=0.001)
+
+
 def test_a_step_that_cannot_be_traced_is_said_and_judged_by_states(tmp_path):
     recipe, plan = recipe_of("llama-tiny")
     broken = replace(plan.shape, config={**plan.shape.config, "hidden_act": "no such function"})
