@@ -243,8 +243,8 @@ def _waiting_s(work: WorkCost, num_samples: float, busy_s: float, strategy: Stra
 
 def _rate(speed: Speed, dtype: str) -> float:
     """FLOP/s of a dtype, maybe of an alignment; what the hardware lacks is computed in float32."""
-    known, (name, _, _) = speed.flops_per_s, dtype.partition(" by ")
-    return known.get(dtype) or known.get(name) or known["float32"]
+    of_dtypes, (aligned, _, _) = speed.flops_per_s, dtype.partition(" by ")
+    return of_dtypes.get(dtype) or of_dtypes.get(aligned) or of_dtypes["float32"]
 
 
 def traffic(strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate) -> Traffic:
