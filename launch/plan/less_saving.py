@@ -47,6 +47,10 @@ class Step:
     device_bytes: float
 
 
+# (processes, rows at once, whether activations are offloaded): without checkpointing, and with it
+_Pairs = dict[tuple[int, int, bool], tuple[Step, Step]]
+
+
 def hopeless(context: PlanContext, candidate: Strategy) -> Judged | None:
     """The candidate judged by its states, or by the least that its device holds when backward
     begins, where that exceeds a budget."""
@@ -154,13 +158,14 @@ def by_interpolation(
     """The candidates beside a wave's that by interpolation fit and take less than `below_s` a step,
     the fastest first."""
 
-    def mode_of(candidate: Strategy) -> tuple[str, int]:
-        return candidate.mode, candidate.num_processes
+    def mode_of(candidate: Strategy) -> tuple[bool, str, int]:
+        return not candidate.launch_mode.is_whole, candidate.mode, candidate.num_processes
 
+    pairs: _Pairs = {}
     between = [
         (candidate, step)
         for _, group in groupby(sorted(wave, key=mode_of), key=mode_of)
-        for candidate, step in _of_mode(context, list(group), constraints, below_s)
+        for candidate, step in _of_mode(context, list(group), constraints, below_s, pairs)
         if step.seconds < below_s and step.device_bytes <= budgets.budget_bytes(context, candidate)
     ]
     between.sort(key=lambda pair: pair[1].seconds)
@@ -172,7 +177,10 @@ def _of_mode(
     group: Sequence[Strategy],
     constraints: LaunchConstraints,
     below_s: float,
+    pairs: _Pairs,
 ) -> Iterator[tuple[Strategy, Step]]:
+    """`pairs`: those of the modes before, to which this one's are added. What a layer's activations
+    take does not depend on who holds the states."""
     training = context.recipe.training
     chooses_layers = (
         not candidates.is_checkpointing_typed(training)
@@ -192,9 +200,19 @@ def _of_mode(
         for each in list(ways.values()):
             none = without_checkpointing(each)
             ways.setdefault(_way(none), none)
-        _trace_without_checkpointing(context, ways, below_s)
+        if not any(_key(each) in pairs for each in _checkpointed(ways)):
+            _trace_without_checkpointing(context, ways, below_s)
         _trace_with_checkpointing(context, ways, below_s)
     steps = _steps(context, ways)
+    for every in _checkpointed(ways):
+        way, none = _way(every), _way(without_checkpointing(every))
+        if pair := _pair(steps, every.per_device_train_batch_size):
+            pairs.setdefault(_key(every), pair)
+        elif way in steps and none in ways and (pair := pairs.get(_key(every))):
+            steps[none] = Step(
+                steps[way].seconds + pair[0].seconds - pair[1].seconds,
+                steps[way].device_bytes + pair[0].device_bytes - pair[1].device_bytes,
+            )
     for (rows, checkpoints, parts), without in steps.items():
         if checkpoints:
             continue
@@ -235,6 +253,15 @@ def _pair(steps: Mapping[_Way, Step], rows: int) -> tuple[Step, Step] | None:
         if number == rows and checkpoints and (rows, False, parts) in steps
     )
     return min(pairs, key=lambda pair: pair[1].device_bytes, default=None)
+
+
+def _key(every: Strategy) -> tuple[int, int, bool]:
+    """That of _Pairs, of a candidate with checkpointing."""
+    return every.num_processes, every.per_device_train_batch_size, every.activation_offloading
+
+
+def _checkpointed(ways: Mapping[_Way, Strategy]) -> list[Strategy]:
+    return [each for each in ways.values() if each.activation_checkpointing]
 
 
 def _traced(context: PlanContext, way: _Way, ways: Mapping[_Way, Strategy]) -> Strategy | None:

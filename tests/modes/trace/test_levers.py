@@ -329,6 +329,18 @@ def test_full_copies_that_sharded_ones_may_beat_are_compared_before_one_is_repla
     assert [each for each, _ in judged if each.phases.device.step] == [chosen]
 
 
+def test_what_the_activations_of_a_layer_take_is_traced_of_full_copies_alone(tmp_path):
+    """Of ZeRO 1 that keeps all activations there is no trace, and it checkpoints some layers."""
+    words = ("--model.shape=qwen2.5-7b", "--model.dtype=bfloat16", "--data.max_length=2048")
+    words += ("--lora.r=16", "--gpu=RTX 4090", "--gpus=2", "--ram=64", "--explain")
+    done = builders.launch(tmp_path, "plan", "sft_fast", *words, LOWMEM_TRACES=str(tmp_path / "t"))
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "deepspeed_zero1" in said
+    assert "1 layer in 2" in said
+    assert len([*(tmp_path / "t").glob("*.json")]) == 5
+
+
 def test_some_layers_keep_activations_where_logits_at_once_are_traced_with_checkpointing(tmp_path):
     """Without checkpointing, logits at once are too much for the card, and are not traced."""
     context, traces = with_lora(tmp_path, 8192, 1, "qwen2.5-1.5b")
