@@ -43,7 +43,7 @@ test-path: ## tests of paths and command lines, in a copy whose path has a blank
 		| tar -xf - -C "$$copy"; cd "$$copy"; $(PYTEST) -n 2 $(OF_PATHS)
 
 test-modes: ## traces beside real steps, each engine once, runs that are killed and resumed, tuning, several machines, orphans
-	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) -m "modes and not campaign" \
+	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) -m "modes and not campaign and not faults" \
 		tests/modes tests/train_cpu tests/process/commands tests/unit/predict
 
 modes: ## every launch mode that runs on CPUs, four models each, ended in five ways, changed into others; writes docs/modes.md

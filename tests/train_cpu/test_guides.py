@@ -157,6 +157,7 @@ def adapted(tmp_path_factory, base) -> tuple[Path, str]:
     )
 
 
+@pytest.mark.modes
 def test_the_a5000_guides_line_trains_an_adapter_and_leaves_the_guides_log(adapted):
     folder, said = adapted
     assert "training.warmup_ratio: training.warmup_steps=0.1" in said

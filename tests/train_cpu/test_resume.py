@@ -21,6 +21,8 @@ from launch.base import files as base_files
 from launch.run_folder import manifest
 from tests import builders
 
+pytestmark = pytest.mark.modes
+
 
 def kill_after(
     workspace: Path,
@@ -68,7 +70,7 @@ def watched(workspace: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("ranks", "is_damaged"),
     [
-        pytest.param(1, True, marks=pytest.mark.modes),
+        (1, True),
         pytest.param(2, False, marks=pytest.mark.faults),
     ],
 )
@@ -125,7 +127,6 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
         assert last[event["step"]]["samples_seen"] == event["samples_seen"]
 
 
-@pytest.mark.modes
 def test_a_complete_run_says_so_and_resume_never_starts_over_with_another_learning_rate(tmp_path):
     recipe = str(builders.recipe(tmp_path, training={"max_steps": 3, "warmup_steps": 0}))
     assert builders.launch(tmp_path / "workspace", "run", recipe).returncode == 0
@@ -168,7 +169,6 @@ def copied(killed, tmp_path) -> tuple[Path, str]:
     return shutil.copytree(workspace, tmp_path / "workspace"), recipe
 
 
-@pytest.mark.modes
 @pytest.mark.shows("F44", "another effective batch; refused, and continued where allowed")
 def test_another_batch_continues_at_the_same_sample(copied):
     """Where it is allowed: stop, change the batch, start again; no sample is skipped or
@@ -313,7 +313,6 @@ def test_any_damage_to_any_file_of_a_real_checkpoint_is_found(copied):
     assert manifest.fault(folder) is None
 
 
-@pytest.mark.modes
 def test_a_longer_run_continues_a_finished_one_where_schedule_is_allowed(tmp_path):
     """Each step has the learning rate of the longer schedule, from the first that is added."""
     recipe = str(builders.recipe(tmp_path, count=16, training={"warmup_steps": 0}))
@@ -329,10 +328,7 @@ def test_a_longer_run_continues_a_finished_one_where_schedule_is_allowed(tmp_pat
     ]
 
 
-@pytest.mark.modes
-@pytest.mark.parametrize(
-    "mode", ["cpu", *(pytest.param(f"deepspeed_zero{i}", marks=pytest.mark.modes) for i in (2, 3))]
-)
+@pytest.mark.parametrize("mode", ["cpu", "deepspeed_zero2", "deepspeed_zero3"])
 def test_a_run_that_was_killed_after_its_last_step_trains_no_further_one(tmp_path, mode):
     """max_steps ends inside an epoch, where Trainer looks for the end only after a step."""
     recipe = str(builders.recipe(tmp_path, training={"max_steps": 8, "save_steps": 4}))

@@ -89,6 +89,7 @@ def test_a_length_that_rows_cannot_have_is_refused_in_one_line(tmp_path, value, 
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.modes
 @pytest.mark.parametrize(
     ("packages", "runs", "why"),
     [
@@ -110,6 +111,7 @@ def test_a_described_machine_lists_its_packages(tmp_path, packages, runs, why):
     assert why in next(row["why"] for row in found["switches"] if row["name"] == "attention")
 
 
+@pytest.mark.modes
 def test_liger_that_a_described_machine_lacks_is_refused(tmp_path):
     machine = tmp_path / "without.yaml"
     machine.write_text(f"{(MACHINES / 'a6000-48g.yaml').read_text()}packages: [flash_attn]\n")

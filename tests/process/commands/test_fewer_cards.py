@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests import builders
 
 RAM_GIB = "1.7"  # less than two ranks import, more than one does
@@ -25,6 +27,7 @@ def test_host_ram_for_one_rank_leaves_a_card_idle_at_the_same_effective_batch(tm
     assert any("1 process instead of 2: the effective batch stays 32" in line for line in lines)
 
 
+@pytest.mark.modes
 def test_a_number_or_a_mode_that_the_user_names_is_kept_or_refused(tmp_path):
     for flag in ("--launch.num_processes=2", "--launch.mode=dual_gpu_nccl"):
         done = plan(tmp_path, flag)

@@ -622,6 +622,7 @@ def test_a_type_that_is_not_counted_here_is_built_without_weights(saved, tmp_pat
     assert load_folder(tmp_path) == replace(load_folder(saved / "mamba"), name=tmp_path.name)
 
 
+@pytest.mark.modes
 def test_a_config_that_transformers_cannot_build_is_an_error(folder):
     change_config(folder, model_type="phi3", pad_token_id=3000)
     message = r"config\.json: transformers cannot build a phi3 from this config: Padding_idx must"
