@@ -62,6 +62,7 @@ def test_copied_embeddings_grow_with_added_tokens_and_load_in_plain_peft(tmp_pat
         assert torch.allclose(loaded(text).logits, merged(text).logits, atol=1e-5)
 
 
+@pytest.mark.campaign
 def test_a_killed_run_goes_on_to_the_same_copies_on_4_bit_weights(tmp_path):
     training = {"max_steps": 12, "save_steps": 2}
     lora = {"r": 4, "modules_to_save": ["lm_head", "norm"]}

@@ -90,6 +90,7 @@ def test_machines_that_were_told_different_things_stop_with_the_difference(tmp_p
         assert "training.learning_rate 0.001 and 0.5" in words
 
 
+@pytest.mark.campaign
 @pytest.mark.shows("F31", "one of two machines is started; the missing one is named")
 def test_a_machine_that_never_joins_is_named_within_the_timeout(tmp_path, recipe):
     with hosts.pair() as (a, b):

@@ -328,7 +328,14 @@ def test_a_longer_run_continues_a_finished_one_where_schedule_is_allowed(tmp_pat
     ]
 
 
-@pytest.mark.parametrize("mode", ["cpu", "deepspeed_zero2", "deepspeed_zero3"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "cpu",
+        "deepspeed_zero2",
+        pytest.param("deepspeed_zero3", marks=pytest.mark.campaign),
+    ],
+)
 def test_a_run_that_was_killed_after_its_last_step_trains_no_further_one(tmp_path, mode):
     """max_steps ends inside an epoch, where Trainer looks for the end only after a step."""
     recipe = str(builders.recipe(tmp_path, training={"max_steps": 8, "save_steps": 4}))
