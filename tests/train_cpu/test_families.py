@@ -44,7 +44,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bart": BART,
 }
 LORA = {"lora": {"r": 4}}
-LONG = ("gemma2", "gpt_neox")
+LONG = (("phi3", LORA), ("bart", {}), ("gemma2", {}), ("gpt_neox", {}))
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +59,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("family", "sections"),
     [
-        pytest.param("phi3", LORA, marks=pytest.mark.campaign),
         ("mixtral", {}),
-        pytest.param("bart", {}, marks=pytest.mark.campaign),
         # make families has these and all others
-        *(pytest.param(family, {}, marks=pytest.mark.campaign) for family in LONG),
+        *(pytest.param(*case, marks=pytest.mark.campaign) for case in LONG),
     ],
 )
 def test_a_family_is_planned_trained_resumed_and_exported(family, sections, tokenizer, tmp_path):

@@ -68,11 +68,7 @@ def watched(workspace: Path) -> dict[str, Any]:
     "F1", "F18", "kill -9 of the whole tree, and one bit of the newest checkpoint flipped"
 )
 @pytest.mark.parametrize(
-    ("ranks", "is_damaged"),
-    [
-        (1, True),
-        pytest.param(2, False, marks=pytest.mark.faults),
-    ],
+    ("ranks", "is_damaged"), [(1, True), pytest.param(2, False, marks=pytest.mark.faults)]
 )
 def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
     tmp_path, ranks, is_damaged
@@ -329,12 +325,7 @@ def test_a_longer_run_continues_a_finished_one_where_schedule_is_allowed(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [
-        "cpu",
-        "deepspeed_zero2",
-        pytest.param("deepspeed_zero3", marks=pytest.mark.campaign),
-    ],
+    "mode", ["cpu", "deepspeed_zero2", pytest.param("deepspeed_zero3", marks=pytest.mark.campaign)]
 )
 def test_a_run_that_was_killed_after_its_last_step_trains_no_further_one(tmp_path, mode):
     """max_steps ends inside an epoch, where Trainer looks for the end only after a step."""

@@ -71,7 +71,8 @@ def import_trace() -> None:
 @contextmanager
 def _without_compiler() -> Iterator[None]:
     """Import modules without torch's compiler, a second of its own: bitsandbytes asks for compiled
-    functions at once, of which no step on a card calls one."""
+    functions at once, of which no step on a card calls one. No module of a trace may be imported
+    before, as one of them imports bitsandbytes."""
     import torch
 
     compiled = torch.compile
