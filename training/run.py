@@ -28,7 +28,13 @@ from transformers import (
 from transformers.trainer_callback import PrinterCallback
 
 from launch.base import files
-from launch.base.errors import CheckpointError, ConfigError, LaunchError, ResourceError
+from launch.base.errors import (
+    CheckpointError,
+    ConfigError,
+    ExportError,
+    LaunchError,
+    ResourceError,
+)
 from launch.base.text import shown
 from launch.data import sources, token_hashes
 from launch.data.conversation import Conversation
@@ -51,9 +57,18 @@ from training.data import tokenizer as data_tokenizer
 from training.data.batches import Collator
 from training.data.sample_order import SampleOrder
 from training.engines import setup
-from training.loop import arguments, evaluate, export, nan_guard, sample_answers, trackers
+from training.loop import (
+    arguments,
+    evaluate,
+    export,
+    export_check,
+    nan_guard,
+    sample_answers,
+    trackers,
+)
 from training.loop.callbacks import Reporter, StepMeter, start_logging
 from training.loop.early_stopping import EarlyStopping
+from training.loop.export_check import Trained
 from training.loop.last_step import LastStep, NothingLeft
 from training.loop.memory_peaks import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
@@ -112,7 +127,7 @@ def train(
                 layout.show_events(run, start.recipe)
             parts = build_parts(start, run, attempt, args, tokens, control)
             watch(parts.trainer)
-            _attempt(start, run, attempt, parts)
+            _attempt(start, run, attempt, parts, tokens)
     if torch.distributed.is_initialized():
         setup.wait_for_ranks(args.device)
         torch.distributed.destroy_process_group()
@@ -286,7 +301,7 @@ def build_parts(
     )
 
 
-def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> None:
+def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts, tokens: Path) -> None:
     """Score, resume, train, score, export; the collective parts on every rank at the same point."""
     began = time.monotonic()
     trainer, args = parts.trainer, parts.trainer.args
@@ -319,29 +334,52 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts) -> No
             save_seconds=trainer.save_s,
             model_dir=start.recipe.output_dir,
         )
-        state = None
+        trained = state = None
         if is_complete:
             parts.heartbeat.beat("export")
+            questions = [question for question, _ in pairs]
+            trained = export_check.trained(start, trainer, tokens, questions)
             state = setup.gathered(start.plan.strategy, trainer)
-    if is_complete and args.process_index == 0:
-        network: Network = trainer.accelerator.unwrap_model(trainer.model)
-        if state is not None:
-            network = _whole_model(start, parts.tokenizer, state)
-        exported = export.write(
-            network,
-            trainer,
-            parts.tokenizer,
-            start.recipe,
-            start.plan,
-            run.run_id,
-            parts.control.deferred,
-        )
-        logger.info("model: %s (%s)", start.recipe.output_dir, exported)
+    if trained is not None and args.process_index == 0:
+        outcome = replace(outcome, export_check=_export(start, run, parts, trained, state))
     for folder in _outcome_folders(start, attempt, args):
         seconds, host_bytes = time.monotonic() - began, parts.reporter.host.highest()
         files.write_json(
             folder.outcome_file, replace(outcome, seconds=seconds, host_pss_bytes=host_bytes)
         )
+
+
+def _export(start: Start, run: RunDir, parts: Parts, trained: Trained, state: Any) -> str:
+    """Write the model and check its folder; a sentence on what was compared.
+
+    `state`: the whole state dict, if ranks hold parts of it. Raises ExportError."""
+    trainer, folder = parts.trainer, Path(start.recipe.output_dir)
+    network: Network = trainer.accelerator.unwrap_model(trainer.model)
+    if state is not None:
+        network = _whole_model(start, parts.tokenizer, state)
+    content = export.write(
+        network,
+        trainer,
+        parts.tokenizer,
+        start.recipe,
+        start.plan,
+        run.run_id,
+        parts.control.deferred,
+    )
+    logger.info("model: %s (%s)", folder, content)
+    free_bytes = export_check.close_engine(
+        trainer, start.plan.estimate.host_bytes, parts.reporter.host.read()
+    )
+    try:
+        checked = export_check.check(
+            *(folder, start.recipe, trainer.accelerator, network, trained, free_bytes)
+        )
+    except ExportError as error:
+        export.write_check(folder, f"{layout.NOT_CHECKED}: {error}")
+        raise
+    export.write_check(folder, checked)
+    logger.info("checked: %s", checked)
+    return checked
 
 
 def _trained(

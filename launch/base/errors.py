@@ -70,6 +70,12 @@ class NetworkError(LaunchError):
     exit_code = 11
 
 
+class ExportError(LaunchError):
+    """The exported folder is not the model that was trained."""
+
+    exit_code = 13
+
+
 class Stopped(LaunchError):
     """A signal ended the run. The exit code is 75, or 130 after Ctrl-C."""
 

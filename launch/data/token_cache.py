@@ -14,7 +14,7 @@ from launch.data.files import shards
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
-TOKEN_CACHE_VERSION = 8  # raise when training/ tokenises the same input to other rows
+TOKEN_CACHE_VERSION = 9  # raise when training/ tokenises the same input to other rows
 
 TOKENS_MADE_OF = "made_of.json"  # of a token cache: TokenCache.identity
 
@@ -105,6 +105,7 @@ def _identity(
         ),
         "task": recipe.task,
         "encoder_decoder": model.is_encoder_decoder,
+        "model_type": model.config["model_type"],  # AutoTokenizer chooses by it
         "tokenizer": (
             folder_fingerprint(Path(tokenizer_path))
             if tokenizer_path
@@ -123,6 +124,8 @@ def _columns(data_format: DataFormat) -> list[Any]:
 
 def _changes_of_tokenizer(recipe: Recipe) -> dict[str, Any]:
     section, changes = recipe.tokenizer, {}
+    if section.loading:
+        changes["loading"] = section.loading
     if section.chat_template:
         text = chat_templates.read(section.chat_template)
         changes["chat_template"] = hashlib.sha256(text.encode()).hexdigest()

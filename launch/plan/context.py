@@ -121,7 +121,12 @@ def with_rows(context: PlanContext) -> PlanContext:
         return context
     folder = context.tokens.folder
     counts = token_hashes.counts(folder)
-    if counts is None or "train" not in counts:
+    if counts is None:
+        return context
+    if note := counts.get("tokenizer_note"):
+        notes = dict.fromkeys([*context.data_format.notes, note])
+        context = replace(context, data_format=replace(context.data_format, notes=tuple(notes)))
+    if "train" not in counts:
         return context
     parts = [part for part in counts.values() if isinstance(part, dict)]
     longest_input = max(part["longest_input"] for part in parts)

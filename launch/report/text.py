@@ -396,6 +396,8 @@ def _success_lines(
     yield f"  model      {summary['model_dir']}" + (
         f" (step {of_step:,}: lowest held-out loss)" if of_step else ""
     )
+    if checked := summary.get("export_check"):
+        yield f"  checked    {checked}"
     if summary.get("exact_match_after") is not None:
         scores = _before_and_after(summary, "exact_match", " %")
         yield f"  answers    exact match {scores}, on held-out rows"

@@ -347,10 +347,13 @@ def left_in(path: Path) -> Path:
     return Path(outcome.model_dir)
 
 
+NOT_CHECKED = "not checked"  # begins ExportedModel.check of a folder that is not known to be right
+
+
 def holds_model(folder: Path, run_id: str) -> bool:
     """True if the folder has the finished model of that run."""
     model = read_or_none(folder / "lowmem.json", ExportedModel)
-    return model is not None and model.run == run_id
+    return model is not None and model.run == run_id and not model.check.startswith(NOT_CHECKED)
 
 
 def kept_aside(folder: Path, run_id: str) -> list[str]:

@@ -23,6 +23,9 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 AttnImplementation = Literal["sdpa", "eager", "flash_attention_2", "varlen_attn"]
 
 
+TokenizerLoading = Literal["auto", "file"]
+
+
 def _not_blank(token: str) -> str:
     if not token.strip():
         raise ValueError(f"found {token!r}, expected the text of a token, e.g. '<|im_end|>'")
@@ -112,6 +115,12 @@ class TokenizerSection(Section):
         default=(),
         description="Special tokens to add, e.g. ['<|im_start|>', '<|im_end|>'], if the vocabulary"
         " lacks them. The embeddings grow with them, and are trained under LoRA too.",
+    )
+    loading: Annotated[TokenizerLoading | None, affects("weights", "rows")] = Field(
+        default=None,
+        description="How a folder's tokenizer is read. auto: as AutoTokenizer reads it beside the"
+        " model's config.json, whose type may bring a normaliser and a pre-tokenizer of its own."
+        " file: as its tokenizer.json says. null: auto, or as an exported model was trained.",
     )
     split: Annotated[Literal["word", "character"], affects("weights", "rows")] = Field(
         default="word",

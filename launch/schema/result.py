@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.schema.machine import GIB
+from launch.schema.model_sections import TokenizerLoading
 from launch.schema.plan import ModelFamily
 
 
@@ -156,6 +157,7 @@ class Outcome(Scores):
     checkpoint: str | None = None  # its newest
     resumed_from: str | None = None
     model_dir: str = ""
+    export_check: str = ""  # what was compared of the exported folder
     step: int = 0
     max_steps: int = 0
     loss: float | None = None  # None: the run continued at its last step
@@ -210,6 +212,8 @@ class ExportedModel:
     step: int = 0
     base: str = ""  # of a merged adapter
     quantization: Mapping[str, Any] | None = None  # of the weights that the adapter was trained on
+    tokenizer_loading: TokenizerLoading = "auto"
+    check: str = ""  # of the folder, loaded as a user does; "": an older version wrote it
 
 
 @dataclass(frozen=True)

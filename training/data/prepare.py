@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.base import files, modules
 from launch.base import processes as base_processes
-from launch.base.errors import DataError, LaunchError, Stopped
+from launch.base.errors import DataError, LaunchError, ResourceError, Stopped
 from launch.base.progress import RowProgress
 from launch.data import token_cache, token_hashes
 from launch.data.token_cache import TokenCache
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 STAGING = ".parts"  # ends the name of an unfinished folder
 TOKENIZER_CHARACTERS = 64 << 20  # of a streamed corpus, from its beginning
+COMPARED_ROWS = 100  # in two readings of a tokenizer
 ABANDONED_S = 7 * 86400.0
 FIRST_LINE_S, LONGEST_PAUSE_S = 1.0, 30.0  # between lines on tokenised rows
 
@@ -97,9 +99,12 @@ def _write(
     source = tokens.recipe.data
     if not (folder / tokenise.TOKENIZER).exists():
         aside = folder / f"{tokenise.TOKENIZER}.tmp"
-        tokenizer_of(tokens, say).save_pretrained(aside)
+        made = tokenizer_of(tokens, say)
+        loading = tokenizer.loading_of_recipe(tokens.recipe)
+        tokenizer.save(made, aside, tokens.model.config, loading)
         aside.rename(folder / tokenise.TOKENIZER)
-    counts: dict[str, Any] = {}
+    loaded = tokenizer.load(folder / tokenise.TOKENIZER)
+    counts: dict[str, Any] = {"tokenizer_note": _reading(tokens, loaded)}
     if not source.streaming:
         job = tokenise.job_of_part(tokens, folder, "train", goes_on)
         assert job is not None
@@ -111,7 +116,6 @@ def _write(
     for unneeded in [*folder.glob("*.tmp"), *folder.glob("*.json")]:
         unneeded.unlink()
     files.write_json(folder / token_cache.TOKENS_MADE_OF, tokens.identity)
-    loaded = tokenizer.load(folder / tokenise.TOKENIZER)
     files.write_json(folder / token_cache.SHOWN_ROWS, row_summary.for_report(tokens, loaded))
     files.sync_all(folder)
     files.write_json(folder / token_cache.TOKENS_READY, {**counts, "vocabulary": len(loaded)})
@@ -121,30 +125,62 @@ def _write(
 def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     """Load the tokenizer of the recipe's folder, or train a tokenizer."""
     from launch.data import sources
-    from launch.data.conversation import text_of
-    from launch.data.rows import BadRows
     from training.data import tokenizer
 
     recipe = tokens.recipe
     data, section = recipe.data, recipe.tokenizer
     local = section.path or recipe.model.path
     if local:
-        loaded = tokenizer.load(Path(local), section.chat_template)
+        loaded = tokenizer.load(Path(local), section.chat_template, section.loading)
         tokenizer.add_tokens(loaded, section.add_tokens)
         return loaded
     size = section.vocab_size or tokens.model.config["vocab_size"]
     named = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
     say(f"training a tokenizer of at most {size:,} tokens on {sources.name(named)}")
-    texts = (
-        text_of(sample)
-        for source in named
-        if not source.is_repeat
-        for sample in source.read(BadRows(data.max_bad_rows))
-    )
-    trained = tokenizer.train(_first(texts) if data.streaming else texts, section, size)
+    texts = _texts(tokens)
+    texts = _first(texts) if data.streaming else texts
+    trained = tokenizer.train(texts, section, size, tokens.model.config)
     if section.chat_template:
         tokenizer.set_template(trained, section.chat_template)
     return trained
+
+
+def _texts(tokens: TokenCache) -> Iterator[str]:
+    """Yield the text of each row that is trained, repeated rows once."""
+    from launch.data import sources
+    from launch.data.conversation import text_of
+    from launch.data.rows import BadRows
+
+    data = tokens.recipe.data
+    for source in sources.of_part(data, tokens.data_format, tokens.row_counts, "train"):
+        if not source.is_repeat:
+            yield from map(text_of, source.read(BadRows(data.max_bad_rows)))
+
+
+def _reading(tokens: TokenCache, loaded: Any) -> str:
+    """The line of the plan on a folder whose tokenizer.json says otherwise than AutoTokenizer; ""
+    if it does not. Raises ResourceError where AutoTokenizer loses characters of the rows."""
+    from training.data import tokenizer
+
+    section = tokens.recipe.tokenizer
+    local = Path(section.path or tokens.recipe.model.path or "")
+    if not (local.parts and (local / "tokenizer.json").is_file()):
+        return ""
+    by_file = tokenizer.load(local, section.chat_template, "file")
+    tokenizer.add_tokens(by_file, section.add_tokens)
+    try:
+        first = tokenizer.difference(by_file, loaded, islice(_texts(tokens), COMPARED_ROWS))
+    except ResourceError as error:
+        raise ResourceError(
+            f"{local}: {error}, beside a config.json of type {tokens.model.config['model_type']};"
+            " --tokenizer.loading=file trains the ids of tokenizer.json"
+        ) from error
+    if first is None:
+        return ""
+    return (
+        f"{local}: {first}; trained are AutoTokenizer's, which the exported folder gives"
+        " (tokenizer.loading: file trains those of tokenizer.json)"
+    )
 
 
 def _first(texts: Iterator[str]) -> Iterator[str]:

@@ -1,16 +1,23 @@
-"""Load a tokenizer from a local folder, or train a byte-level BPE on the run's data."""
+"""Load a tokenizer from a local folder, or train a byte-level BPE on the run's data; save it as it
+will be read beside the exported model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from launch.base import files
 from launch.base.errors import ResourceError
 from launch.data import chat_templates
-from launch.schema.model_sections import TokenizerSection
+from launch.schema.model_sections import TokenizerLoading, TokenizerSection
+from launch.schema.recipe import Recipe
+from launch.schema.result import ExportedModel
 
 PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = [
     "<|pad|>",
@@ -42,16 +49,20 @@ PLAIN_TEMPLATE = (  # for a folder without a template: a line for each turn, END
 )
 
 
-def load(folder: Path, template: str | None = None) -> PreTrainedTokenizerBase:
+def load(
+    folder: Path, template: str | None = None, loading: TokenizerLoading | None = None
+) -> PreTrainedTokenizerBase:
     """Load the folder's tokenizer, with the pad token and chat template that training needs:
     `template` (a value of tokenizer.chat_template), the folder's own, or a plain one.
 
+    Without `loading`, an exported model's folder is read as it was trained.
+
     Raises ResourceError when the folder holds no tokenizer, or a tokenizer without an end token,
     and DataError for a template that cannot be read."""
+    is_file = loading_of(folder, loading) == "file"
+    reader = PreTrainedTokenizerFast if is_file else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except MemoryError:
         raise
     except Exception as error:  # a damaged file raises whatever its reader meets: KeyError, ...
@@ -79,6 +90,19 @@ def load(folder: Path, template: str | None = None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def loading_of(folder: Path, loading: TokenizerLoading | None) -> TokenizerLoading:
+    """The way in which a folder's tokenizer is read where a recipe asks for `loading`."""
+    exported = files.read_or_none(folder / "lowmem.json", ExportedModel)
+    return loading or (exported.tokenizer_loading if exported else "auto")
+
+
+def loading_of_recipe(recipe: Recipe) -> TokenizerLoading:
+    """The way in which the tokenizer of a recipe is read; a trained one as AutoTokenizer reads
+    it."""
+    folder = recipe.tokenizer.path or recipe.model.path
+    return loading_of(Path(folder), recipe.tokenizer.loading) if folder else "auto"
+
+
 def _files(folder: Path) -> str:
     """The files that hold a folder's tokens."""
     names = [name for name in chat_templates.TOKENIZER_FILES if (folder / name).is_file()]
@@ -104,13 +128,77 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> dic
     return {token: vocabulary[token] for token in missing}
 
 
-def train(
-    texts: Iterator[str], section: TokenizerSection, vocab_size: int
+def save(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, config: Mapping[str, Any], loading: str
+) -> None:
+    """Save a tokenizer for the rows of a model with this config.
+
+    AutoTokenizer chooses a class by the config.json beside the files, and some classes (Qwen2's)
+    have a normaliser and a pre-tokenizer of their own: rows need the ids that the exported folder
+    gives. With `loading` "file" there is no config.json."""
+    tokenizer.save_pretrained(folder)
+    if loading == "auto":
+        names = ("model_type", "model_name", "tokenizer_class")
+        files.write_json(
+            folder / "config.json", {name: config[name] for name in names if name in config}
+        )
+
+
+def difference(by_file: Any, by_auto: Any, texts: Iterable[str]) -> str | None:
+    """The first text of which two readings of a tokenizer folder make other tokens, and these; None
+    without one.
+
+    Raises ResourceError where the second loses characters that the first keeps."""
+    for number, text in enumerate(texts, 1):
+        file_ids, auto_ids = (
+            each(text, add_special_tokens=False)["input_ids"] for each in (by_file, by_auto)
+        )
+        if file_ids == auto_ids:
+            continue
+        file_is_lossless, auto_is_lossless = (
+            _characters(each.decode(ids)) == _characters(text)
+            for each, ids in ((by_file, file_ids), (by_auto, auto_ids))
+        )
+        first = next(
+            (i for i, pair in enumerate(zip(file_ids, auto_ids, strict=False)) if len({*pair}) > 1),
+            min(len(file_ids), len(auto_ids)),
+        )
+        tokens = [
+            each.convert_ids_to_tokens(ids[first : first + 4])
+            for each, ids in ((by_file, file_ids), (by_auto, auto_ids))
+        ]
+        line = f"row {number} has {tokens[0]} by tokenizer.json, {tokens[1]} by AutoTokenizer"
+        if file_is_lossless and not auto_is_lossless:
+            raise ResourceError(f"{line}, which loses characters of it")
+        return line
+    return None
+
+
+def _characters(text: str) -> str:
+    """The characters that normalisers and word boundaries keep."""
+    return "".join(unicodedata.normalize("NFKC", text).split())
+
+
+def _read_beside(
+    tokenizer: PreTrainedTokenizerBase, config: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE of at most `vocab_size` tokens, which can encode every Unicode text.
+    """The tokenizer as AutoTokenizer reads it beside a model's config.json."""
+    with TemporaryDirectory() as folder:
+        save(tokenizer, Path(folder), config, "auto")
+        return load(Path(folder))
+
+
+def train(
+    texts: Iterator[str],
+    section: TokenizerSection,
+    vocab_size: int,
+    config: Mapping[str, Any] | None = None,
+) -> PreTrainedTokenizerBase:
+    """Train a byte-level BPE of at most `vocab_size` tokens, which can encode every Unicode text,
+    with the normaliser and the pre-tokenizer that AutoTokenizer puts beside a model's `config`.
 
     With split "character", merges never cross a character, so a token is a character or a byte of a
-    rare character.
+    rare character, whatever the pre-tokenizer.
     """
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=section.split == "word")
@@ -120,14 +208,26 @@ def train(
     else:
         tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
+    special_tokens = [*SPECIAL_TOKENS, *section.add_tokens]
+    read: Any = None
+    if config is not None:
+        read = _read_beside(_wrapped(tokenizer), config)
+        special_tokens += sorted(read.all_special_tokens)  # a class of its own adds some
+        tokenizer.normalizer = read.backend_tokenizer.normalizer
+        if section.split == "word":
+            tokenizer.pre_tokenizer = read.backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(dict.fromkeys([*SPECIAL_TOKENS, *section.add_tokens])),
+        special_tokens=list(dict.fromkeys(special_tokens)),
         # sorted: the same ids every time
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
+    made = _wrapped(tokenizer)
+    made.chat_template = CHAT_TEMPLATE
+    return made if config is None else _read_beside(made, config)
+
+
+def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=END)

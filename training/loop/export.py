@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.result import ExportedModel
 from training.compat.transformers_private import Network
+from training.data import tokenizer as data_tokenizer
 from training.loop import nan_guard
 from training.loop.trainer import LowMemTrainer
 from training.model import four_bit
@@ -52,12 +54,21 @@ def write(
         recipe.name,
         trainer.state.global_step,
         quantization=quantization.model_dump() if quantization else None,
+        tokenizer_loading=data_tokenizer.loading_of_recipe(recipe),
+        check=f"{layout.NOT_CHECKED}: the run ended before",
     )
     files.write_json(aside / "lowmem.json", facts)
     files.sync_all(aside)
     with uninterrupted():
         _swap(aside, target, old, is_another_runs=bool(layout.kept_aside(target, run_id)))
     return content
+
+
+def write_check(folder: Path, check: str) -> None:
+    """Write into an exported folder how its check has ended."""
+    facts = files.read(folder / "lowmem.json", ExportedModel)
+    assert facts is not None
+    files.write_json(folder / "lowmem.json", replace(facts, check=check))
 
 
 def _swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:

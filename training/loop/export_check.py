@@ -1,0 +1,303 @@
+"""Check of an exported folder: loaded as a user loads it, it must be the model that was trained."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
+
+from launch.base.errors import ExportError
+from launch.data import sources
+from launch.data.conversation import Conversation, Sample
+from launch.data.rows import UNLIMITED, BadRows
+from launch.run_folder.layout import Start
+from launch.schema.machine import GIB
+from launch.schema.model_sections import TokenizerLoading
+from launch.schema.recipe import Recipe
+from training.compat.transformers_private import Network
+from training.data import tokenise, tokenizer
+from training.data.encode import Encoder, Row
+from training.loop import evaluate
+from training.loop.trainer import LowMemTrainer, empty_cache
+from training.model import build, four_bit, varlen_attention
+
+NUM_ROWS = 100
+ROW_TOKENS = 128  # of the row whose logits are compared
+LARGEST_ERROR, IN_FLOAT32 = 1e-2, 1e-4  # of the largest logit
+SPARE_BYTES = 256 << 20  # of host RAM, less than any plan leaves free
+Inputs = Mapping[str, list[int]]  # of the model: one row
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples of a run, and the encoder that has tokenised them."""
+
+    encoder: Encoder
+    dataset: Sequence[Sample]
+    questions: Sequence[Conversation]  # held-out ones, without their answers
+
+    @cached_property
+    def encoded(self) -> list[list[Row]]:
+        return self.encoded_by(self.encoder)
+
+    def encoded_by(self, encoder: Encoder) -> list[list[Row]]:
+        """The rows of each sample; none of a bad one."""
+        bad = BadRows(UNLIMITED)
+        return [
+            [row for rows in encoder.encode([sample], bad) for row in rows]
+            for sample in self.dataset
+        ]
+
+    @property
+    def inputs(self) -> Inputs:
+        """The model's inputs of the first row that is trained."""
+        rows = chain.from_iterable(self.encoded)
+        end = [self.encoder.tokenizer.eos_token_id]
+        row = next(rows, {"input_ids": end, "labels": end})
+        inputs = {"input_ids": row["input_ids"][:ROW_TOKENS]}
+        if self.encoder.encoder_decoder:
+            inputs["decoder_input_ids"] = row["labels"][:ROW_TOKENS]
+        return inputs
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a finished training has, and its export must have."""
+
+    rows: Rows
+    logits: torch.Tensor  # (seq, vocabulary) of rows.inputs, on the host
+
+
+def trained(
+    start: Start, trainer: LowMemTrainer, tokens: Path, questions: Sequence[Conversation]
+) -> Trained:
+    """Read what the export will be compared with. `tokens`: the folder of the tokenised rows.
+    Collective."""
+    rows = _rows(start, tokens, questions)
+    network: Network = trainer.accelerator.unwrap_model(trainer.model)
+    eagerly = (
+        torch.compiler.set_stance("force_eager") if trainer.args.torch_compile else nullcontext()
+    )
+    with eagerly, varlen_attention.answering_with_masks(network):
+        return Trained(rows, logits(trainer.model_wrapped, rows.inputs, trainer.accelerator))
+
+
+def _rows(start: Start, tokens: Path, questions: Sequence[Conversation]) -> Rows:
+    recipe, plan = start.recipe, start.plan
+    counts = start.tokens.row_counts
+    trained = sources.of_part(recipe.data, plan.data_format, counts, "train")
+    bad = BadRows(UNLIMITED)
+    dataset = chain.from_iterable(source.read(bad) for source in trained)
+    job = tokenise.job(recipe, plan.shape, trained, tokens, "train")
+    return Rows(job.encoder, list(islice(dataset, NUM_ROWS)), questions[:NUM_ROWS])
+
+
+def logits(model: torch.nn.Module, inputs: Inputs, accelerator: Accelerator) -> torch.Tensor:
+    """The logits of a row, (seq, vocabulary) in float32 on the host."""
+    tensors = {name: torch.tensor([ids]).to(accelerator.device) for name, ids in inputs.items()}
+    model.eval()
+    with torch.no_grad(), accelerator.autocast():
+        return model(**tensors, use_cache=False).logits[0].float().cpu()
+
+
+def close_engine(trainer: LowMemTrainer, planned_host_bytes: int, host_bytes: int) -> int:
+    """Free the gradients and optimizer states of this rank. The bytes that a copy of the model may
+    take on its device: of host RAM what the plan counts with and the job does not take."""
+    trainer.model.zero_grad(set_to_none=True)
+    trainer.optimizer = None
+    trainer.accelerator._optimizers.clear()
+    gc.collect()
+    empty_cache()
+    if trainer.args.device.type == "cuda":
+        return torch.cuda.mem_get_info(trainer.args.device)[0]
+    return max(planned_host_bytes - host_bytes, SPARE_BYTES)
+
+
+def check(
+    folder: Path,
+    recipe: Recipe,
+    accelerator: Accelerator,
+    network: Network,
+    expected: Trained,
+    free_bytes: int,
+) -> str:
+    """Load an exported folder and compare it with what was trained. A sentence on what was
+    compared.
+
+    `network`: the model that was exported, with all its weights. Raises ExportError for what
+    differs."""
+    rows = expected.rows
+    loading = tokenizer.loading_of_recipe(recipe)
+    for problem in (*_of_tokenizer(folder, rows, loading), *_of_generation(folder, rows)):
+        raise ExportError(f"{folder}: {problem}")
+    said = f"ids of {len(rows.dataset):,} rows"
+    is_adapter = (folder / "adapter_config.json").is_file()
+    if hasattr(network, "peft_config") and not is_adapter:  # merged in place
+        network = network.get_base_model()
+    needed_bytes = sum(parameter.nbytes for parameter in network.parameters())
+    fits = needed_bytes + 2 * expected.logits.nbytes <= free_bytes
+    device = accelerator.device if fits else torch.device("meta")
+    loaded: Network = None
+    if not is_adapter:
+        loaded = _load_model(folder, network, device)
+        for problem in _of_parameters(network, loaded):
+            raise ExportError(f"{folder}: {problem}")
+        said += f", names and shapes of {len(list(loaded.parameters())):,} weights"
+    if not fits:
+        return (
+            f"{said}; the logits were not compared: a second copy of {needed_bytes / GIB:.1f} GiB"
+            f" does not fit in {max(free_bytes, 0) / GIB:.1f} GiB"
+        )
+    if is_adapter:
+        loaded = _load_adapter(folder, recipe, network, accelerator)
+    largest = expected.logits.abs().max().item()
+    of_export = logits(loaded, rows.inputs, accelerator)
+    error = (of_export - expected.logits).abs().max().item() / largest
+    is_exact = accelerator.mixed_precision == "no" and network.dtype == torch.float32
+    allowed = IN_FLOAT32 if is_exact else LARGEST_ERROR
+    if not error <= allowed:  # NaN too
+        raise ExportError(
+            f"{folder}: its logits of a row differ from those of the trained model by"
+            f" {error:.1e} of the largest, expected at most {allowed:.0e}"
+        )
+    return f"{said}, logits of a row (off by {error:.1e} of the largest)"
+
+
+def _of_tokenizer(folder: Path, rows: Rows, loading: TokenizerLoading) -> Iterator[str]:
+    """The differences of an exported tokenizer."""
+    trained = rows.encoder.tokenizer
+    reader = PreTrainedTokenizerFast if loading == "file" else AutoTokenizer
+    try:
+        exported = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        yield f"its tokenizer cannot be loaded ({str(error).splitlines()[0]})"
+        return
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id", "chat_template"):
+        value, expected = getattr(exported, name), getattr(trained, name)
+        if value != expected:
+            yield f"its tokenizer has {name} {value!r}, trained was {expected!r}"
+    encoder = replace(rows.encoder, tokenizer=exported)
+    pairs = zip(rows.encoded_by(encoder), rows.encoded, strict=True)
+    for number, (read, expected) in enumerate(pairs, 1):
+        if read != expected:
+            different = _first_difference(read, expected)
+            yield f"row {number} has other ids than trained: {different}"
+    if rows.questions:
+        asked, answered = (
+            evaluate.prompts(each, rows.questions, encoder.encoder_decoder)
+            for each in (trained, exported)
+        )
+        if asked != answered:
+            yield "held-out prompts have other ids than trained"
+
+
+def _first_difference(read: list[Row], expected: list[Row]) -> str:
+    pairs = chain.from_iterable(
+        zip(a["input_ids"], b["input_ids"], strict=False)
+        for a, b in zip(read, expected, strict=False)
+    )
+    first = next((f"{a} instead of {b}" for a, b in pairs if a != b), "")
+    return first or f"{len(read)} rows, or other lengths"
+
+
+def _of_generation(folder: Path, rows: Rows) -> Iterator[str]:
+    """The ids that end a trained row, and at which the exported model would not stop."""
+    encoder = rows.encoder
+    is_chat = any(isinstance(sample, Conversation) for sample in rows.dataset)
+    ends = {encoder.tokenizer.eos_token_id}
+    if is_chat and not encoder.encoder_decoder and encoder.task != "pretrain":
+        ends |= {*encoder.renderer.end_ids}
+    listed = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    missing = ends - {*(listed if isinstance(listed, list) else [listed])}
+    if missing:
+        names = encoder.tokenizer.convert_ids_to_tokens(sorted(missing))
+        yield f"generation_config.json does not name {names}, with which trained rows end"
+
+
+def _load_model(folder: Path, trained: Network, device: torch.device) -> Network:
+    """The exported model as a user loads it, in the type in which it was trained."""
+    family = AutoModelForSeq2SeqLM if trained.config.is_encoder_decoder else AutoModelForCausalLM
+    try:
+        loading: Any = family.from_pretrained(
+            folder,
+            dtype=trained.dtype,
+            device_map={"": device},
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ExportError(f"{folder}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    network, said = loading
+    if faults := {key: sorted(map(str, names)) for key, names in said.items() if names}:
+        raise ExportError(f"{folder}: transformers says of its weights: {faults}")
+    return network
+
+
+def _load_adapter(
+    folder: Path, recipe: Recipe, trained: Network, accelerator: Accelerator
+) -> Network:
+    """The exported adapter on its base as a user loads them, in the type in which they were
+    trained."""
+    from peft import PeftModel
+
+    base = trained.get_base_model()
+    assert recipe.model.path is not None
+    family = AutoModelForSeq2SeqLM if base.config.is_encoder_decoder else AutoModelForCausalLM
+    precision: Any = accelerator.mixed_precision
+    quantization = recipe.quantized(precision)
+    in_4_bits = {"quantization_config": four_bit.config(quantization)} if quantization else {}
+    try:
+        network = family.from_pretrained(
+            recipe.model.path,
+            dtype=base.dtype,
+            device_map={"": accelerator.device},
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            **in_4_bits,
+        )
+        four_bit.settle(network)
+        build.grow_vocabulary(network, base.get_input_embeddings().num_embeddings)
+        return PeftModel.from_pretrained(network, folder, local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ExportError(f"{folder}: cannot be loaded ({str(error).splitlines()[0]})") from error
+
+
+def _of_parameters(trained: Network, loaded: Network) -> Iterator[str]:
+    """The differences of names, shapes and ties."""
+    tensor_shapes = [
+        {name: tuple(part.shape) for name, part in each.named_parameters()}
+        for each in (trained, loaded)
+    ]
+    for name in sorted(tensor_shapes[0].keys() | tensor_shapes[1].keys()):
+        expected, tensor_shape = (each.get(name) for each in tensor_shapes)
+        if tensor_shape != expected:
+            yield f"{name} has the shape {tensor_shape}, trained was {expected}"
+    if _ties(trained) != _ties(loaded):
+        yield f"its weights are tied otherwise: {_ties(loaded)}, trained were {_ties(trained)}"
+
+
+def _ties(network: Network) -> list[list[str]]:
+    """The names of parameters that are one."""
+    names: defaultdict[int, list[str]] = defaultdict(list)
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return sorted(sorted(each) for each in names.values() if len(each) > 1)
