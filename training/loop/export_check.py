@@ -78,7 +78,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a finished training has, and its export must have."""
+    """Rows and logits of a finished training, which its export must have."""
 
     rows: Rows
     logits: torch.Tensor  # (seq, vocabulary) of rows.inputs, on the host

@@ -131,6 +131,7 @@ def test_no_folder_holds_more_modules_than_a_reader_can_survey():
 # Loaders that cannot run a folder's code: peft has no such option, the quantizer is handed a
 # configuration in memory
 CODELESS = {
+    "GenerationConfig": "local_files_only",
     "PeftModel": "local_files_only",
     "PeftConfig": "local_files_only",
     "AutoHfQuantizer": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 
 import pytest
 from transformers import AutoTokenizer
@@ -38,7 +39,8 @@ def test_a_trained_tokenizer_is_read_beside_its_models_config_as_it_was_trained(
     read = AutoTokenizer.from_pretrained(tmp_path)
     for text in TEXTS:
         assert ids(read, text) == ids(made, text)
-        assert tokenizer._characters(read.decode(ids(read, text))) == tokenizer._characters(text)
+        nfc = unicodedata.normalize("NFC", text)
+        assert read.decode(ids(read, text)) in (text, nfc)
     assert len(read) == len(made) <= 400
 
 
