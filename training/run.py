@@ -258,6 +258,7 @@ def build_parts(
             "mode": plan.strategy.mode,
             "engine": plan.strategy.launch_mode.engine,
             "zero_stage": plan.strategy.launch_mode.zero_stage,
+            "mixed_precision": plan.strategy.mixed_precision,
             "world_size": args.world_size,
             "effective_batch_size": order.effective_batch_size,
             **({"group_size": order.group_size} if recipe.data.group_by_length else {}),
@@ -618,7 +619,10 @@ def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
     if checkpoint is None and continues:
         source = continues.checkpoint
         if problem := manifest.fault(source, allow=allow):
-            raise CheckpointError(f"{source}: {problem}; give another one with --resume PATH")
+            raise CheckpointError(
+                f"{source}: {problem}; give another one with --resume PATH, or"
+                " --resume never starts over"
+            )
         checkpoint = commit.rebase(source, run.checkpoints, parts.order)
     if checkpoint is None:
         return None

@@ -3,6 +3,7 @@ the list of our own."""
 
 from __future__ import annotations
 
+import fnmatch
 import hmac
 import json
 import logging
@@ -29,6 +30,28 @@ WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # load.
 LOADED = re.compile(r"\.(pt|pth|bin|pkl|safetensors|distcp|metadata|json)$|^latest$")
 HASHING_THREADS = 4  # sha256 of one file is one core's work
+# Facts of a manifest that continuing reads.
+FACTS = ("samples_seen", "world_size", "engine", "zero_stage", "mode")
+# The parts of a checkpoint that continuing needs, and their files: one for each rank where the
+# pattern says so.
+_PARTS_OF_TRAINER = {
+    "the position of the training": "trainer_state.json",
+    "the learning-rate schedule": "scheduler.pt",
+}
+_WHOLE = {"the weights": "*model*.safetensors", "the optimizer's states": "optimizer.pt"}
+PARTS = {
+    "plain": _WHOLE,
+    "ddp": _WHOLE,
+    "deepspeed": {
+        "the name of its step": "latest",
+        "the weights": "*model_states.pt",
+        "the optimizer's states": "*zero_pp_rank_{rank}_*optim_states.pt",
+    },
+    "fsdp2": {
+        "the weights": "pytorch_model_fsdp_0/.metadata",
+        "the optimizer's states": "optimizer_0/.metadata",
+    },
+}
 
 
 def name(step: int) -> str:
@@ -114,7 +137,8 @@ def seal(described: Mapping[str, Any]) -> str:
 
 
 def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str | None:
-    """The fault of a checkpoint, or None: every file is the one that its sealed manifest describes.
+    """The fault of a checkpoint, or None: every file is the one that its sealed manifest describes,
+    and it has every part that a training needs to go on.
 
     Without `hashed` sizes are compared instead of content. `allow` "seal" takes a checkpoint that
     was sealed elsewhere."""
@@ -125,6 +149,7 @@ def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str
             for relative, entry in described["files"].items()
         }
         sealed, checks_modes = str(described.get("seal", "")), described.get("keeps_modes", True)
+        missing = _missing_part(described, files)
     except FileNotFoundError:
         return f"{folder.name} has no {FILE}: it was not finished"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -147,6 +172,8 @@ def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str
                 f"{folder.name}/{relative} has {path.stat().st_size:,} bytes, expected"
                 f" {expected_bytes:,}"
             )
+    if missing:
+        return f"{folder.name} lacks {missing}, without which its training cannot go on"
     if not hashed:
         return None
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
@@ -157,6 +184,24 @@ def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str
     for (relative, (_, expected)), digest in zip(files.items(), digests, strict=True):
         if digest != expected:
             return f"{folder.name}/{relative} was changed after it was written"
+    return None
+
+
+def _missing_part(described: Mapping[str, Any], files: Collection[str]) -> str | None:
+    """The first part that a checkpoint lacks, with its file."""
+    for fact in FACTS:
+        if fact not in described:
+            return f"{fact} in its {FILE}"
+    engine, num_ranks = described["engine"], described["world_size"]
+    states = "rng_state.pth" if num_ranks == 1 else "rng_state_{rank}.pth"
+    parts = {**_PARTS_OF_TRAINER, **PARTS[engine], "the random states": states}
+    if described.get("mixed_precision") == "fp16" and engine != "deepspeed":
+        parts["the scale of fp16"] = "scaler.pt"
+    for part, pattern in parts.items():
+        for rank in range(num_ranks if "{rank}" in pattern else 1):
+            name = pattern.replace("{rank}", str(rank))
+            if not fnmatch.filter(files, name):
+                return f"{part} ({name})"
     return None
 
 

@@ -164,9 +164,10 @@ def _from_path(
         or not run.plan_file.exists()
         or (is_checkpoint and not (path / manifest.FILE).exists())
     ):
+        content = f"{path.name} without {manifest.FILE}" if is_checkpoint else "no run of ours"
         raise CheckpointError(
-            f"--resume {path}: found no run of ours there; give a folder runs/<recipe>/<time>, or"
-            " one of its checkpoints/checkpoint-<step>, or auto, or never"
+            f"--resume {path}: found {content} there; give a folder runs/<recipe>/<time>, or one of"
+            " its checkpoints/checkpoint-<step>, or auto, or never"
         )
     return _continued(
         run, path if is_checkpoint else None, _changes(run, recipe, plan, tokens), recipe, new_run
@@ -236,14 +237,16 @@ def _source(
     Not `hashed`: its content is verified when it is loaded, and an older one taken then."""
     if checkpoint is not None:
         if problem := manifest.fault(checkpoint, hashed, allow):
-            raise CheckpointError(f"--resume {checkpoint}: {problem}")
+            raise CheckpointError(
+                f"--resume {checkpoint}: {problem}; give another one, or --resume never starts over"
+            )
         return checkpoint, []
     newest, faults = manifest.newest_valid(run.checkpoints, allow, hashed)
     continues = run.read_continues()
     if newest is None and not faults and continues:  # nothing of its own yet
         newest = continues.checkpoint
         if problem := manifest.fault(newest, hashed, allow):
-            raise CheckpointError(f"{newest}: {problem}")
+            raise CheckpointError(f"{newest}: {problem}; --resume never starts over")
     if newest is None:
         reason = "; ".join(faults) or "there is none"
         raise CheckpointError(

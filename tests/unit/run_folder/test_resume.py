@@ -212,3 +212,19 @@ def test_two_jobs_whose_output_folders_have_one_name_do_not_wait_for_each_other(
                 pass
         with layout.dry_run_lock(workspace, same):  # it writes to a folder of its own
             pass
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [("{}", "manifest.json cannot be read; give another one"), (None, "without manifest.json")],
+)
+def test_a_checkpoint_that_is_named_and_cannot_be_continued_leads_to_resume_never(
+    tmp_path, content, named
+):
+    run = trained(tmp_path, recipe(tmp_path / "a"), day=1)
+    folder = run.checkpoints / "checkpoint-000004"
+    (folder / "manifest.json").unlink()
+    if content is not None:
+        (folder / "manifest.json").write_text(content)
+    with pytest.raises(CheckpointError, match=f"--resume {folder}: .*{named}.*never"):
+        decided(tmp_path, recipe(tmp_path / "a"), str(folder))

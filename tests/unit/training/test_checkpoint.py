@@ -23,14 +23,42 @@ def state(tmp_path_factory, monkeypatch) -> Path:
     return folder
 
 
+FACTS = {"engine": "plain", "zero_stage": 0, "mode": "cpu", "world_size": 1}
+OF_TRAINER = ("trainer_state.json", "scheduler.pt")
+OF_ONE_RANK = ("rng_state.pth", "optimizer.pt", *OF_TRAINER)
+OF_TWO_RANKS = ("rng_state_0.pth", "rng_state_1.pth", *OF_TRAINER)
+STATES_OF_ZERO = [f"global_step7/bf16_zero_pp_rank_{rank}_mp_rank_00" for rank in (0, 1)]
+# engine -> the files that its ranks write, and the number of ranks
+WRITTEN = {
+    "plain": ((*OF_ONE_RANK, "model-00001-of-00002.safetensors"), 1),
+    "ddp": ((*OF_TWO_RANKS, "optimizer.pt", "adapter_model.safetensors"), 2),
+    "deepspeed": (
+        (
+            *(*OF_TWO_RANKS, "latest", "global_step7/mp_rank_00_model_states.pt"),
+            *(f"{state}_optim_states.pt" for state in STATES_OF_ZERO),
+        ),
+        2,
+    ),
+    "fsdp2": ((*OF_TWO_RANKS, "pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"), 2),
+}
+
+
+def write(staged: Path, *names: str) -> None:
+    for name in names:
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        (staged / name).write_bytes(b"state" * 50)
+
+
 def committed(checkpoints: Path, step: int) -> Path:
     staged = checkpoints / f"tmp-{step}"
-    (staged / "shard").mkdir(parents=True)
+    write(staged, *OF_ONE_RANK, "shard/optimizer.pt", commit.NOT_KEPT)
     (staged / "model.safetensors").write_bytes(b"weights" * 100)
-    (staged / "shard/optimizer.pt").write_bytes(b"state" * 50)
-    (staged / commit.NOT_KEPT).write_bytes(b"pickle")
+    return commit_files(staged, checkpoints, step, {**FACTS, "samples_seen": step * 8})
+
+
+def commit_files(staged: Path, checkpoints: Path, step: int, facts: dict[str, object]) -> Path:
     files = commit.describe(staged, list(commit.listing(staged)))
-    return commit.commit(staged, checkpoints, step, {"samples_seen": step * 8}, files)
+    return commit.commit(staged, checkpoints, step, facts, files)
 
 
 def names(checkpoints: Path) -> list[str]:
@@ -44,7 +72,7 @@ def test_a_committed_checkpoint_verifies_and_holds_no_pickled_arguments(tmp_path
     described = manifest.read(folder)
     assert described["samples_seen"] == 4000
     assert {"torch", "transformers"} <= described["versions"].keys()
-    assert sorted(described["files"]) == ["model.safetensors", "shard/optimizer.pt"]
+    assert set(described["files"]) == {*OF_ONE_RANK, "model.safetensors", "shard/optimizer.pt"}
     assert names(tmp_path) == ["checkpoint-000500"]
 
 
@@ -65,6 +93,42 @@ def test_any_damage_is_found_and_the_file_named(tmp_path, name, damage):
     assert found == older
     assert len(faults) == 1
     assert name in faults[0]
+
+
+@pytest.mark.parametrize("engine", WRITTEN)
+def test_a_checkpoint_lacks_each_part_that_its_ranks_need_to_go_on(tmp_path, engine):
+    names, world_size = WRITTEN[engine]
+    facts = FACTS | {"samples_seen": 8, "engine": engine, "world_size": world_size}
+    for step, missing in enumerate([*names, None]):
+        staged = tmp_path / f"tmp-{step}"
+        write(staged, *(name for name in names if name != missing))
+        fault = manifest.fault(commit_files(staged, tmp_path, step, facts))
+        expected = missing and f"checkpoint-{step:06} lacks"
+        assert fault is None if expected is None else str(fault).startswith(expected), (fault, step)
+
+
+def test_what_saves_only_the_model_is_passed_over_and_the_part_named(tmp_path):
+    older = committed(tmp_path, 10)
+    write(tmp_path / "tmp-20", "model.safetensors", "trainer_state.json")
+    commit_files(tmp_path / "tmp-20", tmp_path, 20, FACTS | {"samples_seen": 160})
+    found, faults = manifest.newest_valid(tmp_path)
+    lacks = "lacks the learning-rate schedule (scheduler.pt), without which"
+    assert (found, faults) == (older, [f"checkpoint-000020 {lacks} its training cannot go on"])
+
+
+def test_a_checkpoint_of_fp16_needs_its_scale(tmp_path):
+    write(tmp_path / "tmp-1", *WRITTEN["plain"][0])
+    facts = FACTS | {"samples_seen": 8, "mixed_precision": "fp16"}
+    folder = commit_files(tmp_path / "tmp-1", tmp_path, 1, facts)
+    assert "lacks the scale of fp16 (scaler.pt)" in str(manifest.fault(folder))
+
+
+@pytest.mark.parametrize("fact", manifest.FACTS)
+def test_a_manifest_without_a_fact_that_continuing_reads_is_named(tmp_path, fact):
+    write(tmp_path / "tmp-1", *WRITTEN["plain"][0])
+    facts = {key: value for key, value in {**FACTS, "samples_seen": 8}.items() if key != fact}
+    folder = commit_files(tmp_path / "tmp-1", tmp_path, 1, facts)
+    assert f"lacks {fact} in its manifest.json" in str(manifest.fault(folder))
 
 
 @pytest.mark.parametrize("key", ["samples_seen", "world_size", "files"])
