@@ -137,8 +137,12 @@ def read(
     data_format = columns.detect(recipe.data, workspace.root, file_facts, unread)
     data_format = _with_template(data_format, recipe, is_pair)
     copied = plan_context.copied_modules(recipe, model.parameters, model.family)
-    in_both = sources.trained_and_held_out(recipe.data)
-    data_format = replace(data_format, notes=(*data_format.notes, *in_both, *model.notes, *copied))
+    notes = (*sources.trained_and_held_out(recipe.data), *model.notes, *copied)
+    if unread := dict.fromkeys(model_config.unread_keys(config)):
+        notes += (
+            f"private keys of config.json that transformers does not read: {', '.join(unread)}",
+        )
+    data_format = replace(data_format, notes=(*data_format.notes, *notes))
     rows = None
     if not recipe.data.streaming and not sources.are_counted(recipe.data):
         rows = columns.row_count(recipe.data.paths[0], file_facts)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -321,10 +321,9 @@ def _refuse_code(config: Mapping[str, Any], file: Path, error: type[LaunchError]
                 " which is never run; use a model type that transformers has itself, and remove"
                 " auto_map"
             )
-        if (
-            str(key).startswith("_")
-            and not str(key).startswith(HARMLESS_PRIVATE_KEYS)
-            and type(value) is not SAVED_PRIVATE_KEYS.get(key)
+        is_own = str(key).startswith("__") or str(key) in model_types.private_names()
+        if (is_own and not str(key).startswith(HARMLESS_PRIVATE_KEYS)) or (
+            type(value) is not SAVED_PRIVATE_KEYS.get(key, type(value))
         ):
             raise error(
                 f"{file}: the private key {key!r} would override transformers' own; remove it"
@@ -338,6 +337,17 @@ def _refuse_code(config: Mapping[str, Any], file: Path, error: type[LaunchError]
             )
         if isinstance(value, dict):
             _refuse_code(value, file, error)
+
+
+def unread_keys(config: Mapping[str, Any]) -> Iterator[str]:
+    """The private keys of a config and of those inside it that no config of transformers reads:
+    other programs leave them there."""
+    for key, value in config.items():
+        is_read = key in SAVED_PRIVATE_KEYS or str(key).startswith(HARMLESS_PRIVATE_KEYS)
+        if str(key).startswith("_") and not is_read:
+            yield str(key)
+        if isinstance(value, Mapping):
+            yield from unread_keys(value)
 
 
 # ---- weights

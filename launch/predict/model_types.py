@@ -1,4 +1,5 @@
-"""The model types that can be trained: those that write text, of the installed transformers."""
+"""The model types that can be trained: those that write text, of the installed transformers; and
+the private names of its configs."""
 
 from __future__ import annotations
 
@@ -29,6 +30,14 @@ MAPPING = re.compile(
     r"^MODEL_FOR_(?:SEQ_TO_SEQ_)?CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)^\)", re.M | re.S
 )
 TYPE = re.compile(r'^\s*\("([^"]+)",', re.M)
+# The files of transformers' PreTrainedConfig and its base classes, and the private names in them.
+CONFIG_FILES = (
+    "configuration_utils.py",
+    "modeling_rope_utils.py",
+    "utils/hub.py",
+    "integrations/heterogeneity/configuration_utils.py",
+)
+PRIVATE = re.compile(r"(?:\bdef |\bself\.|^    )(_[a-z]\w*)", re.M)
 
 
 def check(config: Mapping[str, Any], file: Path) -> None:
@@ -59,11 +68,21 @@ def check(config: Mapping[str, Any], file: Path) -> None:
 def installed() -> frozenset[str]:
     """The types of language models, from the source of the installed transformers, which is not
     imported; empty if they are not found there."""
+    mappings = MAPPING.findall(_source("models/auto/modeling_auto.py"))
+    return frozenset(name for mapping in mappings for name in TYPE.findall(mapping))
+
+
+@lru_cache
+def private_names() -> frozenset[str]:
+    """The private names that a config of the installed transformers has itself: a key of that name
+    would stand in the place of its own value or method."""
+    return frozenset(name for file in CONFIG_FILES for name in PRIVATE.findall(_source(file)))
+
+
+def _source(name: str) -> str:
+    """The text of a file of the installed transformers; empty if it is not found there."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
-        return frozenset()
-    file = Path(spec.submodule_search_locations[0], "models", "auto", "modeling_auto.py")
-    if not file.is_file():
-        return frozenset()
-    mappings = MAPPING.findall(file.read_text(encoding="utf-8"))
-    return frozenset(name for mapping in mappings for name in TYPE.findall(mapping))
+        return ""
+    file = Path(spec.submodule_search_locations[0], name)
+    return file.read_text(encoding="utf-8") if file.is_file() else ""

@@ -279,8 +279,8 @@ FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
         "auto_map .*never run",
     ),
     "a private key": (
-        {"config.json": _config(_attn_implementation_internal="x", _sdk=1)},
-        "private key '_sdk'",
+        {"config.json": _config(_attn_implementation_internal="x", _auto_class="M")},
+        "private key '_auto_class'",
     ),
     "a kernel to download": (
         {"config.json": _config(attn_implementation="k/flash")},

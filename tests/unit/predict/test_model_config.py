@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from launch.base.errors import ConfigError, ResourceError
-from launch.predict import model_config, parameters
+from launch.predict import model_config, model_types, parameters
 from launch.schema.model_sections import LoraSection, ModelSection
 from tests import builders
 
@@ -339,6 +339,8 @@ def test_a_broken_config_is_named(folder, raw, message):
         ({"text_config": {"auto_map": {}}}, r"auto_map asks for code"),
         ({"_experts_implementation": "eager"}, r"private key '_experts_implementation'"),
         ({"_auto_class": "AutoModel"}, r"private key '_auto_class'"),
+        ({"_get_generation_parameters": "x"}, r"private key '_get_generation_parameters'"),
+        ({"text_config": {"_output_attentions": True}}, r"private key '_output_attentions'"),
         ({"_sliding_window_pattern": "6"}, r"private key '_sliding_window_pattern'"),
         ({"__class__": "x"}, r"private key '__class__'"),
         (
@@ -361,7 +363,21 @@ def test_a_config_that_brings_code_is_refused(folder, changes, message):
 )
 def test_private_keys_that_save_pretrained_writes_are_read(folder, written):
     change_config(folder, **written)
-    load_folder(folder)
+    assert list(model_config.unread_keys(load_folder(folder).config)) == []
+
+
+def test_private_keys_of_other_programs_are_named_and_not_read(folder):
+    left = {"_model_name_or_path": "Smollm2 Mix1", "_num_labels": 2, "_commit_hash": None}
+    inner = {"text_config": {"_flash_attn_2_enabled": True, "_name_or_path": "x"}}
+    change_config(folder, **left, **inner)
+    config = load_folder(folder).config
+    assert list(model_config.unread_keys(config)) == [*left, "_flash_attn_2_enabled"]
+
+
+def test_the_private_names_of_transformers_configs_are_read_from_its_source():
+    config = AutoConfig.for_model("llama")
+    names = {name for name in dir(config) if name.startswith("_") and not name.startswith("__")}
+    assert names <= model_types.private_names()
 
 
 def test_a_model_of_text_beside_images_is_refused_before_it_is_built(tmp_path):
