@@ -104,7 +104,10 @@ def prepare_to_train(
     lora_targets: tuple[str, ...],
 ) -> torch.nn.Module:
     """Freeze the modules of model.freeze, or add LoRA."""
-    model.config.use_cache = False  # generation turns it on for itself
+    # Generation turns the cache on for itself. T5's decoder has a copy of the config.
+    for module in model.modules():
+        if (config := getattr(module, "config", None)) is not None:
+            config.use_cache = False
     frozen = tuple(f"{module}." for module in section.freeze)
     for name, parameter in model.named_parameters():
         if f"{name}.".startswith(frozen):
