@@ -43,6 +43,8 @@ def model_parts(config: dict[str, Any]) -> ModelParts:
         raise ConfigError(
             f"transformers cannot build a {config['model_type']} from this config: {cause}"
         ) from error
+    if model.config.is_encoder_decoder:
+        build.decoder_start(model.config, pad_token_id=0)
     parameters = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in parameters.items()}
     tied = {

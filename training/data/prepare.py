@@ -133,6 +133,10 @@ def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     if local:
         loaded = tokenizer.load(Path(local), section.chat_template, section.loading)
         tokenizer.add_tokens(loaded, section.add_tokens)
+        if tokenizer.loading_of_recipe(recipe) == "auto":
+            loaded = tokenizer.read_beside(loaded, tokens.model.config)
+        if rows := tokens.model.config.get("vocab_size"):
+            tokenizer.check_ids(loaded, rows, local)
         return loaded
     size = section.vocab_size or tokens.model.config["vocab_size"]
     named = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from launch.base import files
-from launch.base.errors import ResourceError
+from launch.base.errors import ConfigError, ResourceError
 from launch.data import chat_templates
 from launch.schema.model_sections import TokenizerLoading, TokenizerSection
 from launch.schema.recipe import Recipe
@@ -179,7 +179,19 @@ def _characters(text: str) -> str:
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
-def _read_beside(
+def check_ids(tokenizer: PreTrainedTokenizerBase, rows: int, folder: str | Path) -> None:
+    """Raise ConfigError for a tokenizer with an id that the model's embeddings have no row for."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda pair: pair[1])
+    if largest >= rows:
+        raise ConfigError(
+            f"{folder}: the tokenizer has ids up to {largest:,} ({token!r}), the embeddings of the"
+            f" model {rows:,} rows; take the tokens from id {rows:,} on out of the tokenizer's"
+            " files, name a smaller tokenizer with --tokenizer.path=FOLDER, or save the model with"
+            f" more rows: model.resize_token_embeddings({largest + 1})"
+        )
+
+
+def read_beside(
     tokenizer: PreTrainedTokenizerBase, config: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
     """The tokenizer as AutoTokenizer reads it beside a model's config.json."""
@@ -211,7 +223,7 @@ def train(
     special_tokens = [*SPECIAL_TOKENS, *section.add_tokens]
     read: Any = None
     if config is not None:
-        read = _read_beside(_wrapped(tokenizer), config)
+        read = read_beside(_wrapped(tokenizer), config)
         special_tokens += sorted(read.all_special_tokens)  # a class of its own adds some
         tokenizer.normalizer = read.backend_tokenizer.normalizer
         if section.split == "word":
@@ -226,7 +238,7 @@ def train(
     tokenizer.train_from_iterator(texts, trainer=trainer)
     made = _wrapped(tokenizer)
     made.chat_template = CHAT_TEMPLATE
-    return made if config is None else _read_beside(made, config)
+    return made if config is None else read_beside(made, config)
 
 
 def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

@@ -29,7 +29,12 @@ from launch.schema.plan import ModelSize
 from training.compat import deepspeed_private, transformers_private
 from training.compat.transformers_private import Network
 from training.data.chat.loss_spans import ConversationRenderer
+from training.data.tokenizer import check_ids
 from training.model import four_bit, varlen_attention
+
+# Types whose decoders begin with the padding token where their config says nothing. Source: the
+# errors of their own _shift_right.
+PAD_STARTS = ("t5", "longt5", "switch_transformers")
 
 
 def build(
@@ -54,13 +59,8 @@ def build(
     else:
         model = from_folder(section, quantization, device or torch.device("cpu"), attention)
         grow_vocabulary(model, model_size.config.get("vocab_size", 0), seed)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > vocabulary:
-        raise ConfigError(
-            f"the tokenizer has {len(tokenizer):,} tokens, the model's vocabulary {vocabulary:,};"
-            " choose a model shape with a larger vocab_size, or a tokenizer of at most that many"
-            " tokens"
-        )
+    rows = model.get_input_embeddings().num_embeddings
+    check_ids(tokenizer, rows, tokenizer.name_or_path)
     set_special_tokens(model, tokenizer)
     return prepare_to_train(model, section, lora, lora_targets)
 
@@ -185,14 +185,30 @@ def grow_vocabulary(model: Network, vocab_size: int, seed: int = 0) -> None:
         model.resize_token_embeddings(vocab_size)
 
 
+def decoder_start(config: PreTrainedConfig, pad_token_id: Any) -> int:
+    """The token that the input of an encoder-decoder's decoder begins with. Raises ConfigError for
+    a type of which its config alone can say it."""
+    start = getattr(config, "decoder_start_token_id", None)
+    if start is None:  # T5Gemma
+        start = getattr(getattr(config, "decoder", None), "bos_token_id", None)
+    if start is None and config.model_type in PAD_STARTS:
+        start = pad_token_id
+    if start is None:
+        raise ConfigError(
+            f"the model, a {config.model_type}, has no decoder_start_token_id, the token that each"
+            " answer begins with; add it to config.json (the model's documentation, or"
+            " generation_config.json, names it)"
+        )
+    return start
+
+
 def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     for config in (model.config, model.generation_config):
         config.pad_token_id = tokenizer.pad_token_id
         config.eos_token_id = tokenizer.eos_token_id
         config.bos_token_id = tokenizer.bos_token_id
         if model.config.is_encoder_decoder:
-            start = model.config.decoder_start_token_id
-            config.decoder_start_token_id = tokenizer.pad_token_id if start is None else start
+            config.decoder_start_token_id = decoder_start(model.config, tokenizer.pad_token_id)
     if not model.config.is_encoder_decoder and model.generation_config is not None:
         ends = ConversationRenderer(tokenizer).end_ids
         if ends != [tokenizer.eos_token_id]:  # the chat template ends answers with another token

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import jinja2
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
-from launch.base.errors import DataError, ResourceError
+from launch.base.errors import ConfigError, DataError, ResourceError
 from launch.data import chat_templates, row_choice
 from launch.data import rows as data_rows
 from launch.data.conversation import Conversation
@@ -47,6 +49,26 @@ def test_a_trained_tokenizer_keeps_every_character(split):
     made = tokenizer.train(iter(TEXTS), TokenizerSection(split=split), 400)
     text = "a\tb\r\n 𝄞 ﷽ e\u0301 \u200d 训练 ~ " + "".join(map(chr, range(0x4E00, 0x4E20)))
     assert made.decode(made(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_has_rows_is_refused_before_a_row_is_read(
+    cut, tmp_path
+):
+    cut.save_pretrained(tmp_path)
+    recipe = builders.recipe_of(model={"shape": None, "path": str(tmp_path)})
+    size = ModelSize("small", {"vocab_size": len(cut) - 1}, 0, 0)
+    tokens = TokenCache(recipe, size, builders.DATA_FORMAT, {}, tmp_path / "tokens")
+    numbers = rf"ids up to {len(cut) - 1} \(.*, the embeddings of the model {len(cut) - 1} rows"
+    with pytest.raises(ConfigError, match=rf"{numbers}; .*resize_token_embeddings\({len(cut)}\)"):
+        prepare.tokenizer_of(tokens, print)
+
+
+def test_few_tokens_with_a_large_id_do_not_fit_either():
+    vocabulary = models.WordLevel({"<unk>": 0, "far": 500}, unk_token="<unk>")
+    few = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(vocabulary))
+    tokenizer.check_ids(few, 501, "folder")
+    with pytest.raises(ConfigError, match=r"^folder: .* ids up to 500 \('far'\)"):
+        tokenizer.check_ids(few, 500, "folder")
 
 
 def test_character_tokens_never_join_two_characters(cut):
