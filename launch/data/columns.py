@@ -15,7 +15,7 @@ from launch.base.errors import ConfigError, DataError
 from launch.base.text import nearest
 from launch.data import column_advice, sniff, sources, untrained
 from launch.data.column_advice import Origin
-from launch.data.files import delimited, json_array, shards
+from launch.data.files import delimited, folders, json_array, shards
 from launch.data.files.shards import MAX_ROW_BYTES, FileFacts
 from launch.data.normalise import FIELDS, MESSAGE_ID, OPENAI, PARENT_ID, SHAREGPT, RowReader
 from launch.data.rows import BadRows, Slice, samples_of
@@ -103,18 +103,32 @@ def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataForma
     files: list[FileColumns] = []
     training: DataFormat | None = None
     for number, path in enumerate((*paths, *held_out)):
-        files.append(_read(path, reading.none_yet(), facts, is_corpus=len(paths) > 1))
         if number == len(paths) and training:
             origin = replace(_of_held_out(training), train_file=data.sources[0].path)
             reading = reading.of_held_out()
-        data_format = _format(files[-1], explicit, data.ignore_columns, origin)
-        training = training or data_format
-        _check_same(training, data_format, paths[0], path, origin)
-        _check_first_rows(path, data_format, reading.bad, facts, is_corpus=len(paths) > 1)
+        try:
+            files.append(_read(path, reading.none_yet(), facts, is_corpus=len(paths) > 1))
+            data_format = _format(files[-1], explicit, data.ignore_columns, origin)
+            training = training or data_format
+            _check_same(training, data_format, paths[0], path, origin)
+            _check_first_rows(path, data_format, reading.bad, facts, is_corpus=len(paths) > 1)
+        except DataError as error:
+            error.args = (f"{error}{_without(path, paths)}",)
+            raise
     assert training is not None
     facts.keep()
-    notes = tuple(_notes(files, training, reading.unread_keys))
+    named = (base / name for name in data.paths)
+    left_out = [line for path in named for line in folders.left_out(path, shards.of(path))]
+    notes = (*left_out, *_notes(files, training, reading.unread_keys))
     return replace(training, notes=notes, num_files=len(paths))
+
+
+def _without(path: Path, paths: Sequence[Path]) -> str:
+    """Advice to leave out a shard whose ending differs from that of most others."""
+    others = [other for other in paths if folders.ending(other) != folders.ending(path)]
+    if path not in paths or 2 * len(others) <= len(paths):
+        return ""
+    return f"; or give a pattern that leaves it out: {folders.pattern(others)}"
 
 
 def _of_sources(data: DataSection, reading: _Reading) -> DataFormat:
@@ -189,7 +203,7 @@ def _row_count(path: Path) -> int | None:
     file_type = sniff.file_type_of(path)
     if file_type in ("parquet", "arrow"):
         return sniff.table(path, file_type)[0]
-    is_packed = file_type == "webdataset" or path.suffix.lower() in shards.COMPRESSIONS
+    is_packed = file_type == "webdataset" or path.suffix.lower() in folders.COMPRESSIONS
     is_csv = file_type in delimited.DELIMITERS
     if is_packed or path.stat().st_size > (COUNTED_CSV_BYTES if is_csv else COUNTED_BYTES):
         return None

@@ -16,7 +16,7 @@ from launch.base.errors import DataError, ResourceError
 from launch.base.processes import limit_of_processes
 from launch.data import threads, untrained
 from launch.data.conversation import Sample
-from launch.data.files import delimited, json_array, shards, utf8
+from launch.data.files import delimited, folders, json_array, shards, utf8
 from launch.data.files.decoded_bytes import RowGroup, rows_of
 from launch.data.files.shards import MAX_ROW_BYTES
 from launch.data.normalise import OPENAI, SHAREGPT, RowReader, unique_keys
@@ -366,7 +366,7 @@ def _line_row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | Data
     except (ValueError, RecursionError) as error:
         # a key twice, a number of 5,000 digits, brackets 100,000 deep
         return DataError(f"{place}: cannot be read as JSON ({error}); mend the line or remove it")
-    if isinstance(row, list) and shards.suffix(place.of.path) != ".json":
+    if isinstance(row, list) and folders.suffix(place.of.path) != ".json":
         return DataError(
             f"{place}: holds a list; a file that is one array of objects must end in .json"
         )

@@ -14,8 +14,9 @@ from typing import Any
 from launch.base.errors import DataError
 from launch.base.text import nearest
 from launch.data import rows as data_rows
-from launch.data.files import shards
-from launch.data.files.shards import MAX_ROW_BYTES, SUFFIXES, TABLES, FileType
+from launch.data.files import folders, shards
+from launch.data.files.folders import SUFFIXES, FileType
+from launch.data.files.shards import MAX_ROW_BYTES, TABLES
 from launch.data.normalise import OPENAI, SHAREGPT
 from launch.data.rows import BadRows, Slice, json_kind
 
@@ -108,13 +109,13 @@ def file_type_of(path: Path) -> FileType:
     if not stat.S_ISREG(mode):
         what = "a folder" if stat.S_ISDIR(mode) else "not an ordinary file"
         raise DataError(f"{path}: is {what}; give a file")
-    file_type = SUFFIXES.get(shards.suffix(path))
+    file_type = SUFFIXES.get(folders.suffix(path))
     if file_type is None:
         raise DataError(
             f"{path}: {path.suffix or 'no ending'} is not a known file type; known:"
             f" {', '.join(SUFFIXES)}"
         )
-    if path.suffix.lower() in shards.COMPRESSIONS and file_type not in PACKABLE:
+    if path.suffix.lower() in folders.COMPRESSIONS and file_type not in PACKABLE:
         raise DataError(f"{path}: a {file_type} file is not read from {path.suffix}; unpack it")
     return "jsonl" if file_type == "json" and not _is_array(path) else file_type
 
@@ -124,7 +125,9 @@ def _neighbours(path: Path) -> str:
     try:
         if not folder.is_dir():
             return f"; nor is there a folder {folder}"
-        names = sorted(entry.name for entry in folder.iterdir() if shards.suffix(entry) in SUFFIXES)
+        names = sorted(
+            entry.name for entry in folder.iterdir() if folders.suffix(entry) in SUFFIXES
+        )
     except OSError:
         return ""  # a folder that may not be listed: nothing to suggest
     if not names:

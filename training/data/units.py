@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from launch.base.errors import DataError
 from launch.data import rows
-from launch.data.files import shards
+from launch.data.files import folders, shards
 from launch.data.rows import Slice
 from launch.data.sources import Source
 from launch.schema.plan import DataFormat
@@ -75,7 +75,7 @@ def _pieces(
     """Yield (slice, its bytes) in order."""
     for file in files:
         file_bytes = file.stat().st_size
-        is_packed = file.suffix.lower() in shards.COMPRESSIONS
+        is_packed = file.suffix.lower() in folders.COMPRESSIONS
         is_whole = (
             is_packed
             or data_format.kind == "oasst"

@@ -14,31 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 from launch.base import files as base_files
 from launch.base.errors import DataError
-from launch.data.files import arrow_messages
+from launch.data.files import arrow_messages, folders
+from launch.data.files.folders import COMPRESSIONS
 
-FileType = Literal["parquet", "jsonl", "json", "csv", "tsv", "text", "arrow", "webdataset"]
-
-SUFFIXES: dict[str, FileType] = {
-    ".parquet": "parquet",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".txt": "text",
-    ".arrow": "arrow",  # as datasets.save_to_disk writes it
-    ".tar": "webdataset",
-}
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of the types that are read by lines
 UNPACKED_RATIO = 1000  # text is packed to a tenth, the most repetitive rows to a hundredth
 UNPACKED_BYTES = 256 << 20  # fewer are unpacked from any file
 SMALL_BYTES = 1 << 20  # compressed; text of 10 MiB
 TABLES = ("parquet", "arrow")  # with a schema
-SAVED_SPLITS, SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
 MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parquet file on average
 # WebDataset: the key of a sample, and what of it this is
 MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
@@ -67,50 +53,21 @@ def of(path: Path) -> tuple[Path, ...]:
     except OSError:  # a name that is too long: opening it will say so
         return (path,)
     if is_folder:
-        return _in_folder(path)
+        return folders.data_files(path)
     if not is_there and glob.has_magic(str(path)):
+        fixed = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
         matches = Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))
-        files = sorted(match for match in matches if match.name[0] not in "._" and match.is_file())
+        files = sorted(
+            match
+            for match in matches
+            if match.name[0] not in "._"
+            and not any(part.startswith(".") for part in match.parts[fixed:])
+            and match.is_file()
+        )
         if not files:
             raise DataError(f"{path}: no file matches this pattern")
         return tuple(files)
     return (path,)
-
-
-def _in_folder(folder: Path) -> tuple[Path, ...]:
-    if (folder / SAVED_SPLITS).exists():
-        splits = ", ".join(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
-        raise DataError(
-            f"{folder}: holds a data set for each of {splits}; give the folder of one of them"
-        )
-    if (folder / SAVED_SPLIT).exists():
-        try:
-            saved = json.loads((folder / SAVED_SPLIT).read_text(encoding="utf-8"))["_data_files"]
-            return tuple(folder / Path(file["filename"]).name for file in saved)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{folder / SAVED_SPLIT}: does not name the data set's files ({error!r})"
-            ) from error
-    try:
-        files = sorted(entry for entry in folder.iterdir() if _is_data(entry))
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be listed: {error.strerror or error}") from error
-    if not files:
-        raise DataError(
-            f"{folder}: no data file lies in this folder (known: {', '.join(SUFFIXES)}); give a"
-            f" file, a folder of shards, or a pattern like '{folder}/**/*.parquet'"
-        )
-    return tuple(files)
-
-
-def _is_data(path: Path) -> bool:
-    return path.is_file() and path.name[0] not in "._" and suffix(path) in SUFFIXES
-
-
-def suffix(path: Path) -> str:
-    """The ending that tells the type: of rows.jsonl.gz it is .jsonl."""
-    plain = path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path
-    return plain.suffix.lower()
 
 
 def opened(path: Path) -> BinaryIO:

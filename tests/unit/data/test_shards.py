@@ -21,7 +21,7 @@ import pytest
 from launch.base import files
 from launch.base.errors import DataError, ResourceError
 from launch.data import columns, sniff, token_cache
-from launch.data.files import shards
+from launch.data.files import folders, shards
 from launch.data.rows import BadRows, Slice, read_samples, samples_of
 from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat
@@ -151,11 +151,73 @@ def test_a_shard_with_other_columns_is_named(tmp_path, shard, words):
         found(tmp_path)
 
 
-def test_shards_of_two_types_are_named(tmp_path):
-    WRITERS[".parquet"](tmp_path / "a.parquet", TEXTS)
-    WRITERS[".jsonl"](tmp_path / "b.jsonl", TEXTS)
-    with pytest.raises(DataError, match=r"b\.jsonl: is read as jsonl, .*a\.parquet as parquet"):
-        found(tmp_path)
+def written(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if writer := WRITERS.get("".join(path.suffixes)):
+            writer(path, TEXTS)
+        else:
+            path.write_text("{}")
+
+
+PARQUETS = [f"train-0000{number}-of-00004.parquet" for number in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("others", "notes"),
+    [
+        ([], ()),
+        (["dataset_infos.json"], ("dataset_infos.json",)),
+        (["README.md", ".gitattributes", "LICENSE", ".cache/x.parquet"], ("LICENSE, README.md",)),
+        (["notes.txt", "old.jsonl.gz"], ("notes.txt, old.jsonl.gz",)),
+        ([".part.parquet", "._train.parquet"], ("._train.parquet, .part.parquet",)),
+        (["validation/a.parquet", "more.jsonl.xz"], ("more.jsonl.xz, validation/",)),
+        ([f"{i}.md" for i in range(9)], (", ".join(f"{i}.md" for i in range(8)) + " and 1 more",)),
+    ],
+)
+def test_shards_of_the_type_of_most_are_read_and_the_rest_of_the_folder_is_named(
+    tmp_path, others, notes
+):
+    written(tmp_path, *PARQUETS, *others)
+    assert [file.name for file in shards.of(tmp_path)] == PARQUETS
+    assert found(tmp_path).notes == tuple(f"not read of {tmp_path}: {names}" for names in notes)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["a.parquet", "b.jsonl"], r"several types, .* pattern: \S+/a\.parquet or \S+/b\.jsonl$"),
+        (["a.txt", "b.txt", "train.parquet"], r"several types, .*/\*\.txt' or \S+/train\.parquet$"),
+        ([*PARQUETS, "test-0.parquet"], r"parts of a data set.*train: '\S+/train-0000\*\.parquet'"),
+        (["sft_train.jsonl", "sft_valid.jsonl"], r"validation: \S+/sft_valid\.jsonl\)"),
+        (["gsm8k-train.arrow", "gsm8k-test.arrow"], r"test: \S+/gsm8k-test\.arrow, train: "),
+        (["data/train.jsonl", "README.md"], r"no data file .* one of its folders \(data\)"),
+        (["train/0.jsonl", "validation/0.jsonl"], r"one of its folders \(train, validation\)"),
+        (["state.json", "dataset_info.json"], r"no data file lies in this folder"),
+        (
+            ["a.jsonl", "b.jsonl", "c.jsonl", "info.json"],
+            r"info\.json: .*leaves it out: '\S+/\*\.jsonl'",
+        ),
+    ],
+)
+def test_a_folder_whose_data_is_not_clear_gets_the_pattern_to_type(tmp_path, names, words):
+    (tmp_path / "stub").mkdir()
+    written(tmp_path / "stub", *names)
+    if "b.txt" in names:
+        (tmp_path / "stub" / "train.parquet").write_bytes(bytes(10_000))
+    with pytest.raises(DataError, match=words):
+        found(tmp_path / "stub")
+
+
+def test_names_of_one_split_that_name_two_are_no_two_splits(tmp_path):
+    written(tmp_path, "train_test_split_0.jsonl", "train_test_split_1.jsonl", "more.jsonl")
+    assert len(shards.of(tmp_path)) == 3
+
+
+def test_a_pattern_finds_no_file_of_a_hidden_folder_below_it(tmp_path):
+    written(tmp_path, ".home/a.jsonl", ".home/.cache/b.jsonl")
+    assert [file.name for file in shards.of(tmp_path / ".home" / "**" / "*.jsonl")] == ["a.jsonl"]
 
 
 def test_a_bad_row_is_named_by_its_shard_and_all_shards_share_what_is_allowed(tmp_path):
@@ -212,7 +274,7 @@ def test_a_shard_that_is_cut_anywhere_is_an_error(tmp_path, ending):
 def test_slices_hold_each_row_once_wherever_a_file_is_cut(tmp_path, ending):
     path = tmp_path / f"a{ending}"
     WRITERS[ending](path, TEXTS)
-    data_format = DataFormat("text", {"text": "text"}, shards.SUFFIXES[ending], "")
+    data_format = DataFormat("text", {"text": "text"}, folders.SUFFIXES[ending], "")
     end = 8 if ending in (".parquet", ".arrow") else path.stat().st_size
     for width in (1, 3, 7, 100, end):
         cuts = [Slice(path, start, start + width) for start in range(0, end, width)]
