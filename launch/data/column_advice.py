@@ -9,8 +9,8 @@ from launch.data import untrained
 from launch.data.files.delimited import DELIMITERS
 from launch.data.sniff import FileColumns
 
-PROMPT_NAMES = ("prompt", "question", "instruction", "input", "query")
-ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "chosen", "label")
+PROMPT_NAMES = ("prompt", "question", "instruction", "input", "query", "problem")
+ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "solution")
 SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 TRAINED = "data.train_file"
 
@@ -56,7 +56,8 @@ def likely(file: FileColumns, origin: Origin) -> str:
         return origin.naming({"text": texts[0]})
     if len(texts) > 1:
         response = next((name for name in texts if name.lower() in ANSWER_NAMES), texts[1])
-        prompt = next(name for name in texts if name != response)
+        others = [name for name in texts if name != response]
+        prompt = next((name for name in others if name.lower() in PROMPT_NAMES), others[0])
         return origin.naming({"prompt": prompt, "response": response})
     return "none of them holds text"
 

@@ -107,7 +107,9 @@ def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataForma
             origin = replace(_of_held_out(training), train_file=data.sources[0].path)
             reading = reading.of_held_out()
         try:
-            files.append(_read(path, reading.none_yet(), facts, is_corpus=len(paths) > 1))
+            files.append(
+                _read(path, reading.none_yet(), facts, len(paths) > 1, data.messages_column)
+            )
             data_format = _format(files[-1], explicit, data.ignore_columns, origin)
             training = training or data_format
             _check_same(training, data_format, paths[0], path, origin)
@@ -160,11 +162,17 @@ def _of_held_out(training: DataFormat) -> Origin:
     return Origin("data.validation_file", expected=", ".join(training.columns.values()))
 
 
-def _read(path: Path, bad: BadRows, facts: FileFacts, is_corpus: bool) -> FileColumns:
+def _read(
+    path: Path, bad: BadRows, facts: FileFacts, is_corpus: bool, messages_column: str | None
+) -> FileColumns:
     """The columns of a file; those of a corpus are remembered."""
+    names = (messages_column,) if messages_column else ("messages", "conversations")
     if not is_corpus or bad.limit or not path.exists():
-        return sniff.read(path, bad)
-    return FileColumns(path, *facts.get(path, "columns", lambda: astuple(sniff.read(path))[1:]))
+        return sniff.read(path, bad, names)
+    what = f"columns and messages in {messages_column}" if messages_column else "columns"
+    return FileColumns(
+        path, *facts.get(path, what, lambda: astuple(sniff.read(path, None, names))[1:])
+    )
 
 
 def _check_first_rows(
@@ -267,8 +275,10 @@ def _format(
     for role, column in columns.items():
         is_messages = role == "messages" or (conversational and role != "context")
         holds = file.columns[column]
-        if holds != ("messages" if is_messages else "string") and not (
-            role == "context" and holds.startswith(("null", "nothing"))
+        if (
+            holds != ("messages" if is_messages else "string")
+            and not (role == "messages" and holds == "string")  # the JSON text of a list
+            and not (role == "context" and holds.startswith(("null", "nothing")))
         ):
             requirement = "a list of {role, content} or of {from, value}" if is_messages else "text"
             number = LINE.search(holds)
@@ -340,25 +350,59 @@ def _chosen(
                     f" {_listed(file)}{hint}"
                 )
         return kind, dict(columns), f"the recipe names {', '.join(columns.values())}"
-    for name, kind, roles, optional in KNOWN:
-        if all(column in file.columns for column in roles.values()):
-            columns = dict(roles)
-            if optional in file.columns:
-                columns = {"prompt": roles["prompt"], "context": optional} | roles
-            elif optional is not None:
-                name = "belle"
-            listed = ", ".join(columns.values())
-            return kind, columns, f"{name}: {origin.key} has the columns {listed}"
+    exact = {name: name for name in file.columns}
+    for by_name in (exact, {name.lower(): name for name in file.columns} | exact):
+        for name, kind, roles, optional in KNOWN:
+            if all(column in by_name for column in roles.values()):
+                columns = {role: by_name[column] for role, column in roles.items()}
+                if optional in by_name:
+                    columns = {"prompt": "", "context": by_name[optional]} | columns
+                elif optional is not None:
+                    name = "belle"
+                listed = ", ".join(columns.values())
+                return kind, columns, f"{name}: {origin.key} has the columns {listed}"
+    if pair := _pair(file, origin):
+        listed = ", ".join(pair.values())
+        return (
+            "prompt_response",
+            pair,
+            f"prompt and response: {origin.key} has the columns {listed}",
+        )
     texts = [name for name, holds in file.columns.items() if holds in ("string", "messages")]
     others = [name for name in file.columns if untrained.is_other_training(name)]
     if others and (any(name not in others for name in texts) or untrained.is_pair(others)):
         hint = column_advice.preferred(file, others, origin)
         raise DataError(f"{file.path}: {untrained.refusal(others, hint=hint)}")
     formats = ", ".join("/".join(roles.values()) for _, _, roles, _ in KNOWN)
+    formats += f", or one of {', '.join(column_advice.PROMPT_NAMES)} beside one of"
+    formats += f" {', '.join(column_advice.ANSWER_NAMES)}"
     raise DataError(
         f"{file.path}: its columns are of no known format; found columns {_listed(file)};"
         f" {column_advice.likely(file, origin)}. Known: {formats}"
     )
+
+
+def _pair(file: FileColumns, origin: Origin) -> dict[str, str]:
+    """The columns of a question and its answer, by the names that they have in most data sets; none
+    if either is missing. Raises DataError where several columns may be either."""
+    names_of_roles = {
+        "prompt": column_advice.PROMPT_NAMES,
+        "context": ("context",),
+        "response": column_advice.ANSWER_NAMES,
+    }
+    by_role = {
+        role: [column for column in file.columns if column.lower() in names]
+        for role, names in names_of_roles.items()
+    }
+    if not (by_role["prompt"] and by_role["response"]):
+        return {}
+    for role, named in by_role.items():
+        if len(named) > 1:
+            raise DataError(
+                f"{file.path}: each of the columns {', '.join(named)} may be the {role};"
+                f" {column_advice.likely(file, origin)}"
+            )
+    return {role: named[0] for role, named in by_role.items() if named}
 
 
 def _check_same(

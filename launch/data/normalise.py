@@ -26,6 +26,7 @@ FIELDS = {  # other keys of a message, in lower case -> the key of a Message
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "reasoning_content"),
     **dict.fromkeys(("weight", "train", "training", "loss_mask"), "weight"),
     **{"tool_call_id": "tool_call_id", "name": "name"},
+    **dict.fromkeys(untrained.TOOLS, "tools"),  # of a system message
 }
 ROLES_OF_FIELDS = {  # other roles that have such a key are mistakes
     **{"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"},
@@ -33,7 +34,7 @@ ROLES_OF_FIELDS = {  # other roles that have such a key are mistakes
 OPTIONAL_COLUMNS = {
     "system": ("system", "system_prompt", "system_message"),
     "history": ("history",),
-    "tools": ("tools", "functions"),
+    "tools": untrained.TOOLS,
 }
 MESSAGE_ID, PARENT_ID = "message_id", "parent_id"  # of oasst: the messages of a tree
 OPTIONAL_OF = {  # kind -> what its rows may have besides their columns
@@ -75,14 +76,15 @@ class RowReader:
         else:
             messages = self._prompt(row) + self._response(row)
         if self._optional_names.isdisjoint(row):
-            return Conversation(messages)
+            return _with_tools(messages)
         if (named := self._optional(row, "history")) is not None:
             messages = self._history(*named) + messages
         if (named := self._optional(row, "system")) is not None:
             messages = _with_system(text(row, named[1]), messages, named[1])
         if (named := self._optional(row, "tools")) is None:
-            return Conversation(messages)
-        return Conversation(messages, self._tools(*named))
+            return _with_tools(messages)
+        where = f"column '{named[1]}'"
+        return _with_tools(messages, (where, self._tools(named[0], where)))
 
     def _optional(self, row: dict[str, Any], part: str) -> tuple[Any, str] | None:
         """(value, column) of an optional column that has content."""
@@ -130,9 +132,9 @@ class RowReader:
             for role, said in zip(roles, pair, strict=True)
         ]
 
-    def _tools(self, value: Any, column: str) -> list[dict[str, Any]]:
+    def _tools(self, value: Any, where: str) -> list[dict[str, Any]]:
         """Tools as templates expect them: {"type": "function", "function": {...}}."""
-        tools = self._json(value, f"column '{column}'")
+        tools = self._json(value, where)
         wrapped = [
             tool
             if isinstance(tool, dict) and "function" in tool
@@ -141,7 +143,7 @@ class RowReader:
         ]
         if not all(_has_name(tool["function"]) for tool in wrapped):
             raise DataError(
-                f"column '{column}': expected a list of tools, each an object with a name, or with"
+                f"{where}: expected a list of tools, each an object with a name, or with"
                 ' {"type": "function", "function": {"name": ...}}'
             )
         return wrapped
@@ -150,6 +152,8 @@ class RowReader:
     # -----------------------------------------------------------------------
 
     def _messages(self, turns: Any, column: str) -> list[Message]:
+        if isinstance(turns, str):
+            turns = self._json(turns, f"column '{column}' (a list of messages, or its JSON text)")
         if not isinstance(turns, list) or not turns:
             kind = "an empty list" if turns == [] else type(turns).__name__
             raise DataError(f"column '{column}': found {kind}, expected a list of messages")
@@ -193,7 +197,8 @@ class RowReader:
                 continue
             if key in other:
                 raise DataError(f"{where} has {pair[1]} and {key}; keep one of the two")
-            if field := FIELDS.get(key.lower()):
+            field = FIELDS.get(key.lower())
+            if field and (field != "tools" or role == "system"):
                 self._add(message, field, key, value, where)
             elif untrained.is_key(key):
                 refused.append(key)
@@ -230,6 +235,8 @@ class RowReader:
             value = self._weight(message["role"], key, value, where)
         elif field == "tool_calls":
             value = self._calls(value, where)
+        elif field == "tools":
+            value = self._tools(value, f"{where}: its {key}")
         elif not isinstance(value, str):
             raise DataError(f"{where}: found {type(value).__name__} as {key!r}, expected text")
         else:
@@ -326,6 +333,27 @@ def _with_system(system: str, messages: list[Message], column: str) -> list[Mess
             f" --data.ignore_columns=[{column}]"
         )
     return messages
+
+
+def _with_tools(
+    messages: list[Message], *offered: tuple[str, list[dict[str, Any]]]
+) -> Conversation:
+    """The conversation with the tools that are `offered` beside it, or in its system message; each
+    has its place, for errors."""
+    places = [
+        *offered,
+        *(
+            (f"a message of role {message['role']!r}", message.pop("tools"))
+            for message in messages
+            if "tools" in message
+        ),
+    ]
+    for where, tools in places[1:]:
+        if tools != places[0][1]:
+            raise DataError(
+                f"{places[0][0]} and {where} offer different tools; keep one of the two"
+            )
+    return Conversation(messages, places[0][1] if places else None)
 
 
 def _has_name(function: Any) -> bool:

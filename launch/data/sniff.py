@@ -3,11 +3,14 @@ columns.py chooses among them."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import json
 import stat
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +45,11 @@ class FileColumns:
     message_keys: Sequence[tuple[str, str]] = ()  # (column, key of its messages)
 
 
-def read(path: Path, bad: BadRows | None = None) -> FileColumns:
-    """The columns of one file, by the rows that can be read. Raises DataError where it has none."""
+def read(
+    path: Path, bad: BadRows | None = None, messages_columns: Collection[str] = ()
+) -> FileColumns:
+    """The columns of one file, by the rows that can be read; `messages_columns` may hold messages
+    as JSON text. Raises DataError where it has none."""
     bad = bad or BadRows()
     try:
         file_type = file_type_of(path)
@@ -61,9 +67,10 @@ def read(path: Path, bad: BadRows | None = None) -> FileColumns:
             )
         shards.check_unpacked(path)
         beginning = Slice(path, end=SAMPLE_GROUPS if file_type in TABLES else MAX_ROW_BYTES)
-        rows = data_rows.read_rows(beginning, file_type, bad, _columns_of_messages, SAMPLE_ROWS)
+        choice = partial(_columns_of_messages, names=messages_columns)
+        rows = data_rows.read_rows(beginning, file_type, bad, choice, SAMPLE_ROWS)
         rows = itertools.islice(rows, 1 if file_type == "text" else SAMPLE_ROWS)
-        kinds, message_keys = _sampled(rows, is_table=file_type in TABLES)
+        kinds, message_keys = _sampled(rows, file_type in TABLES, messages_columns)
     except OSError as error:
         # the reason of the system, or of a decompressor
         reason = error.strerror or f"{error}; write or copy it again"
@@ -75,7 +82,9 @@ def read(path: Path, bad: BadRows | None = None) -> FileColumns:
     return FileColumns(path, file_type, columns, sorted(message_keys))
 
 
-def _sampled(rows: data_rows.Rows, is_table: bool) -> tuple[list[RowKinds], set[tuple[str, str]]]:
+def _sampled(
+    rows: data_rows.Rows, is_table: bool, messages_columns: Collection[str]
+) -> tuple[list[RowKinds], set[tuple[str, str]]]:
     """The kinds of values in rows, and (column, key) of their messages; of a table the keys
     alone."""
     kinds: list[RowKinds] = []
@@ -85,16 +94,27 @@ def _sampled(rows: data_rows.Rows, is_table: bool) -> tuple[list[RowKinds], set[
         kinds.append((place.number, of_row))
         message_keys.update(
             (column, key)
-            for column, turns in row.items()
-            for turn in (turns if isinstance(turns, list) else ())
+            for column, value in row.items()
+            for turn in _turns(value, column in messages_columns)
             if isinstance(turn, dict)
             for key in turn
         )
     return kinds, message_keys
 
 
-def _columns_of_messages(schema: Any) -> list[str]:
-    return [column.name for column in schema if _arrow_kind(column.type) == "messages"]
+def _turns(value: Any, may_be_json: bool) -> list[Any]:
+    """The messages of a value; none if it is no list of them."""
+    if may_be_json and isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):  # reading the rows says so
+            value = json.loads(value)
+    return value if isinstance(value, list) else []
+
+
+def _columns_of_messages(schema: Any, names: Collection[str]) -> list[str]:
+    kinds = [(column.name, _arrow_kind(column.type)) for column in schema]
+    return [
+        name for name, kind in kinds if kind == "messages" or (kind == "string" and name in names)
+    ]
 
 
 def file_type_of(path: Path) -> FileType:

@@ -19,13 +19,15 @@ NOT_YET = "is not trained yet"
 OTHER_FORMAT = "is not read in this format"
 NOT_A_COLUMN = "is read as a key of a message, not as a column"
 NOT_A_KEY = "is read as a column, not as a key of a message"
+OF_SYSTEM = "is read as a column, or as a key of a system message"
 AMBIGUOUS = "may mean trained or not trained (write weight: 0 for a turn without loss)"
 FILES = (  # endings of a WebDataset's members
     *("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
     *("wav", "flac", "mp3", "ogg", "opus", "m4a"),
     *("mp4", "mkv", "avi", "mov", "webm"),
 )
-OF_COLUMNS = ("tools", "functions", "history", "system", "system_prompt", "system_message")
+OF_COLUMNS = ("history", "system", "system_prompt", "system_message")
+TOOLS = ("tools", "functions")
 OF_BOTH: Mapping[str, str] = {  # name in lower case -> what becomes of its content
     **dict.fromkeys(("chosen", "rejected", "rejected_response"), PREFERENCES),
     **dict.fromkeys(("label", "kto_tag", "cls"), LABELS),
@@ -33,7 +35,7 @@ OF_BOTH: Mapping[str, str] = {  # name in lower case -> what becomes of its cont
 }
 COLUMNS: Mapping[str, str] = {
     **OF_BOTH,
-    **dict.fromkeys(OF_COLUMNS, OTHER_FORMAT),
+    **dict.fromkeys((*OF_COLUMNS, *TOOLS), OTHER_FORMAT),
     **dict.fromkeys(("tool_calls", "function_call", "weight"), NOT_A_COLUMN),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), NOT_A_COLUMN),
     "score": SCORES,
@@ -41,6 +43,7 @@ COLUMNS: Mapping[str, str] = {
 KEYS: Mapping[str, str] = {  # of a message
     **OF_BOTH,
     **dict.fromkeys(OF_COLUMNS, NOT_A_KEY),
+    **dict.fromkeys(TOOLS, OF_SYSTEM),
     **dict.fromkeys(("mask", "loss"), AMBIGUOUS),
 }
 EMPTY_JSON = ("", "[]", "{}", "null")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from functools import partial
 from pathlib import Path
@@ -70,6 +71,35 @@ FORMATS = [
         {"prompt": "input", "response": "output"},
     ),
     ("text", {"text": "a", "url": "b", "score": 0.5}, "text", {"text": "text"}),
+    ("messages", {"messages": json.dumps(TURNS)}, "messages", {"messages": "messages"}),
+    (
+        "prompt/response",
+        {"Prompt": "a", "Response": "b"},
+        "prompt_response",
+        {"prompt": "Prompt", "response": "Response"},
+    ),
+    *(
+        (
+            "prompt and response",
+            dict.fromkeys([*others, prompt, response], "a"),
+            "prompt_response",
+            {"prompt": prompt, "response": response},
+        )
+        for prompt, response, others in [
+            ("question", "answer", []),  # gsm8k, orca-math
+            ("question", "response", ["id", "system_prompt"]),  # OpenOrca
+            ("query", "response", ["type", "original_question"]),  # MetaMathQA
+            ("Question", "Response", ["Complex_CoT"]),  # medical-o1
+            ("instruction", "response", ["id"]),  # Magpie
+            ("problem", "solution", ["level", "type"]),  # MATH
+        ]
+    ),
+    (
+        "prompt and response",
+        {"context": "c", "question": "a", "answer": "b"},
+        "prompt_response",
+        {"prompt": "question", "context": "context", "response": "answer"},
+    ),
 ]
 
 
@@ -101,6 +131,9 @@ def test_a_format_is_found_by_its_columns_in_every_file_type(
             ["instruction", "output"],
         ),
         ({"prompt": "a", "response": "b", "text": "ab"}, ["prompt", "response"]),
+        ({"question": "a", "answer": "b", "text": "ab"}, ["text"]),
+        ({"Messages": TURNS, "prompt": "a", "response": "b"}, ["prompt", "response"]),
+        ({"Text": "a", "text": "b"}, ["text"]),
     ],
     ids=str,
 )
@@ -231,6 +264,13 @@ def test_an_absolute_path_needs_no_base(tmp_path):
     assert data_columns.detect(DataSection(train_file=str(path)), Path("/nowhere")).kind == "text"
 
 
+@pytest.mark.parametrize("ending", WRITERS)
+def test_keys_of_messages_in_json_text_that_are_not_read_are_named(tmp_path, ending):
+    turns = json.dumps([{**turn, "mood": "glad"} for turn in TURNS])
+    path = write(tmp_path, f"data.{ending}", [{"talk": turns}])
+    assert detect(path, messages_column="talk").notes == ("columns that are not read: talk.mood",)
+
+
 # ---- columns that cannot be used
 # ---------------------------------------------------------------------------
 
@@ -240,28 +280,25 @@ def test_an_absolute_path_needs_no_base(tmp_path):
     ("row", "message"),
     [
         (
-            {"question": "a", "answer": "b"},
+            {"id": "1", "question": "a", "answer": "b", "response": "c"},
             (
-                r"found columns question, answer; add --data\.prompt_column=question"
-                r" --data\.response_column=answer"
+                r"each of the columns answer, response may be the response; add"
+                r" --data\.prompt_column=question --data\.response_column=answer"
             ),
         ),
         (
-            {"answer": "a", "query": "b"},
-            r"add --data\.prompt_column=query --data\.response_column=answer",
+            {"question": "a", "query": "b", "answer": "c"},
+            r"each of the columns question, query may be the prompt; add --data\.prompt_column",
         ),
         (
-            {"Prompt": "a", "Response": "b"},
-            r"add --data\.prompt_column=Prompt --data\.response_column=Response",
+            {"theme": "a", "answer": "b"},
+            r"found columns theme, answer; add --data\.prompt_column=theme --data\.response_col",
         ),
+        ({"question": "a", "answer": 3}, r"column 'answer' holds .*; the response must be text"),
         ({"content": "a", "id": 1}, r"found columns content, id; add --data\.text_column=content"),
         ({"dialog": TURNS, "id": "a"}, r"add --data\.messages_column=dialog"),
         ({"id": 1, "label": 2}, r"found columns id, label; none of them holds text"),
         ({"prompt": "a"}, r"found columns prompt; "),
-        (
-            {"instruction": "a", "response": "b"},
-            r"found columns instruction, response; add --data\.prompt_column",
-        ),
         (
             {"prompt": "a", "response": 3},
             r"column 'response' holds (int64|a number); the response must be text",
@@ -281,7 +318,15 @@ def test_an_absolute_path_needs_no_base(tmp_path):
         ({"text": "a", "role": 1}, r"column 'role' holds .*; the role must be text"),
         (
             {"messages": "[]"},
-            r"column 'messages' holds string; the messages must be a list of \{role, content\}",
+            r"column 'messages': found an empty list, expected a list of mess",
+        ),
+        (
+            {"messages": "good morning"},
+            r"column 'messages' \(a list of messages, or its JSON text\): cannot be read",
+        ),
+        (
+            {"messages": '{"role": "user"}'},
+            r"column 'messages': found dict, expected a list of mess",
         ),
         ({"messages": ["a"]}, r"column 'messages' holds (list<|a list;)"),
         (
@@ -398,7 +443,7 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
         (
             {"messages_column": "prompt"},
             DataError,
-            r"column 'prompt' holds string; the messages must be a list",
+            r"column 'prompt' \(a list of messages, or its JSON text\): cannot",
         ),
     ],
     ids=str,

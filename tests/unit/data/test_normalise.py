@@ -161,6 +161,57 @@ def test_tool_calls_become_objects_with_arguments_as_objects(written, expected, 
     assert read_turns(user("a"), turn)[1] == assistant(content, tool_calls=expected)
 
 
+MINIMIND = [  # turns as minimind writes them
+    {"role": "system", "content": "# Tools", "tools": json.dumps([TOOL])},
+    user("1+1?"),
+    assistant("", tool_calls=json.dumps([CALL])),
+    {"role": "tool", "content": "2"},
+    assistant("It is 2."),
+]
+
+
+@pytest.mark.parametrize("turns", [MINIMIND, json.dumps(MINIMIND)], ids=["list", "JSON text"])
+@pytest.mark.parametrize("key", ["tools", "functions"])
+def test_tools_in_a_system_message_are_those_of_the_conversation(turns, key):
+    if isinstance(turns, str):
+        turns = turns.replace('"tools"', f'"{key}"')
+    else:
+        turns = [{key if name == "tools" else name: turn[name] for name in turn} for turn in turns]
+    expected = [
+        *(system("# Tools"), user("1+1?"), assistant("", tool_calls=[WRAPPED])),
+        *({"role": "tool", "content": "2"}, assistant("It is 2.")),
+    ]
+    assert read({"conversations": turns}) == Conversation(expected, OFFERED)
+    assert read({"conversations": turns, "tools": [TOOL]}) == Conversation(expected, OFFERED)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"messages": MINIMIND, "tools": [{"name": "now"}]},
+            "column 'tools' and a message of role 'system' offer different tools; keep one",
+        ),
+        (
+            {"messages": [{**MINIMIND[0], "functions": [{"name": "now"}]}, *MINIMIND[1:]]},
+            "role 'system' has 'functions' beside another key of the same meaning; keep one",
+        ),
+        (
+            {"messages": [user("a", tools=[TOOL]), ANSWER]},
+            "key 'tools' of a message in column 'messages' is read as a column, or as a key",
+        ),
+        (
+            {"messages": [{**MINIMIND[0], "tools": "a hammer"}, *MINIMIND[1:]]},
+            "role 'system': its tools: cannot be read as JSON",
+        ),
+    ],
+    ids=str,
+)
+def test_tools_in_two_places_or_of_another_role_are_refused(row, words):
+    with pytest.raises(DataError, match=words):
+        read(row)
+
+
 def test_turns_of_functions_become_calls_and_results():
     turns = [
         {"from": "human", "value": "1+1?"},

@@ -276,8 +276,8 @@ def test_a_path_that_no_file_system_takes_is_an_error(tmp_path, name):
         ),
         (
             "b.jsonl",
-            {"question": "a", "answer": "b"},
-            r"b\.jsonl: its columns are of no known format; found columns question, answer; give it"
+            {"theme": "a", "essay": "b"},
+            r"b\.jsonl: its columns are of no known format; found columns theme, essay; give it"
             r" the columns of data\.train_file: instruction, output\. Known",
         ),
     ],
