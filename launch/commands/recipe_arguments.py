@@ -35,7 +35,7 @@ EPILOG = """RECIPE is a name in configs/recipes/, or a file. BATCH is per_device
 or auto: the fastest, found by short trials unless an earlier start has found it.
 
 Every key of the recipe can be set, as --section.key=value or --section.key value:
-    --training.learning_rate=3e-5 --model.shape=t5-tiny --lora.r=8
+    --training.learning_rate=2e-4 --model.shape=t5-tiny --lora.r=8
 `python -m launch keys` lists them."""
 
 

@@ -15,6 +15,9 @@ from launch.schema.result import RunResult
 from launch.schema.training_section import TENSORBOARD
 
 WORTH_A_WORD = 0.1  # of what a step computes, saved
+# Of QLoRA (arXiv:2305.14314, table 9: 7B and 13B) and LoRA (arXiv:2106.09685, GPT-3). "LoRA Without
+# Regret" (Thinking Machines, 2025) finds ten times the rate of a full fine-tune.
+LORA_RATE = 2e-4
 STATES = ("weights", "gradients", "optimizer")
 
 
@@ -111,13 +114,18 @@ def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
     training, num_samples = recipe.training, plan.num_samples
     steps = plan.total_steps(recipe) or 0
     batch = plan.strategy.effective_batch_size
+    rate = training.learning_rate_at(batch)
+    if recipe.lora is not None and rate < LORA_RATE / 2:
+        yield (
+            f"training.learning_rate {rate:g} is low for LoRA, which usually takes about"
+            f" {LORA_RATE:g}, ten times the rate of a full fine-tune"
+        )
     if training.warmup_steps and training.lr_scheduler_type == "constant":
         yield (
             f"training.warmup_steps {training.warmup_steps:g} has no effect: constant has no"
             " warm-up, constant_with_warmup has"
         )
     elif 0 < steps <= training.warmup_steps:
-        rate = training.learning_rate_at(batch)
         yield f"warm-up takes all of the {steps} steps: the rate never reaches {rate:g}"
     if training.early_stopping_patience and not training.load_best_model_at_end:
         yield (

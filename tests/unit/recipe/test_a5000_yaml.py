@@ -99,6 +99,8 @@ def test_the_shipped_file_says_in_the_guides_words_what_its_recipe_says():
     recipe = load.load(name)[0].model_dump(exclude={"data": {"validation_file"}})
     from_yaml["data"]["train_file"] = from_yaml["data"]["train_file"].removeprefix(workspace)
     from_yaml["log_dir"] = from_yaml["log_dir"].removeprefix(workspace)
+    rates = [made["training"].pop("learning_rate") for made in (from_yaml, recipe)]
+    assert rates == [3e-5, 2e-4]  # the guide's, and what is usual for adapters
     assert from_yaml == recipe
 
 

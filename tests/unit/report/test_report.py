@@ -123,6 +123,19 @@ def test_a_constant_rate_has_no_warm_up():
 
 
 @pytest.mark.parametrize(
+    ("lora", "rate", "is_low"),
+    [({"r": 8}, 3e-5, True), ({"r": 8}, 1e-4, False), (None, 3e-5, False)],
+    ids=str,
+)
+def test_a_low_rate_for_lora_has_a_line_in_the_plan_and_stays(lora, rate, is_low):
+    recipe, on = recipe_of(lora=lora, training={"learning_rate": rate}), machine()
+    words = "\n".join(text.plan_lines(recipe, on, plan(recipe, on)))
+    low = "training.learning_rate 3e-05 is low for LoRA, which usually takes about 0.0002"
+    assert (low in words) == is_low
+    assert f"rate {rate:g}" in words
+
+
+@pytest.mark.parametrize(
     ("section", "words"), [("evaluation", ["  where  in evaluation at step 120"]), ("", [])]
 )
 def test_a_failure_says_in_which_section_it_came(section, words):
