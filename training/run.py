@@ -98,7 +98,7 @@ def train(
     control = control or Control()
     tokens = _tokens(start)
     num_samples, held_out = dataset.number(start, tokens), dataset.held_out(tokens)
-    timeout_s = start.recipe.training.extras.get("ddp_timeout", TrainingArguments.ddp_timeout)
+    timeout_s = arguments.timeout_s(start.recipe.training)
     engine = setup.prepare(start.plan.strategy, start.deepspeed_file, timeout_s)
     try:
         args = arguments.of(start.recipe, start.plan, num_samples, held_out is not None, engine)

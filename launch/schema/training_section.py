@@ -118,6 +118,13 @@ class TrainingSection(BaseModel):
         allow_inf_nan=False,
         description="Gradients are clipped to this norm; 0: never.",
     )
+    label_smoothing_factor: Annotated[float, AFFECTS_STEP] = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each target that all tokens of the vocabulary have alike, in the"
+        " training loss; the held-out loss is without it.",
+    )
     optim: Annotated[str, AFFECTS_STEP] = Field(
         default="adamw_torch_fused", description="Optimizer, by TrainingArguments' name."
     )

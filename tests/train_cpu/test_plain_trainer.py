@@ -74,7 +74,9 @@ def losses_and_weights(trainer: Trainer) -> tuple[list[float], dict[str, torch.T
     return losses, {name: one.detach() for name, one in trainer.model.named_parameters()}
 
 
-def plain_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any, shift: bool) -> Any:
+def plain_loss(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: Any, shift: bool, smoothing: float
+) -> Any:
     """That of transformers' models, for encoder-decoders too."""
     logits, targets = outputs.logits.float(), labels
     if shift:
@@ -82,23 +84,30 @@ def plain_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any, shif
     summed = functional.cross_entropy(
         logits.reshape(-1, logits.size(-1)), targets.reshape(-1), reduction="sum"
     )
-    return summed / num_items_in_batch
+    mean_loss = -logits[targets != IGNORED].log_softmax(-1).mean(-1).sum()
+    return ((1 - smoothing) * summed + smoothing * mean_loss) / num_items_in_batch
 
 
-@pytest.mark.parametrize("case", ["plain", "packed", "bf16", "in 3 chunks", "LoRA"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("plain", "packed", "bf16", "in 3 chunks", "LoRA"),
+        *("smoothed", "packed, smoothed", "in 3 chunks, smoothed"),
+    ],
+)
 @pytest.mark.parametrize(
     "shape",
     ["llama-tiny", pytest.param("gpt2-tiny", marks=pytest.mark.modes), "t5-tiny"],
 )
 def test_losses_and_weights_are_those_of_every_position(tmp_path, monkeypatch, shape, case):
-    if shape == "t5-tiny" and case == "packed":
+    if shape == "t5-tiny" and "packed" in case:
         pytest.skip("rows of an encoder-decoder are not packed")
     monkeypatch.chdir(tmp_path)
     sections: dict[str, Any] = {"lora": {"r": 4}} if case == "LoRA" else {}
     training = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": ACCUMULATION,
-        "num_output_chunks": 3 if case == "in 3 chunks" else 1,
+        "num_output_chunks": 3 if "in 3 chunks" in case else 1,
         "bf16": case == "bf16",
         "optim": "sgd",  # whose steps are as exact as the gradients
         "learning_rate": 0.1,
@@ -106,13 +115,14 @@ def test_losses_and_weights_are_those_of_every_position(tmp_path, monkeypatch, s
         "max_steps": STEPS,
     }
     recipe = builders.recipe_of(
-        model={"shape": shape}, training=training, data={"packing": case == "packed"}, **sections
+        model={"shape": shape}, training=training, data={"packing": "packed" in case}, **sections
     )
     plan = builders.plan(recipe)
     assert plan.strategy.logits_at_targets
     made = arguments.of(recipe, plan, 4 * STEPS, False, {"ddp_backend": None})
+    made.label_smoothing_factor = 0.3 if "smoothed" in case else 0.0
     made.report_to, made.save_strategy, made.output_dir = [], "no", "."
-    is_packed, shift = case == "packed", shape != "t5-tiny"
+    is_packed, shift = "packed" in case, shape != "t5-tiny"
 
     class Ours(LowMemTrainer):
         def get_train_dataloader(self) -> Any:
@@ -140,7 +150,7 @@ def test_losses_and_weights_are_those_of_every_position(tmp_path, monkeypatch, s
         args=made,
         train_dataset=[0],  # pyright: ignore[reportArgumentType]
         compute_loss_func=lambda outputs, labels, num_items_in_batch: plain_loss(
-            outputs, labels, num_items_in_batch, shift
+            outputs, labels, num_items_in_batch, shift, made.label_smoothing_factor
         ),
     )
     (losses, weights), (expected, expected_weights) = map(losses_and_weights, (ours, plain))

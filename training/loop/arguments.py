@@ -41,6 +41,7 @@ def of(
         lr_scheduler_type=training.lr_scheduler_type,
         weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,
+        label_smoothing_factor=training.label_smoothing_factor,
         optim=training.optim,
         bf16=strategy.mixed_precision == "bf16",
         fp16=strategy.mixed_precision == "fp16",
@@ -79,6 +80,11 @@ def of(
         # 2.13: "mix of the legacy and new APIs").
         torch.backends.cuda.matmul.allow_tf32 = strategy.tf32
     return args
+
+
+def timeout_s(training: TrainingSection) -> float:
+    """Seconds that a rank waits for the others."""
+    return training.extras.get("ddp_timeout", TrainingArguments.ddp_timeout)
 
 
 def _checkpointing_kwargs(training: TrainingSection, strategy: Strategy) -> dict[str, Any] | None:

@@ -106,7 +106,8 @@ class LowMemTrainer(OpenTrainer):
         labels: torch.Tensor,
         num_items_in_batch: Any = None,
     ) -> torch.Tensor:
-        loss = self._loss_sum(outputs.logits, labels) / num_items_in_batch
+        smoothing = self.args.label_smoothing_factor
+        loss = self._loss_sum(outputs.logits, labels, smoothing) / num_items_in_batch
         if self.guard is not None:
             self.guard.add(loss)
         return nan_guard.poisoned(loss)
@@ -114,15 +115,16 @@ class LowMemTrainer(OpenTrainer):
     def compute_loss(
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        with self._targets(inputs, inputs["labels"]), self._masks(inputs):
+        targets = self._targets(inputs, inputs["labels"], self.args.label_smoothing_factor)
+        with targets, self._masks(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _targets(
-        self, inputs: dict[str, Any], labels: torch.Tensor
+        self, inputs: dict[str, Any], labels: torch.Tensor, smoothing: float = 0.0
     ) -> AbstractContextManager[None]:
         """Give the head the targets of a micro-batch, which are no inputs of the model."""
         named = {name: inputs.pop(name) for name in TARGET_TENSORS if name in inputs}
-        return self._head.for_loss(labels, named) if self._head else nullcontext()
+        return self._head.for_loss(labels, named, smoothing) if self._head else nullcontext()
 
     def _masks(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
         """Tell transformers what the collator knows of the mask. torch.compile asks nothing of the
@@ -132,10 +134,12 @@ class LowMemTrainer(OpenTrainer):
             return nullcontext()
         return transformers_private.known_padding(is_padded)
 
-    def _loss_sum(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def _loss_sum(
+        self, logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0
+    ) -> torch.Tensor:
         if self._head:
             return self._head.loss_sum(logits)
-        return target_loss_sum(logits, labels, self._shift)
+        return target_loss_sum(logits, labels, self._shift, smoothing)
 
     def gradient_norm(self, library: Callable[[], Any]) -> Any:
         """The norm over all ranks, which is checked before the optimizer steps. DeepSpeed has
@@ -246,7 +250,8 @@ class LowMemTrainer(OpenTrainer):
         metric_key_prefix: str = "eval",
         **kwargs: Any,
     ) -> EvalLoopOutput:
-        """Mean loss over all target tokens of the held-out rows, and its perplexity."""
+        """Mean loss over all target tokens of the held-out rows, without label smoothing, and its
+        perplexity."""
         model = self.model_wrapped  # the wrapper gathers weights that the ranks share
         model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.args.device)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Targets:
 
     ids: torch.Tensor
     positions: torch.Tensor | None = None
+    smoothing: float = 0.0  # of target_loss_sum()
 
 
 class LossHead:
@@ -42,14 +44,19 @@ class LossHead:
 
     @contextmanager
     def for_loss(
-        self, labels: torch.Tensor, named: Mapping[str, Any] | None = None
+        self,
+        labels: torch.Tensor,
+        named: Mapping[str, Any] | None = None,
+        smoothing: float = 0.0,
     ) -> Iterator[None]:
         """Make the model's logits those of the targets alone. `named`: the collator's tensors;
         without them every position of `labels` (batch, seq) counts."""
         if named and TARGET_POSITIONS in named:
-            self._targets = Targets(named[TARGET_IDS][None], named[TARGET_POSITIONS])
+            ids, positions = named[TARGET_IDS][None], named[TARGET_POSITIONS]
+            self._targets = Targets(ids, positions, smoothing)
         else:
-            self._targets = Targets(_next_tokens(labels) if self._shift else labels)
+            ids = _next_tokens(labels) if self._shift else labels
+            self._targets = Targets(ids, smoothing=smoothing)
         try:
             yield
         finally:
@@ -58,7 +65,9 @@ class LossHead:
     def loss_sum(self, logits: torch.Tensor) -> torch.Tensor:
         """The sum of the targets' losses, in fp32, from the logits that the model returned."""
         assert self._targets is not None
-        return logits if self._chunks > 1 else target_loss_sum(logits, self._targets.ids)
+        if self._chunks > 1:
+            return logits
+        return target_loss_sum(logits, self._targets.ids, smoothing=self._targets.smoothing)
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self._targets is None:
@@ -70,24 +79,27 @@ class LossHead:
             return self._project(hidden)
         size = math.ceil(hidden.size(1) / self._chunks)
         parts = zip(hidden.split(size, dim=1), self._targets.ids.split(size, dim=1), strict=True)
+        # backward computes the sums again, when the targets are no longer there
+        part_sum = partial(self._sum, self._targets.smoothing)
         if torch.is_grad_enabled():
             sums = [
-                checkpoint(self._sum, *part, use_reentrant=False, preserve_rng_state=False)
+                checkpoint(part_sum, *part, use_reentrant=False, preserve_rng_state=False)
                 for part in parts
             ]
         else:
-            sums = [self._sum(*part) for part in parts]
+            sums = [part_sum(*part) for part in parts]
         return torch.stack(sums).sum()
 
-    def _sum(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return target_loss_sum(self._project(hidden), labels)
+    def _sum(self, smoothing: float, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return target_loss_sum(self._project(hidden), labels, smoothing=smoothing)
 
 
 def target_loss_sum(
-    logits: torch.Tensor, labels: torch.Tensor, shift: bool = False
+    logits: torch.Tensor, labels: torch.Tensor, shift: bool = False, smoothing: float = 0.0
 ) -> torch.Tensor:
     """Summed cross-entropy over the targets, in fp32. logits (batch, seq, vocabulary), labels
-    (batch, seq)."""
+    (batch, seq). `smoothing`: the share of a target that all tokens of the vocabulary have
+    alike."""
     if shift:
         labels = _next_tokens(labels)
     return functional.cross_entropy(
@@ -95,6 +107,7 @@ def target_loss_sum(
         labels.reshape(-1),
         ignore_index=IGNORED,
         reduction="sum",
+        label_smoothing=smoothing,
     )
 
 

@@ -203,6 +203,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt2-tiny",
         {"training": {**EVERYWHERE["training"], "num_output_chunks": 5}},
     ),
+    "llama, smoothed labels": ("llama-tiny", {"training": {"label_smoothing_factor": 0.1}}),
+    "gpt2 under autocast, smoothed labels, logits everywhere": (
+        "gpt2-tiny",
+        {"training": {**EVERYWHERE["training"], "label_smoothing_factor": 0.1, "bf16": True}},
+    ),
+    "t5, smoothed labels, loss in 7 chunks": (
+        "t5-tiny",
+        {"training": {"label_smoothing_factor": 0.1, "num_output_chunks": 7}},
+    ),
     "llama, loss in 8 chunks": ("llama-tiny", {"training": {"num_output_chunks": 8}}),
     "gpt2 LoRA under autocast, checkpointing, two micro-steps, loss in 5 chunks": (
         "gpt2-tiny",

@@ -72,16 +72,48 @@ def test_the_sum_and_every_gradient_are_those_of_the_whole(
     torch.testing.assert_close(parted(**inputs).logits, whole(**inputs).logits)
 
 
+def smoothed_by_hand(logits: torch.Tensor, labels: torch.Tensor, share: float) -> torch.Tensor:
+    """Of each target: its own share of the loss, and the mean over the vocabulary."""
+    kept = labels != IGNORED
+    losses = -logits[kept].log_softmax(-1)
+    own = losses.gather(1, labels[kept][:, None])
+    return (1 - share) * own.sum() + share * losses.mean(-1).sum()
+
+
+@pytest.mark.parametrize("at_targets", [False, True])
+@pytest.mark.parametrize("chunks", [1, 5])
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_smoothed_labels_are_those_of_the_formula(kind: str, chunks: int, at_targets: bool) -> None:
+    inputs, labels = batch(kind)
+    plain, parted = network(kind), network(kind)
+    logits, shift = plain(**inputs).logits, kind != "t5"
+    expected = (
+        smoothed_by_hand(logits[:, :-1], labels[:, 1:], 0.3)
+        if shift
+        else smoothed_by_hand(logits, labels, 0.3)
+    )
+    expected.backward()
+    whole = target_loss_sum(logits, labels, shift, smoothing=0.3)
+    head = LossHead(parted, chunks, shift)
+    with head.for_loss(labels, named(labels, shift) if at_targets else {}, 0.3):
+        found = head.loss_sum(parted(**inputs).logits)
+    found.backward()
+    torch.testing.assert_close((whole, found), (expected, expected))
+    for (name, one), other in zip(plain.named_parameters(), parted.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("chunks", [1, 8])
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_a_batch_without_targets_has_no_loss_and_a_gradient_of_zeros(
-    kind: str, chunks: int
+    kind: str, chunks: int, smoothing: float
 ) -> None:
     inputs, labels = batch(kind)
     labels = torch.full_like(labels, IGNORED)
     parted = network(kind)
     head = LossHead(parted, chunks, shift=kind != "t5")
-    with head.for_loss(labels, named(labels, kind != "t5")):
+    with head.for_loss(labels, named(labels, kind != "t5"), smoothing):
         loss = head.loss_sum(parted(**inputs).logits)
     loss.backward()
     assert loss == 0
