@@ -223,7 +223,9 @@ def _of_generation(folder: Path, rows: Rows) -> Iterator[str]:
     ends = {encoder.tokenizer.eos_token_id}
     if is_chat and not encoder.encoder_decoder and encoder.task != "pretrain":
         ends |= {*encoder.renderer.end_ids}
-    listed = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    listed = None
+    if (folder / "generation_config.json").is_file():
+        listed = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
     missing = ends - {*(listed if isinstance(listed, list) else [listed])}
     if missing:
         names = encoder.tokenizer.convert_ids_to_tokens(sorted(missing))
