@@ -26,7 +26,9 @@ HEADING = """# Keys of a recipe
 Each key stands in a recipe file, or on the command line as `--section.key=value`.
 `python -m launch keys [SECTION]` prints the same. This page is generated:
 `python scripts/render_docs.py`. The keys of `training` below `dataloader_num_workers` are fields
-of the installed TrainingArguments, in transformers' own words.
+of the installed TrainingArguments, in transformers' own words: those that have an effect here. Any
+other field is refused with the reason. A key that nothing reads beside the recipe's other choices,
+such as `warmup_steps` with a constant rate, is named in a line of the plan.
 """
 TABLE = "\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
 

@@ -198,11 +198,6 @@ def _check_packing(recipe: Recipe, family: ModelFamily) -> None:
             " ways and its decoder to all of the encoder's output, and transformers keeps documents"
             " apart in neither; use data.group_by_length or data.batch_by_tokens"
         )
-    if recipe.data.packing and recipe.training.extras.get("use_cache"):
-        raise ConfigError(
-            "training.use_cache: true, but transformers keeps packed documents apart only without a"
-            " cache; leave it out (training has no use for one)"
-        )
 
 
 def _check_chunks(recipe: Recipe, model_type: str) -> None:

@@ -21,7 +21,7 @@ from launch.base.errors import ConfigError
 from launch.base.secrets import SECRET_NAME, holds_secret
 from launch.base.text import nearest
 from launch.base.workspace import FILES
-from launch.recipe import key_reference, strict_yaml, training_arguments
+from launch.recipe import key_reference, strict_yaml, training_arguments, unread_keys
 from launch.recipe.strict_yaml import KeyPath, dotted, mend, plain, show, wrong
 from launch.schema.data_section import A_LIST, A_PATH, ColumnNames, DataSource
 from launch.schema.plan import Change
@@ -50,16 +50,6 @@ REPLACED = {
     "data": "these are held-out rows of the recipe's own data, which you replaced",
     "data.batch_by_tokens": "data.packing leaves nothing for it to do",
 }
-# key -> the value that runs without held-out rows
-NEEDS_HELD_OUT = {
-    ("evaluation", "exact_match_rows"): 0,
-    ("evaluation", "sample_answers"): None,
-    ("training", "eval_steps"): None,
-}
-NOTHING_HELD_OUT = (
-    "no rows are held out to evaluate on; name some with --data.validation_file=FILE, or hold some"
-    " out with --data.validation_size=0.05"
-)
 
 
 def load(
@@ -93,12 +83,13 @@ def load(
     ]
     _refuse(_problems(final, file))
     recipe = _recipe(final)
-    if not recipe.evaluates:
-        changes += [
-            Change(f"{section}.{key}", plain(value), plain(without), NOTHING_HELD_OUT)
-            for (section, key), without in NEEDS_HELD_OUT.items()
-            if (section, key) in top.where and (value := getattr(getattr(recipe, section), key))
-        ]
+    changes += [
+        Change(f"{section}.{key}", plain(value), plain(default), reason)
+        for section, key, reason in unread_keys.of_recipe(recipe)
+        if (section, key) in final.where
+        and (value := final.get(section, key))
+        and value != (default := _Layer({}, {}).get(section, key))
+    ]
     return recipe, tuple(changes)
 
 
@@ -479,7 +470,7 @@ def _training_mistake(key: str, value: Any) -> tuple[str, str, str] | None:
     Recipe."""
     instead = training_arguments.instead(key)
     if instead and (key, value) != ("save_strategy", "steps"):
-        return "a field that the launcher sets", "it left out", instead
+        return "a field that has no effect here", "it left out", instead
     if SECRET_NAME.search(key):
         return (
             "a key for a secret",

@@ -1,5 +1,5 @@
-"""TrainingArguments' fields that a recipe does not type: their types, and the fields that the
-launcher sets.
+"""TrainingArguments' fields that a recipe does not type: their types, and the fields that have no
+effect here.
 
 They are read from the source of the installed transformers, which is not imported.
 """
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.recipe.strict_yaml import mend, plain, show
+from launch.schema.recipe_keys import HONOURED
+from launch.schema.training_section import TrainingSection
 
 _MICRO_BATCH = (
     "per_device_train_batch_size is fitted before the start and the effective batch is held"
@@ -23,8 +25,12 @@ _CHECKPOINTS = (
     "the launcher writes and finds its own checkpoints: --resume=auto, --resume=PATH,"
     " --resume=never"
 )
+_SUMMED = "an evaluation adds up losses, and keeps no predictions"
+_MEASURED = "held-out rows are measured by their loss, and with evaluation.exact_match_rows"
+_EVALUATED = "an evaluation computes as training does: training.bf16, training.fp16, model.dtype"
 _PUBLISH = "publish the finished folder yourself: hf upload NAME FOLDER"
-OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use instead
+UNREAD = "the installed transformers has it, but nothing here reads it"
+OWNED = {  # TrainingArguments' fields that have no effect here -> what to use instead
     "output_dir": "use the top-level output_dir",
     "deepspeed": "use launch.mode",
     "fsdp": "use launch.mode",
@@ -58,6 +64,40 @@ OWNED = {  # TrainingArguments' fields that the launcher sets -> what to use ins
     "do_train": "use task",
     "do_eval": "use data.validation_file, or data.validation_size",
     "do_predict": "use evaluation.exact_match_rows",
+    "average_tokens_across_devices": (
+        "the loss of a step is the mean over its target tokens on all ranks"
+    ),
+    "batch_eval_metrics": _MEASURED,
+    "bf16_full_eval": _EVALUATED,
+    "data_seed": "the order of samples comes from training.seed",
+    "dataloader_in_order": "batches come in the order of the seed, so that a run can be resumed",
+    "dataloader_multiprocessing_context": "workers are forked, so that they share the rows",
+    "debug": "a NaN ends the run in any case, and its rows are named",
+    "eval_accumulation_steps": _SUMMED,
+    "eval_do_concat_batches": _SUMMED,
+    "eval_use_gather_object": _SUMMED,
+    "fp16_full_eval": _EVALUATED,
+    "include_for_metrics": _MEASURED,
+    "include_num_input_tokens_seen": (
+        "the tokens of each step are counted in any case, in events.jsonl"
+    ),
+    "label_names": "the targets of every row are its labels",
+    "log_on_each_node": "rank 0 of the first machine writes the log of all",
+    "optim_target_modules": (
+        "none of the optimizers of training.optim takes it; lora.target_modules names the layers"
+        " that get adapters"
+    ),
+    "prediction_loss_only": _SUMMED,
+    "restore_callback_states_from_checkpoint": (
+        "early stopping goes on counting where the checkpoint has stopped"
+    ),
+    "save_on_each_node": "all machines write one checkpoint, into the run folder that they share",
+    "save_only_model": (
+        "a checkpoint without optimizer, schedule and random states cannot be continued; the model"
+        " alone is in output_dir"
+    ),
+    "skip_memory_metrics": "the peak memory of each phase is measured in any case",
+    "use_cache": "training has no use for a cache, and answers turn it on for themselves",
 }
 # transformers 5.23 renamed these fields, and version 6 drops the old names: old -> new
 RENAMED = {
@@ -74,9 +114,12 @@ _TYPES = {
 
 
 def instead(key: str) -> str | None:
-    """Advice on what to use instead of a field that the launcher sets; None if it does not set
-    it."""
-    return OWNED.get(key) or (_PUBLISH if key.startswith("hub_") else None)
+    """The reason why a field has no effect here, or what to use instead; None if it has one, or is
+    no field."""
+    if key in OWNED or key.startswith("hub_"):
+        return OWNED.get(key, _PUBLISH)
+    is_read = key in HONOURED or key in TrainingSection.model_fields
+    return UNREAD if key in installed() and not is_read else None
 
 
 @dataclass(frozen=True)
@@ -119,7 +162,7 @@ def installed() -> Mapping[str, Field]:
 
 
 def free() -> dict[str, Field]:
-    """The installed fields that the launcher does not set."""
+    """The installed fields that have an effect."""
     return {name: field for name, field in installed().items() if instead(name) is None}
 
 

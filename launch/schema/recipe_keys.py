@@ -38,8 +38,55 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
 }
 
 
+# Fields of TrainingArguments without a field here that training reads -> the test that shows it, in
+# tests/unit/training/loop/test_honoured_fields.py. All others are refused by name
+# (launch/recipe/training_arguments.py).
+HONOURED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
+        "test_the_optimizer_takes_its_numbers",
+    ),
+    "lr_scheduler_kwargs": "test_the_schedule_takes_its_numbers",
+    **dict.fromkeys(
+        ("tf32", "use_liger_kernel", "liger_kernel_config"), "test_the_kernels_are_those_asked_for"
+    ),
+    **dict.fromkeys(
+        ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+        "test_the_model_is_compiled_as_asked_for",
+    ),
+    **dict.fromkeys(
+        ("neftune_noise_alpha", "torch_empty_cache_steps"), "test_a_step_does_what_is_asked_for"
+    ),
+    **dict.fromkeys(
+        ("eval_delay", "eval_on_start", "logging_first_step", "logging_strategy"),
+        "test_evaluations_and_logs_come_when_asked_for",
+    ),
+    **dict.fromkeys(
+        ("dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"),
+        "test_the_loader_is_the_one_asked_for",
+    ),
+    **dict.fromkeys(
+        (
+            "ddp_broadcast_buffers",
+            "ddp_bucket_cap_mb",
+            "ddp_find_unused_parameters",
+            "ddp_static_graph",
+        ),
+        "test_ddp_takes_its_keywords",
+    ),
+    "ddp_timeout": "test_the_ranks_wait_for_each_other_as_long_as_asked_for",
+    "full_determinism": "test_the_kernels_are_deterministic",
+    **dict.fromkeys(("log_level", "log_level_replica"), "test_transformers_logs_at_its_level"),
+    **dict.fromkeys(
+        ("project", "run_name", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
+        "test_a_tracker_gets_its_names",
+    ),
+}
+
+
 # Keys of TrainingArguments that have no field here and do not affect everything.
 EXTRAS: Mapping[str, frozenset[Effect]] = {
+    "average_tokens_across_devices": frozenset({"weights"}),  # of runs begun when it was taken
     # liger is traced as transformers' own modules
     "tf32": frozenset({"weights", "step_time", "planned"}),
     "use_liger_kernel": frozenset({"weights", "step_time", "planned"}),
@@ -63,11 +110,13 @@ EXTRAS: Mapping[str, frozenset[Effect]] = {
             "eval_on_start",
             "log_level",
             "log_level_replica",
-            "log_on_each_node",
             "logging_first_step",
             "logging_strategy",
+            "project",
             "run_name",
-            "save_on_each_node",
+            "trackio_bucket_id",
+            "trackio_space_id",
+            "trackio_static_space_id",
         ),
         frozenset({"interruptions"}),
     ),
@@ -86,7 +135,8 @@ def all_keys() -> list[str]:
 
 
 def affected_by(key: str) -> frozenset[Effect]:
-    """The effects of a dotted key. A section has the effects of all its keys."""
+    """The effects of a dotted key. A section has the effects of all its keys; a key that is no
+    longer taken, which a run begun earlier may have, has none."""
     section, _, name = key.partition(".")
     if section not in SECTIONS:
         return marked(Recipe.model_fields[section].metadata)
@@ -94,7 +144,10 @@ def affected_by(key: str) -> frozenset[Effect]:
     if not name:
         return frozenset().union(*(marked(field.metadata) for field in fields.values()))
     name = name.partition(".")[0]
-    return marked(fields[name].metadata) if name in fields else EXTRAS.get(name, EVERYTHING)
+    if name in fields:
+        return marked(fields[name].metadata)
+    is_read = name in HONOURED or section != "training"
+    return EXTRAS.get(name, EVERYTHING if is_read else frozenset())
 
 
 def affecting(values: Mapping[str, Any], section: str, *effects: Effect) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def of(
             {
                 "activation_checkpointing": strategy.activation_checkpointing,
                 "activation_checkpointing_kwargs": _checkpointing_kwargs(training, strategy),
-                **_extras(training, strategy),
+                **_extras(training, strategy, evaluates),
             }
         ),
         logging_steps=training.logging_steps,
@@ -96,12 +96,14 @@ def _checkpointing_kwargs(training: TrainingSection, strategy: Strategy) -> dict
     } or None
 
 
-def _extras(training: TrainingSection, strategy: Strategy) -> dict[str, Any]:
+def _extras(training: TrainingSection, strategy: Strategy, evaluates: bool) -> dict[str, Any]:
     """The recipe's other fields over our defaults. Our models use all their parameters."""
     defaults = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True}
     left_out = [*SWITCHED, "save_strategy"]  # of() sets the only save_strategy of a recipe: steps
     if not strategy.torch_compile:
         left_out += COMPILE_KEYS
+    if not evaluates:
+        left_out.append("eval_on_start")
     if not strategy.dataloader_num_workers:  # transformers refuses it without workers
         left_out.append("dataloader_prefetch_factor")
     extras = {k: v for k, v in {**defaults, **training.extras}.items() if k not in left_out}

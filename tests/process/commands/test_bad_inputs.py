@@ -656,3 +656,20 @@ def prepare(workspace: Workspace, run: Path) -> list[str]:
     attempt = RunDir(run).attempt(1)
     attempt.write_tokenising(token_cache(cache, recipe, plan.shape, plan.data_format))
     return ["prepare", str(attempt.root), "1"]
+
+
+def test_a_field_of_a_newer_transformers_is_refused_by_name(tmp_path):
+    package = tmp_path / "transformers"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "training_args.py").write_text(
+        "class TrainingArguments:\n    adam_beta1: float = 0.9\n    newer_field: int = 3\n"
+    )
+    path = f"{tmp_path}{os.pathsep}{builders.CODE}"
+    refused = builders.launch(tmp_path, "plan", "sft", "--training.newer_field=1", PYTHONPATH=path)
+    assert refused.returncode == 2, refused.stderr
+    assert "training.newer_field: found a field that has no effect here" in refused.stderr
+    assert "the installed transformers has it, but nothing here reads it" in refused.stderr
+    listed = builders.launch(tmp_path, "keys", "training", PYTHONPATH=path).stdout
+    assert "training.adam_beta1" in listed
+    assert "newer_field" not in listed

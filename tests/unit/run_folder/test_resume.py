@@ -116,6 +116,12 @@ def test_a_complete_run_named_by_resume_does_not_stand_for_a_model_in_another_fo
         decided(tmp_path, recipe(tmp_path / "b"), str(run.root))
 
 
+def test_a_run_begun_with_a_key_that_is_no_longer_taken_goes_on_without_it(tmp_path):
+    run = trained(tmp_path, recipe(tmp_path / "a", data_seed=3), day=1)
+    with goes_on_with(run):
+        decided(tmp_path, recipe(tmp_path / "a"))
+
+
 def test_another_data_file_is_named_and_not_called_a_changed_content(tmp_path):
     first, second = (
         recipe(tmp_path / "a").model_copy(update={"data": DataSection(train_file=name)})

@@ -103,6 +103,8 @@ def test_a_longer_limit_of_rows_of_the_same_lengths_is_the_same_trace():
         ("training.seed", False),
         ("model.path", False),
         ("training.logging_first_step", True),
+        ("training.data_seed", True),  # of a run begun when it was taken without an effect
+        ("training.average_tokens_across_devices", False),  # of one in which it had one
         ("training.save_steps", True),
         ("training.gradient_accumulation_steps", True),
         ("data.train_file", True),  # its content is compared instead
