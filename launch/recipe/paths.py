@@ -61,20 +61,15 @@ def use_existing_tokenizer(recipe: Recipe) -> tuple[Recipe, list[Change]]:
 
 
 def unused_tokenizer_keys(recipe: Recipe) -> list[Change]:
-    """The keys of a trained tokenizer that are set although the tokenizer is that of a folder, or
-    the reverse."""
+    """The keys of a trained tokenizer that are set although the tokenizer is that of a folder."""
     section = recipe.tokenizer
     folder = section.path or recipe.model.path
-    names, reason = (
-        ("loading",),
-        "only for a tokenizer of a folder; this one is trained on the data",
-    )
-    if folder is not None:
-        names = ("vocab_size", "split")
-        reason = f"only for a tokenizer that is trained on the data; this one is that of {folder}"
+    if folder is None:
+        return []
+    reason = f"only for a tokenizer that is trained on the data; this one is that of {folder}"
     return [
         Change(f"tokenizer.{key}", str(value), "not used", reason)
-        for key in names
+        for key in ("vocab_size", "split")
         if (value := getattr(section, key)) != TokenizerSection.model_fields[key].default
     ]
 

@@ -92,6 +92,11 @@ ROWS: Sequence[tuple[tuple[str, ...], Callable[[Recipe], bool], str]] = (
         "the tokenizer is not trained: it is loaded from a folder",
     ),
     (
+        ("tokenizer.loading",),
+        lambda recipe: not (recipe.tokenizer.path or recipe.model.path),
+        "the tokenizer is trained here, and not loaded from a folder",
+    ),
+    (
         ("launch.join_timeout_s", "launch.main_process_port"),
         lambda recipe: recipe.launch.nodes == 1,
         "it is for several machines; set launch.nodes too",
