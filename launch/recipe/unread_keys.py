@@ -87,11 +87,6 @@ ROWS: Sequence[tuple[tuple[str, ...], Callable[[Recipe], bool], str]] = (
         "training.dataloader_num_workers is 0",
     ),
     (
-        ("tokenizer.split", "tokenizer.vocab_size"),
-        lambda recipe: bool(recipe.tokenizer.path or recipe.model.path),
-        "the tokenizer is not trained: it is loaded from a folder",
-    ),
-    (
         ("tokenizer.loading",),
         lambda recipe: not (recipe.tokenizer.path or recipe.model.path),
         "the tokenizer is trained here, and not loaded from a folder",

@@ -578,7 +578,7 @@ UNREAD = {
     "data.max_validation_samples": {"data": {"max_validation_samples": 5}},
     "launch.vram_fraction": {"launch": {"mode": "cpu", "vram_fraction": 0.5}},
     "launch.join_timeout_s": {"launch": {"join_timeout_s": 5}},
-    "tokenizer.split": {"tokenizer": {"path": "/t", "split": "character"}},
+    "tokenizer.loading": {"tokenizer": {"loading": "file"}},
     "training.adam_beta1": {"training": {"optim": "adafactor", "adam_beta1": 0.5}},
     "training.adam_epsilon": {"training": {"optim": "lion_8bit", "adam_epsilon": 0.1}},
     "training.dataloader_prefetch_factor": {
