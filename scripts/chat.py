@@ -71,7 +71,7 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
 
         from training.data import tokenizer
         from training.model import four_bit
-        from training.model.build import folder_config, grow_vocabulary
+        from training.model.build import folder_config, grow_vocabulary, take_generation
 
     transformers_logging.disable_progress_bar()
     # bitsandbytes warns of an optional package for 4-bit weights on CPUs
@@ -92,6 +92,7 @@ def load(folder: Path):  # noqa: ANN201  torch is imported late, so its types ca
             from peft import PeftModel
 
             grow_vocabulary(model, len(loaded_tokenizer))  # rows that the adapter trained
+            take_generation(model, loaded_tokenizer, folder)
             model = PeftModel.from_pretrained(model, folder, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ResourceError(

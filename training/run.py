@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -238,6 +238,7 @@ def build_parts(
             quantization,
             args.device,
             plan.strategy.attn_implementation,
+            recipe.keeps_ids,
         )
     if plan.strategy.launch_mode.engine == "fsdp2":
         setup.tie_by_module(network)
@@ -317,7 +318,8 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts, token
         trainer.verified.add(Path(resume.checkpoint).name)
         trainer.is_converted = resume.is_converted
     with parts.control.deferred(), parts.heartbeat:
-        metrics = _trained(parts, start.recipe, pairs, scores, resume.folder if resume else None)
+        folder, config = resume.folder if resume else None, start.plan.shape.config
+        metrics = _trained(parts, start.recipe, config, pairs, scores, folder)
         is_last = trainer.state.global_step >= trainer.state.max_steps
         stopped_early = bool(parts.early_stopping and parts.early_stopping.has_stopped)
         is_complete = (is_last or stopped_early) and not parts.control.agreed
@@ -384,9 +386,15 @@ def _export(start: Start, run: RunDir, parts: Parts, trained: Trained, state: An
 
 
 def _trained(
-    parts: Parts, recipe: Recipe, pairs: Pairs, scores: dict[str, Any], resume: str | None
+    parts: Parts,
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    pairs: Pairs,
+    scores: dict[str, Any],
+    resume: str | None,
 ) -> dict[str, float]:
-    """Train, then score, unless the ranks agree to stop. Returns Trainer's metrics."""
+    """Train, then score what is exported, unless the ranks agree to stop. Returns Trainer's
+    metrics."""
     metrics: dict[str, float] = {}
     try:
         try:
@@ -398,6 +406,8 @@ def _trained(
             best.take(parts.trainer, Path(str(parts.trainer.args.output_dir)))
             scores["exported_step"] = parts.trainer.state.best_global_step
             scores["exported_eval_loss"] = parts.trainer.state.best_metric
+        if not parts.control.agreed:
+            export.round_weights(parts.trainer.model, recipe, config)
         if pairs and not parts.control.agreed:
             _score(parts, recipe, pairs, "after", scores)
         if not parts.control.agreed:
@@ -431,6 +441,7 @@ def _whole_model(
             plan.lora_targets,
             tokenizer,
             recipe.training.seed,
+            keeps_ids=recipe.keeps_ids,
         )
     network.load_state_dict(state)
     return network

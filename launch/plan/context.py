@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -254,6 +255,18 @@ def copied_modules(
             " trained as both"
         )
     return tuple(notes)
+
+
+def exported_dtype(recipe: Recipe, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """A line of the plan where the model is exported in another type than it is trained in."""
+    dtype, trained = recipe.output_dtype(config), recipe.model.dtype
+    if dtype == trained or (recipe.lora and recipe.model.path):
+        return ()
+    origin = "model.output_dtype" if recipe.model.output_dtype else "as config.json says"
+    return (
+        f"the weights are rounded to {dtype} for the export, {origin}; trained in {trained}, which"
+        f" --model.output_dtype={trained} keeps",
+    )
 
 
 def select_lora_targets(

@@ -58,6 +58,11 @@ class ModelSection(Section):
         default="float32",
         description="Type of the weights in memory; training.bf16 is the autocast on top of it.",
     )
+    output_dtype: Annotated[Dtype | None, affects("interruptions")] = Field(
+        default=None,
+        description="Type of the weights in output_dir, which answers are scored in after training."
+        " null: that of the folder's config.json; of a shape, model.dtype. Not of an adapter.",
+    )
     tie_word_embeddings: Annotated[bool | None, AFFECTS_STEP] = Field(
         default=None,
         description="false: the output head is a matrix of its own, which begins as a copy of the"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from launch.schema.affects import affects
 from launch.schema.data_section import DataSection
 from launch.schema.model_sections import (
+    DTYPE_BYTES,
     LoraSection,
     ModelSection,
     QuantizationSection,
@@ -94,6 +96,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def dtype_of_whole_models(self) -> Recipe:
+        if self.lora and self.model.path and self.model.output_dtype:
+            raise ValueError(
+                "model.output_dtype beside lora: the adapter is saved in its own type, and"
+                " `python -m launch merge` writes the base's; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def truncated_side_of_rows(self) -> Recipe:
         if self.task == "pretrain" and self.data.truncation_side == "left":
             raise ValueError(
@@ -143,6 +154,18 @@ class Recipe(Section):
     def evaluates(self) -> bool:
         """True if there are held-out rows, so that evaluations happen."""
         return self.data.holds_out
+
+    @property
+    def keeps_ids(self) -> bool:
+        """True if the special ids in the configs of model.path are those of the tokenizer."""
+        path = self.model.path
+        return path is not None and self.tokenizer.path in (None, path)
+
+    def output_dtype(self, config: Mapping[str, Any]) -> str:
+        """The type of the weights of the exported model. `config` is the model's config.json."""
+        model, of_base = self.model, config.get("dtype") or config.get("torch_dtype")
+        is_known = model.path is not None and of_base in DTYPE_BYTES
+        return model.output_dtype or (str(of_base) if is_known else model.dtype)
 
     @property
     def trains_model_dtype(self) -> bool:

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -23,6 +24,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
         from training.data import tokenizer
+        from training.loop import exported_files
         from training.model import build
 
     config = build.folder_config(base)
@@ -32,8 +34,10 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
             base, dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True
         )
         has_tokenizer = (adapter / "tokenizer_config.json").is_file()
-        merged_tokenizer = tokenizer.load(adapter if has_tokenizer else base)
+        source = adapter if has_tokenizer else base
+        merged_tokenizer = tokenizer.load(source)
         build.grow_vocabulary(base_model, len(merged_tokenizer))  # rows that the adapter trained
+        build.take_generation(base_model, merged_tokenizer, adapter)
         adapted = PeftModel.from_pretrained(base_model, adapter, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
         raise ResourceError(
@@ -48,8 +52,9 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         aside.mkdir(parents=True)
-        merged.save_pretrained(aside)
-        merged_tokenizer.save_pretrained(aside)
+        exported_files.save_model(merged, aside, json.loads((base / "config.json").read_bytes()))
+        for line in exported_files.save_tokenizer(merged_tokenizer, aside, source):
+            print(line)
         facts = ExportedModel(f"merge of {adapter}", base=str(base))
         files.write_json(aside / "lowmem.json", facts)
         files.sync_all(aside)

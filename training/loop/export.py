@@ -3,11 +3,13 @@ replaces the previous folder in one step."""
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -19,9 +21,11 @@ from launch.schema.recipe import Recipe
 from launch.schema.result import ExportedModel
 from training.compat.transformers_private import Network
 from training.data import tokenizer as data_tokenizer
-from training.loop import nan_guard
+from training.loop import exported_files, nan_guard
 from training.loop.trainer import LowMemTrainer
 from training.model import four_bit
+
+logger = logging.getLogger("lowmem")
 
 
 def write(
@@ -44,9 +48,13 @@ def write(
     for leftover in (aside, old):
         if leftover.exists():
             shutil.rmtree(leftover)
-    nan_guard.check_export(network, trainer.state.global_step)
+    nan_guard.check_export(
+        network, trainer.state.global_step, recipe.output_dtype(plan.shape.config)
+    )
     aside.mkdir(parents=True)
-    content = save_weights(network, tokenizer, recipe, aside, trainer.state.global_step)
+    content = save_weights(
+        network, tokenizer, recipe, plan.shape.config, aside, trainer.state.global_step
+    )
     (aside / "README.md").write_text(_card(trainer, recipe, plan, content), encoding="utf-8")
     quantization = recipe.quantized(plan.strategy.mixed_precision)
     facts = ExportedModel(
@@ -71,6 +79,20 @@ def write_check(folder: Path, check: str) -> None:
     files.write_json(folder / "lowmem.json", replace(facts, check=check))
 
 
+@torch.no_grad()
+def round_weights(model: Network, recipe: Recipe, config: Mapping[str, Any]) -> None:
+    """Round trained weights, of which this rank may hold parts, to numbers of the exported type, so
+    that what is scored is what is exported. Adapters are not rounded."""
+    dtype = recipe.output_dtype(config)
+    if recipe.lora is not None or dtype == recipe.model.dtype:
+        return
+    for parameter in model.parameters():
+        # ZeRO 3 keeps small weights whole beside its part
+        gathered = [parameter.data] if hasattr(parameter, "ds_tensor") else []
+        for part in (nan_guard.local_part(parameter), *gathered):
+            part.copy_(part.to(getattr(torch, dtype)))
+
+
 def _swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:
     if target.exists():
         target.rename(old)
@@ -85,9 +107,15 @@ def _swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:
 
 
 def save_weights(
-    model: Network, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, folder: Path, step: int
+    model: Network,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    config: Mapping[str, Any],
+    folder: Path,
+    step: int,
 ) -> str:
-    """Save the weights; return a description of the content. A LoRA adapter on a named shape is
+    """Save the weights; return a description of the content. `config` is that of the model before
+    training. A LoRA adapter on a named shape is
     merged, because its random base is stored nowhere else. An adapter on a local folder stays
     separate, also on 4-bit weights: the folder still has the full weights, into which it can be
     merged."""
@@ -99,16 +127,20 @@ def save_weights(
             model = four_bit.merged(model, getattr(torch, section.dtype))
         else:
             model = model.merge_and_unload()
-        nan_guard.check_export(model, step)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    if not is_lora:
-        return "the whole model"
-    return (
-        "the model with its LoRA adapter merged"
-        if section.path is None
-        else f"a LoRA adapter for {section.path}"
-    )
+    source = recipe.tokenizer.path or section.path
+    for line in exported_files.save_tokenizer(tokenizer, folder, Path(source) if source else None):
+        logger.info("%s", line)
+    if is_lora and section.path is not None:
+        model.save_pretrained(folder)
+        model.get_base_model().generation_config.save_pretrained(folder)
+        return f"a LoRA adapter for {section.path}"
+    dtype = recipe.output_dtype(config)
+    for parameter in model.parameters():
+        if parameter.dtype != getattr(torch, dtype):
+            parameter.data = parameter.data.to("cpu", getattr(torch, dtype))
+    nan_guard.check_export(model, step, dtype)
+    exported_files.save_model(model, folder, config)
+    return "the model with its LoRA adapter merged" if is_lora else "the whole model"
 
 
 def _quantization(recipe: Recipe) -> list[str]:

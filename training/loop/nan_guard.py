@@ -303,14 +303,17 @@ class NanGuard(TrainerCallback):
             )
 
 
-def check_export(network: torch.nn.Module, step: int) -> None:
-    """Raises NonFinite for a model whose weights are not finite."""
+def check_export(network: torch.nn.Module, step: int, dtype: str) -> None:
+    """Raises NonFinite for a model whose weights are not finite, or are not in the type of the
+    export."""
     if not all_finite(parameter.data for parameter in network.parameters()):
         names = ", ".join(_names(network.named_parameters()))
+        fix = "start over with half the learning rate and --resume never; the checkpoints before"
+        if dtype == "float16":
+            fix = f"export numbers above 65,504 with --model.output_dtype=bfloat16, or {fix}"
         raise NonFinite(
-            f"step {step}: not finite, so no model is written: {names}",
-            "start over with half the learning rate and --resume never; the checkpoints before are"
-            " kept",
+            f"step {step}: not finite in {dtype}, so no model is written: {names}",
+            f"{fix} are kept",
         )
 
 
@@ -321,7 +324,7 @@ def all_finite(tensors: Iterable[Any]) -> bool:
     The host's tensors come first, while the card computes nothing: those of a paged optimizer are
     memory of the card too, and under WSL2 reading them beside a kernel ends the process."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in [_local(tensor) for tensor in tensors if torch.is_tensor(tensor)]:
+    for tensor in [local_part(tensor) for tensor in tensors if torch.is_tensor(tensor)]:
         if tensor.is_floating_point() and tensor.numel() and tensor.element_size() > 1:
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     kinds = sorted(by_kind, key=lambda kind: kind[0].type != "cpu")
@@ -339,7 +342,7 @@ def _listed(rows: Sequence[int]) -> str:
     return ", ".join(map(str, rows[:SHOWN])) + (", ..." if len(rows) > SHOWN else "")
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds."""
     part = deepspeed_private.local_part(tensor)
     return part.to_local() if hasattr(part, "to_local") else part.detach()

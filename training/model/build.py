@@ -3,16 +3,20 @@ in part or extended with LoRA."""
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -26,7 +30,7 @@ from launch.schema.model_sections import (
     QuantizationSection,
 )
 from launch.schema.plan import ModelSize
-from training.compat import deepspeed_private, transformers_private
+from training.compat import deepspeed_private, generation_private, transformers_private
 from training.compat.transformers_private import Network
 from training.data.chat.loss_spans import ConversationRenderer
 from training.data.tokenizer import check_ids
@@ -47,10 +51,12 @@ def build(
     quantization: QuantizationSection | None = None,
     device: torch.device | None = None,
     attention: AttnImplementation = "sdpa",
+    keeps_ids: bool = False,
 ) -> Network:
     """The model on the CPU, before training. All ranks get the same weights for the same seed.
 
-    A folder to be quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time."""
+    A folder to be quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time.
+    `keeps_ids` is Recipe.keeps_ids."""
     torch.manual_seed(seed)
     varlen_attention.register(attention)
     model: Network
@@ -61,7 +67,7 @@ def build(
         grow_vocabulary(model, model_size.config.get("vocab_size", 0), seed)
     rows = model.get_input_embeddings().num_embeddings
     check_ids(tokenizer, rows, tokenizer.name_or_path)
-    set_special_tokens(model, tokenizer)
+    set_special_tokens(model, tokenizer, keeps_ids)
     return prepare_to_train(model, section, lora, lora_targets)
 
 
@@ -202,17 +208,39 @@ def decoder_start(config: PreTrainedConfig, pad_token_id: Any) -> int:
     return start
 
 
-def set_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def set_special_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, keeps_ids: bool = False
+) -> None:
+    """Name the tokenizer's special tokens and the ends of answers in the configs. With `keeps_ids`
+    the base's own ends are named too, and its BOS where the tokenizer has none."""
+    is_pair = model.config.is_encoder_decoder
+    bos = tokenizer.bos_token_id
+    ends = [tokenizer.eos_token_id] if is_pair else ConversationRenderer(tokenizer).end_ids
+    if keeps_ids:
+        of_base = model.generation_config.eos_token_id
+        ends = list(dict.fromkeys([*ends, *(of_base if isinstance(of_base, list) else [of_base])]))
+        bos = model.generation_config.bos_token_id if bos is None else bos
+    ends = [end for end in ends if end is not None]
     for config in (model.config, model.generation_config):
         config.pad_token_id = tokenizer.pad_token_id
-        config.eos_token_id = tokenizer.eos_token_id
-        config.bos_token_id = tokenizer.bos_token_id
-        if model.config.is_encoder_decoder:
+        config.eos_token_id = ends[0]
+        if len(ends) > 1:
+            with suppress(StrictDataclassFieldValidationError):  # Inkling's config takes no list
+                config.eos_token_id = ends
+        config.bos_token_id = bos
+        if is_pair:
             config.decoder_start_token_id = decoder_start(model.config, tokenizer.pad_token_id)
-    if not model.config.is_encoder_decoder and model.generation_config is not None:
-        ends = ConversationRenderer(tokenizer).end_ids
-        if ends != [tokenizer.eos_token_id]:  # the chat template ends answers with another token
-            model.generation_config.eos_token_id = ends
+    generation_private.take_as_loaded(model)
+
+
+def take_generation(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path
+) -> None:
+    """Give a base the generation settings with which its adapter was saved, and its tokens."""
+    file = adapter / "generation_config.json"
+    if file.is_file():
+        model.generation_config = GenerationConfig.from_dict(json.loads(file.read_bytes()))
+    set_special_tokens(model, tokenizer, keeps_ids=True)
 
 
 def with_lora(

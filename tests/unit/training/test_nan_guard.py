@@ -175,8 +175,10 @@ def test_what_is_not_finite_is_text_in_a_json_file(tmp_path):
 
 def test_a_model_with_one_infinite_weight_is_not_exported():
     network = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.LayerNorm(3))
-    nan_guard.check_export(network, step=7)
+    nan_guard.check_export(network, 7, "float32")
     with torch.no_grad():
         network[1].bias[2] = math.inf
-    with pytest.raises(NonFinite, match=r"step 7: not finite, so no model is written: 1\.bias"):
-        nan_guard.check_export(network, step=7)
+    with pytest.raises(
+        NonFinite, match=r"step 7: not finite in float32, so no model is written: 1\.bias"
+    ):
+        nan_guard.check_export(network, 7, "float32")
