@@ -24,7 +24,6 @@ from launch.plan import context as plan_context
 from launch.plan import planner, resolve
 from launch.plan.planner import Choice
 from launch.plan.resolve import Facts
-from launch.predict.facts import PlanContext
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
 from launch.queue import starts
 from launch.recipe.guides import gpt2_variables
@@ -109,7 +108,11 @@ def run(
             locks.enter_context(lock(facts.workspace, recipe))
         start.oom_history = _earlier_shortages(start, resume)
         start.context = replace(start.context, continues_another=_continues_another(start, resume))
-        start.context = _with_rows_begun(start, resume)
+        assert start.context.tokens is not None
+        tokens = layout.as_begun(start.context.tokens, facts.workspace.runs, recipe, resume)
+        if tokens is not start.context.tokens:
+            screen.say("the run goes on with its rows, which an earlier version has tokenised")
+            start.context = plan_context.with_rows(replace(start.context, tokens=tokens))
         new_run = start.new_run(dry_run)
         try:
             choice = _choose(start, dry_run, new_run)
@@ -200,22 +203,6 @@ def _continues_another(start: Start, resume: str) -> bool:
         return True
     earlier = oom_record.unfinished(start.workspace.runs, recipe.name, recipe.output_dir)
     return earlier is not None and earlier.continues_file.exists()
-
-
-def _with_rows_begun(start: Start, resume: str) -> PlanContext:
-    """The facts of the start; of a run that an earlier version began, with the rows of then."""
-    context, recipe = start.context, start.context.recipe
-    assert context.tokens is not None
-    if resume == "auto":
-        begun = oom_record.unfinished(start.workspace.runs, recipe.name, recipe.output_dir)
-    else:
-        path = Path(resume).expanduser()
-        begun = RunDir(path.parent.parent if path.name.startswith("checkpoint-") else path)
-    rows = begun and run_resume.rows_begun_with(begun, context.tokens)
-    if begun is None or rows is None:
-        return context
-    start.screen.say(f"{begun.run_id} goes on with its rows, which an earlier version tokenised")
-    return plan_context.with_rows(replace(context, tokens=rows))
 
 
 def _open(

@@ -14,9 +14,14 @@ from launch.data.files import shards
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
-TOKEN_CACHE_VERSION = 9  # raise when training/ tokenises the same input to other rows
+TOKEN_CACHE_VERSION = 8  # raise when training/ tokenises the same input to other rows
 
 TOKENS_MADE_OF = "made_of.json"  # of a token cache: TokenCache.identity
+
+# of an identity: rows have the ids that AutoTokenizer gives beside a config.json of this type, and
+# those of a pair the tokens that the tokenizer's own call adds. Earlier versions wrote no such key:
+# their ids are those of tokenizer.json, with an end token alone around the texts of a pair.
+BESIDE_CONFIG = "model_type"
 
 # of a token cache: what its rows are; its folder is renamed when all is written
 TOKENS_READY = "counts.json"
@@ -54,13 +59,17 @@ def token_cache(
 ) -> TokenCache:
     """The tokenised rows of a recipe. Reads data files whose content is not known yet."""
     identity = _identity(cache, recipe, model, data_format)
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
     row_counts = None
     if sources.are_counted(recipe.data):
         row_counts = sources.count_rows(recipe.data, data_format, known_files(cache))
         sources.trained_rows(recipe.data, row_counts)  # raises DataError if a part would be empty
-    folder = cache / "tokens" / name
+    folder = cache / "tokens" / name_of(identity)
     return TokenCache(recipe, model, data_format, identity, folder, row_counts=row_counts)
+
+
+def name_of(identity: Mapping[str, Any]) -> str:
+    """The name of the folder of rows."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _identity(
@@ -105,7 +114,7 @@ def _identity(
         ),
         "task": recipe.task,
         "encoder_decoder": model.is_encoder_decoder,
-        "model_type": model.config["model_type"],  # AutoTokenizer chooses by it
+        BESIDE_CONFIG: model.config["model_type"],
         "tokenizer": (
             folder_fingerprint(Path(tokenizer_path))
             if tokenizer_path
@@ -131,6 +140,8 @@ def _changes_of_tokenizer(recipe: Recipe) -> dict[str, Any]:
         changes["chat_template"] = hashlib.sha256(text.encode()).hexdigest()
     if section.add_tokens:
         changes["add_tokens"] = list(section.add_tokens)
+    if section.src_lang or section.tgt_lang:
+        changes["languages"] = [section.src_lang, section.tgt_lang]
     return changes
 
 

@@ -37,6 +37,8 @@ MADE_OF = {  # names for the parts of token_cache.token_identity()
     "tokenizer": "the tokenizer",
     "chat_template": "the chat template",
     "add_tokens": "the added tokens",
+    "languages": "the languages",
+    "pairs": "the tokens that the tokenizer adds to a text",
 }
 
 

@@ -9,7 +9,7 @@ import shutil
 import time
 import traceback
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -330,8 +330,27 @@ class Start:
 
     @cached_property
     def tokens(self) -> TokenCache:
-        recipe, plan = self.recipe, self.plan
-        return token_cache.token_cache(self.workspace.cache, recipe, plan.shape, plan.data_format)
+        recipe, plan, workspace = self.recipe, self.plan, self.workspace
+        made = token_cache.token_cache(workspace.cache, recipe, plan.shape, plan.data_format)
+        return as_begun(made, workspace.runs, recipe, self.resume)
+
+
+def as_begun(tokens: TokenCache, runs: Path, recipe: Recipe, resume: str) -> TokenCache:
+    """The rows of the run that a start continues, if an earlier version tokenised them otherwise;
+    else `tokens`. `resume`: auto, never, or a path to a run or a checkpoint of it."""
+    if resume == "never":
+        return tokens
+    identity = {**tokens.identity}
+    identity.pop(token_cache.BESIDE_CONFIG, None)
+    before = tokens.folder.with_name(token_cache.name_of(identity))
+    path = Path(resume).expanduser()
+    earlier = [RunDir(path.parent.parent if path.name.startswith("checkpoint-") else path)]
+    if resume == "auto":
+        own = (run for run in RunDir.all(runs, recipe.name) if run.writes_to(recipe.output_dir))
+        earlier = (run for run in own if run.has_trained() or run.continues_file.exists())
+    used = next((run.read_tokens() for run in earlier), None)
+    is_begun_so = used is not None and used.folder.name == before.name
+    return replace(tokens, identity=identity, folder=before) if is_begun_so else tokens
 
 
 def left_in(path: Path) -> Path:

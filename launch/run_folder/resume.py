@@ -3,12 +3,11 @@ never starts from zero silently."""
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,6 @@ WORDS: Mapping[str, Allowed] = {
     "lora": "model",
     "quantization": "model",
 }
-
-# of a token cache's identity: what differs between versions of this program for the same input
-BY_VERSION = {"version", "model_type"}
 
 
 @dataclass(frozen=True)
@@ -94,19 +90,6 @@ def decide(
                 )
             return Start(new_run(), "\n".join([line, *_unfinished([*begun[1:], *others])]))
     return _continued(newest, None, changes, recipe, new_run)
-
-
-def rows_begun_with(run: RunDir, tokens: TokenCache) -> TokenCache | None:
-    """The rows that a run has trained so far, if an earlier version of this program made others of
-    the same input; None if it made the same, or they are gone."""
-    used = run.read_tokens()
-    if used is None or used.made_of is None or not used.folder.exists():
-        return None
-    before, now = used.made_of, json.loads(json.dumps(tokens.identity))
-    changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
-    if "version" not in changed or changed - BY_VERSION:
-        return None
-    return replace(tokens, folder=used.folder, identity=before)
 
 
 def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunDir]]:

@@ -137,6 +137,16 @@ class TokenizerSection(Section):
         description="Train the text of a special token in a row (<|im_end|>) as plain text. null:"
         " in conversations, but not in rows that are one text.",
     )
+    src_lang: Annotated[str | None, affects("rows")] = Field(
+        default=None,
+        description="Language of the inputs, for an encoder-decoder whose tokenizer marks it with a"
+        " code (mBART: de_DE, NLLB: deu_Latn, M2M100: de). null: that of the tokenizer's folder.",
+    )
+    tgt_lang: Annotated[str | None, affects("rows")] = Field(
+        default=None,
+        description="Language of the answers, likewise; the exported model begins an answer with"
+        " its code.",
+    )
 
 
 class LoraSection(Section):

@@ -11,14 +11,14 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from launch.base import environment
-from launch.base.errors import DataError, LaunchError, ResourceError
+from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError
 from launch.base.text import shown
 from launch.base.workspace import CODE
 from launch.data.files import shards
 from launch.data.token_cache import TokenCache
 from launch.schema.shown_rows import ShownRows
 
-ERRORS = {error.exit_code: error for error in (DataError, ResourceError)}
+ERRORS = {error.exit_code: error for error in (ConfigError, DataError, ResourceError)}
 NUM_READ = 1000  # rows that are read for the counts of ShownRows
 CHECKED_ROWS, CHECKED_SHARDS = 100, 8  # of a dry run
 

@@ -47,7 +47,7 @@ def of(
     )
     begin = continues.samples_seen if continues else 0
     if recipe.data.streaming:
-        job, counts = streaming.job(recipe, plan, attempt.root), tokens / streaming.COUNTS
+        job, counts = streaming.job(start.tokens, attempt.root), tokens / streaming.COUNTS
         stream = streaming.StreamRows(job, counts, args.seed, number(start, tokens), goes_on)
         positions = streaming.StreamOrder(len(stream), *place, start=begin)
         is_first = args.process_index == 0

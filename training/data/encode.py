@@ -18,7 +18,7 @@ from launch.base.errors import DataError
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.rows import IGNORED, BadRows
 from launch.data.token_cache import NUM_MOST_TARGETS
-from training.data import stored_rows
+from training.data import stored_rows, tokenizer
 from training.data.chat import rendering
 from training.data.chat.loss_spans import ConversationRenderer, Rendered
 from training.data.chat.span_tokens import SpanEncoder
@@ -62,6 +62,8 @@ class Encoder:
     # None: of conversations, but not of rows that are one text
     split_special_tokens: bool | None = None
     template_name: str = rendering.NAME  # in errors
+    # pairs get the tokens of the tokenizer's own call, and not an end token alone
+    own_call: bool = True
 
     @cached_property
     def largest_id(self) -> int:
@@ -81,11 +83,13 @@ class Encoder:
                 bad.add(error)
         return self.encode_rendered(rendered)
 
-    def _ids(self, texts: list[str], splits_special_tokens: bool) -> list[list[int]]:
+    def _ids(
+        self, texts: list[str], splits_special_tokens: bool, argument: str = "text"
+    ) -> list[list[int]]:
         if not texts:
             return []
         options = {"add_special_tokens": False, "split_special_tokens": splits_special_tokens}
-        return self.tokenizer(texts, **options)["input_ids"]
+        return self.tokenizer(**{argument: texts}, **options)["input_ids"]
 
     def render(self, sample: Sample) -> RenderedSample:
         """The texts that a sample is trained as. Raises DataError for a bad row."""
@@ -133,10 +137,18 @@ class Encoder:
     @cached_property
     def _beginning(self) -> list[int]:
         """The tokens that the tokenizer's own call puts before a text, e.g. BOS."""
-        text = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        ids = self.tokenizer("a")["input_ids"]
-        starts = range(len(ids) - len(text) + 1)
-        return ids[: next(i for i in starts if ids[i : i + len(text)] == text)]
+        return tokenizer.around(self.tokenizer)[0]
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """The tokens before and behind a pair's source, and before and behind its target."""
+        if not self.own_call:
+            eos = [self.tokenizer.eos_token_id]
+            return [], eos, [], eos
+        return (
+            *tokenizer.around_source(self.tokenizer),
+            *tokenizer.around_target(self.tokenizer),
+        )
 
     def _text_rows(self, ids: list[int]) -> list[Row]:
         ids = [*self._beginning, *ids] if ids else []
@@ -144,24 +156,25 @@ class Encoder:
 
     def _pairs(self, parts: Sequence[Pair | None]) -> list[list[Row]]:
         """The rows of a T5."""
-        texts = [text for part in parts if part for text in (part.source, part.target)]
+        pairs = [part for part in parts if part]
         splits_special_tokens = self.split_special_tokens
         if splits_special_tokens is None:
-            splits_special_tokens = not any(part.is_text for part in parts if part)
-        ids = iter(self._ids(texts, splits_special_tokens))
-        eos = self.tokenizer.eos_token_id
-        rows: list[list[Row]] = []
-        for part in parts:
-            source, target = (next(ids), next(ids)) if part else ([], [])
-            most = self.max_length - 1
-            source = source[-most:] if self.truncation_side == "left" else source[:most]
-            target = (
-                [*target, eos]
-                if target and len(target) < self.max_length
-                else target[: self.max_length]
-            )
-            rows.append([{"input_ids": [*source, eos], "labels": target}] if target else [])
-        return rows
+            splits_special_tokens = not any(pair.is_text for pair in pairs)
+        sources = self._ids([pair.source for pair in pairs], splits_special_tokens)
+        targets = self._ids([pair.target for pair in pairs], splits_special_tokens, "text_target")
+        rows = map(self._pair, sources, targets)
+        return [next(rows) if part else [] for part in parts]
+
+    def _pair(self, source: list[int], target: list[int]) -> list[Row]:
+        """The row of a pair. What is truncated keeps the tokens around a source, and those before a
+        target, whose end would teach an answer to stop where it was cut."""
+        before, behind, first, last = self._around
+        most = self.max_length - len(before) - len(behind)
+        source = source[-most:] if self.truncation_side == "left" else source[:most]
+        labels = [*first, *target, *last]
+        if len(labels) > self.max_length:
+            labels = [*first, *target][: self.max_length]
+        return [{"input_ids": [*before, *source, *behind], "labels": labels}] if target else []
 
     def _rows(self, ids: list[int], labels: list[int], ends: bool) -> list[Row]:
         """The rows of a decoder's text. If nothing `ends` it, the end token is appended."""

@@ -100,8 +100,7 @@ def _write(
     if not (folder / tokenise.TOKENIZER).exists():
         aside = folder / f"{tokenise.TOKENIZER}.tmp"
         made = tokenizer_of(tokens, say)
-        loading = tokenizer.loading_of_recipe(tokens.recipe)
-        tokenizer.save(made, aside, tokens.model.config, loading)
+        tokenizer.save(made, aside, tokens.model.config if _is_beside(tokens) else None)
         aside.rename(folder / tokenise.TOKENIZER)
     loaded = tokenizer.load(folder / tokenise.TOKENIZER)
     counts: dict[str, Any] = {"tokenizer_note": _reading(tokens, loaded)}
@@ -129,24 +128,35 @@ def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
 
     recipe = tokens.recipe
     data, section = recipe.data, recipe.tokenizer
-    local = section.path or recipe.model.path
+    local, is_pair = section.path or recipe.model.path, tokens.model.is_encoder_decoder
     if local:
         loaded = tokenizer.load(Path(local), section.chat_template, section.loading)
         tokenizer.add_tokens(loaded, section.add_tokens)
-        if tokenizer.loading_of_recipe(recipe) == "auto":
+        if _is_beside(tokens):
             loaded = tokenizer.read_beside(loaded, tokens.model.config)
         if rows := tokens.model.config.get("vocab_size"):
             tokenizer.check_ids(loaded, rows, local)
+        tokenizer.set_languages(loaded, section, is_pair)
         return loaded
     size = section.vocab_size or tokens.model.config["vocab_size"]
     named = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
     say(f"training a tokenizer of at most {size:,} tokens on {sources.name(named)}")
     texts = _texts(tokens)
     texts = _first(texts) if data.streaming else texts
-    trained = tokenizer.train(texts, section, size, tokens.model.config)
+    config = tokens.model.config if _is_beside(tokens) else None
+    trained = tokenizer.train(texts, section, size, config)
     if section.chat_template:
         tokenizer.set_template(trained, section.chat_template)
+    tokenizer.set_languages(trained, section, is_pair)
     return trained
+
+
+def _is_beside(tokens: TokenCache) -> bool:
+    """True for rows with the ids of AutoTokenizer beside the model's config.json."""
+    from training.data import tokenizer
+
+    is_auto = tokenizer.loading_of_recipe(tokens.recipe) == "auto"
+    return is_auto and token_cache.BESIDE_CONFIG in tokens.identity
 
 
 def _texts(tokens: TokenCache) -> Iterator[str]:

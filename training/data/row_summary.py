@@ -17,7 +17,7 @@ from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.files import shards
 from launch.data.row_choice import RowChoice
 from launch.data.rows import IGNORED, BadRows, Place, Slice, placed_samples
-from launch.data.token_cache import TokenCache
+from launch.data.token_cache import BESIDE_CONFIG, TokenCache
 from launch.schema.plan import DataFormat
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
 from training.data.encode import BATCH_CHARACTERS, CacheCounts, Encoder, RenderedSample, Row
@@ -73,6 +73,7 @@ class RowSummary:
             truncation_side=tokens.recipe.data.truncation_side,
             split_special_tokens=tokens.recipe.tokenizer.split_special_tokens,
             template_name=chat_templates.name_of(tokens.recipe),
+            own_call=BESIDE_CONFIG in tokens.identity,
         )
         limit = tokens.recipe.data.max_bad_rows if max_bad_rows is None else max_bad_rows
         self.bad, self._bad_of_held_out = BadRows(limit), BadRows(limit)

@@ -29,8 +29,7 @@ from launch.base import files
 from launch.base.errors import DataError
 from launch.data import sources as data_sources
 from launch.data.files import shards
-from launch.schema.plan import Plan
-from launch.schema.recipe import Recipe
+from launch.data.token_cache import TokenCache
 from training.data import tokenise
 from training.data.batches import NOTHING, Row, TokenRows
 from training.data.sample_order import SampleOrder
@@ -45,10 +44,10 @@ COUNTS, COUNT_BYTES = "units.u32", 4
 Result = TypeVar("Result")
 
 
-def job(recipe: Recipe, plan: Plan, attempt: Path) -> Job:
+def job(tokens: TokenCache, attempt: Path) -> Job:
     """The job that turns units into files in the attempt's folder, which all ranks see."""
-    sources = data_sources.of_part(recipe.data, plan.data_format, None, "train")
-    return tokenise.job(recipe, plan.shape, sources, attempt / WINDOW, "train")
+    sources = data_sources.of_part(tokens.recipe.data, tokens.data_format, None, "train")
+    return tokenise.job(tokens, sources, attempt / WINDOW, "train")
 
 
 class Layout:

@@ -19,9 +19,7 @@ from launch.data import sources as data_sources
 from launch.data.files import shards
 from launch.data.row_choice import Part
 from launch.data.sources import Source
-from launch.data.token_cache import TokenCache
-from launch.schema.plan import ModelSize
-from launch.schema.recipe import Recipe
+from launch.data.token_cache import BESIDE_CONFIG, TokenCache
 from training.data import encode, tokenizer
 from training.data import packing as data_packing
 from training.data import units as data_units
@@ -58,6 +56,7 @@ class Job:
     template_name: str = rendering.NAME
     # of each slice of each unit, if the part takes some rows only: the number of its first row
     row_offsets: tuple[tuple[int, ...], ...] = ()
+    own_call: bool = False  # of encode.Encoder
 
     @cached_property
     def units(self) -> list[tuple[Source, data_units.Unit]]:
@@ -86,6 +85,7 @@ class Job:
             self.truncation_side,
             self.split_special_tokens,
             self.template_name,
+            self.own_call,
         )
 
     @property
@@ -142,18 +142,16 @@ class Job:
         return tokenised
 
 
-def job(
-    recipe: Recipe, model_size: ModelSize, sources: tuple[Source, ...], folder: Path, part: Part
-) -> Job:
+def job(tokens: TokenCache, sources: tuple[Source, ...], folder: Path, part: Part) -> Job:
     """The job for the rows of a part of a recipe. A streamed corpus has small units."""
-    data = recipe.data
+    recipe, data = tokens.recipe, tokens.recipe.data
     is_streamed = data.streaming and part == "train"
     unit_bytes = shards.unit_bytes(*(source.path for source in sources))
     return Job(
         folder,
         part,
         sources,
-        model_size.is_encoder_decoder,
+        tokens.model.is_encoder_decoder,
         recipe.task,
         data.max_length,
         data.packing,
@@ -162,6 +160,7 @@ def job(
         data.truncation_side,
         recipe.tokenizer.split_special_tokens,
         chat_templates.name_of(recipe),
+        own_call=BESIDE_CONFIG in tokens.identity,
     )
 
 
@@ -174,7 +173,7 @@ def job_of_part(
     sources = data_sources.of_part(recipe.data, tokens.data_format, tokens.row_counts, part)
     if not sources:
         return None
-    made = job(recipe, tokens.model, sources, folder, part)
+    made = job(tokens, sources, folder, part)
     if sources[0].choice is None:
         return made
     return replace(made, row_offsets=data_units.row_offsets(made.units, goes_on))

@@ -14,6 +14,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, Pre
 
 from launch.base import files
 from launch.base.errors import ConfigError, ResourceError
+from launch.base.text import suggestion
 from launch.data import chat_templates
 from launch.schema.model_sections import TokenizerLoading, TokenizerSection
 from launch.schema.recipe import Recipe
@@ -129,15 +130,14 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> dic
 
 
 def save(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, config: Mapping[str, Any], loading: str
+    tokenizer: PreTrainedTokenizerBase, folder: Path, config: Mapping[str, Any] | None
 ) -> None:
-    """Save a tokenizer for the rows of a model with this config.
+    """Save a tokenizer, beside the config.json of its model if a config is given.
 
-    AutoTokenizer chooses a class by the config.json beside the files, and some classes (Qwen2's)
-    have a normaliser and a pre-tokenizer of their own: rows need the ids that the exported folder
-    gives. With `loading` "file" there is no config.json."""
+    AutoTokenizer chooses a class by that file, and some classes (Qwen2's) have a normaliser and a
+    pre-tokenizer of their own: rows need the ids that the exported folder gives."""
     tokenizer.save_pretrained(folder)
-    if loading == "auto":
+    if config is not None:
         names = ("model_type", "model_name", "tokenizer_class")
         files.write_json(
             folder / "config.json", {name: config[name] for name in names if name in config}
@@ -191,12 +191,64 @@ def check_ids(tokenizer: PreTrainedTokenizerBase, rows: int, folder: str | Path)
         )
 
 
+def set_languages(tokenizer: Any, section: TokenizerSection, is_pair: bool) -> None:
+    """Give the tokenizer of an encoder-decoder (`is_pair`) the languages of its source and target:
+    the section's, or those of its folder.
+
+    Raises ConfigError without a language that the tokenizer needs, and for one that none needs."""
+    kind, of_folder, names = type(tokenizer).__name__, tokenizer.init_kwargs, []
+    if is_pair and hasattr(tokenizer, "set_src_lang_special_tokens"):
+        codes = getattr(tokenizer, "lang_code_to_id", None) or tokenizer.extra_special_tokens
+        names = [str(code).strip("_") for code in codes]
+    for key, side in (("src_lang", "the inputs"), ("tgt_lang", "the answers")):
+        asked = getattr(section, key)
+        if not names and asked:
+            raise ConfigError(
+                f"tokenizer.{key}: found {asked}, but this model's tokenizer ({kind}) has no"
+                " language codes; leave it out"
+            )
+        # without tgt_lang, src_lang may be transformers' default
+        chosen = asked or (of_folder.get(key) if of_folder.get("tgt_lang") else None)
+        if names and (chosen or "").strip("_") not in names:
+            raise ConfigError(
+                f"tokenizer.{key}: found {chosen or 'none'}, expected the language of {side}:"
+                f" {kind} adds its code to every text"
+                + (f"; {suggestion(chosen, names)}" if chosen else "")
+                + f"; give --tokenizer.{key}=CODE, one of {', '.join(names)}"
+            )
+        if names:
+            setattr(tokenizer, key, chosen)
+
+
+def around(tokenizer: Any, argument: str = "text") -> tuple[list[int], list[int]]:
+    """The tokens that the tokenizer's own call puts before and behind a text."""
+    text = tokenizer(**{argument: "a"}, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(**{argument: "a"})["input_ids"]
+    starts = range(len(ids) - len(text) + 1)
+    start = next(i for i in starts if ids[i : i + len(text)] == text)
+    return ids[:start], ids[start + len(text) :]
+
+
+def around_source(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens around what an encoder reads. Where the tokenizer's own call adds none, the end
+    token."""
+    before, behind = around(tokenizer)
+    return before, behind if before or behind else [tokenizer.eos_token_id]
+
+
+def around_target(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The tokens around what the decoder of a pair writes, of which one is the end token."""
+    before, behind = around(tokenizer, "text_target")
+    has_end = tokenizer.eos_token_id in behind
+    return before, behind if has_end else [*behind, tokenizer.eos_token_id]
+
+
 def read_beside(
     tokenizer: PreTrainedTokenizerBase, config: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
     """The tokenizer as AutoTokenizer reads it beside a model's config.json."""
     with TemporaryDirectory() as folder:
-        save(tokenizer, Path(folder), config, "auto")
+        save(tokenizer, Path(folder), config)
         return load(Path(folder))
 
 

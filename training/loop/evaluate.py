@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from launch.base.errors import DataError
 from launch.data.conversation import Conversation, Sample, text_of
 from training.compat.transformers_private import Network
+from training.data import tokenizer as data_tokenizer
 from training.data.chat.loss_spans import ConversationRenderer
 from training.data.encode import source_and_target
 from training.model import varlen_attention
@@ -71,9 +72,9 @@ def prompts(
             "\n".join(message["content"] for message in conversation.messages)
             for conversation in conversations
         ]
-        rows: Any = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        end: Any = tokenizer.eos_token_id
-        return [[*ids, end] for ids in rows]
+        before, behind = data_tokenizer.around_source(tokenizer)
+        rows: Any = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)
+        return [[*before, *ids, *behind] for ids in rows["input_ids"]]
     renderer = ConversationRenderer(tokenizer)
     texts = [
         renderer.text_in_use(conversation.messages, conversation.tools, prompt=True)

@@ -82,6 +82,7 @@ class Trained:
 
     rows: Rows
     logits: torch.Tensor  # (seq, vocabulary) of rows.inputs, on the host
+    dtype: torch.dtype  # of the weights that computed them
 
 
 def trained(
@@ -95,17 +96,18 @@ def trained(
         torch.compiler.set_stance("force_eager") if trainer.args.torch_compile else nullcontext()
     )
     with eagerly, varlen_attention.answering_with_masks(network):
-        return Trained(rows, logits(trainer.model_wrapped, rows.inputs, trainer.accelerator))
+        computed = logits(trainer.model_wrapped, rows.inputs, trainer.accelerator)
+    base = network.get_base_model() if hasattr(network, "peft_config") else network
+    return Trained(rows, computed, base.dtype)
 
 
 def _rows(start: Start, tokens: Path, questions: Sequence[Conversation]) -> Rows:
-    recipe, plan = start.recipe, start.plan
-    counts = start.tokens.row_counts
-    trained = sources.of_part(recipe.data, plan.data_format, counts, "train")
+    recipe, made = start.recipe, start.tokens
+    of_training = sources.of_part(recipe.data, made.data_format, made.row_counts, "train")
     bad = BadRows(UNLIMITED)
-    dataset = chain.from_iterable(source.read(bad) for source in trained)
-    job = tokenise.job(recipe, plan.shape, trained, tokens, "train")
-    return Rows(job.encoder, list(islice(dataset, NUM_ROWS)), questions[:NUM_ROWS])
+    dataset = chain.from_iterable(source.read(bad) for source in of_training)
+    encoder = tokenise.job(made, of_training, tokens, "train").encoder
+    return Rows(encoder, list(islice(dataset, NUM_ROWS)), questions[:NUM_ROWS])
 
 
 def logits(model: torch.nn.Module, inputs: Inputs, accelerator: Accelerator) -> torch.Tensor:
@@ -150,12 +152,17 @@ def check(
     is_adapter = (folder / "adapter_config.json").is_file()
     if hasattr(network, "peft_config") and not is_adapter:  # merged in place
         network = network.get_base_model()
-    needed_bytes = sum(parameter.nbytes for parameter in network.parameters())
+    needed_bytes = sum(
+        parameter.nbytes
+        if is_adapter  # perhaps of 4 bits
+        else parameter.numel() * expected.dtype.itemsize
+        for parameter in network.parameters()
+    )
     fits = needed_bytes + 2 * expected.logits.nbytes <= free_bytes
     device = accelerator.device if fits else torch.device("meta")
     loaded: Network = None
     if not is_adapter:
-        loaded = _load_model(folder, network, device)
+        loaded = _load_model(folder, network, expected.dtype, device)
         for problem in _of_parameters(network, loaded):
             raise ExportError(f"{folder}: {problem}")
         said += f", names and shapes of {len(list(loaded.parameters())):,} weights"
@@ -165,11 +172,11 @@ def check(
             f" does not fit in {max(free_bytes, 0) / GIB:.1f} GiB"
         )
     if is_adapter:
-        loaded = _load_adapter(folder, recipe, network, accelerator)
+        loaded = _load_adapter(folder, recipe, network, expected.dtype, accelerator)
     largest = expected.logits.abs().max().item()
     of_export = logits(loaded, rows.inputs, accelerator)
     error = (of_export - expected.logits).abs().max().item() / largest
-    is_exact = accelerator.mixed_precision == "no" and network.dtype == torch.float32
+    is_exact = accelerator.mixed_precision == "no" and expected.dtype == torch.float32
     allowed = IN_FLOAT32 if is_exact else LARGEST_ERROR
     if not error <= allowed:  # NaN too
         raise ExportError(
@@ -232,13 +239,15 @@ def _of_generation(folder: Path, rows: Rows) -> Iterator[str]:
         yield f"generation_config.json does not name {names}, with which trained rows end"
 
 
-def _load_model(folder: Path, trained: Network, device: torch.device) -> Network:
+def _load_model(
+    folder: Path, trained: Network, dtype: torch.dtype, device: torch.device
+) -> Network:
     """The exported model as a user loads it, in the type in which it was trained."""
     family = AutoModelForSeq2SeqLM if trained.config.is_encoder_decoder else AutoModelForCausalLM
     try:
         loading: Any = family.from_pretrained(
             folder,
-            dtype=trained.dtype,
+            dtype=dtype,
             device_map={"": device},
             local_files_only=True,
             trust_remote_code=False,
@@ -254,7 +263,11 @@ def _load_model(folder: Path, trained: Network, device: torch.device) -> Network
 
 
 def _load_adapter(
-    folder: Path, recipe: Recipe, trained: Network, accelerator: Accelerator
+    folder: Path,
+    recipe: Recipe,
+    trained: Network,
+    dtype: torch.dtype,
+    accelerator: Accelerator,
 ) -> Network:
     """The exported adapter on its base as a user loads them, in the type in which they were
     trained."""
@@ -269,7 +282,7 @@ def _load_adapter(
     try:
         network = family.from_pretrained(
             recipe.model.path,
-            dtype=base.dtype,
+            dtype=dtype,
             device_map={"": accelerator.device},
             local_files_only=True,
             trust_remote_code=False,

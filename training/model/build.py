@@ -32,8 +32,8 @@ from launch.schema.model_sections import (
 from launch.schema.plan import ModelSize
 from training.compat import deepspeed_private, generation_private, transformers_private
 from training.compat.transformers_private import Network
+from training.data import tokenizer as data_tokenizer
 from training.data.chat.loss_spans import ConversationRenderer
-from training.data.tokenizer import check_ids
 from training.model import four_bit, varlen_attention
 
 # Types whose decoders begin with the padding token where their config says nothing. Source: the
@@ -66,7 +66,7 @@ def build(
         model = from_folder(section, quantization, device or torch.device("cpu"), attention)
         grow_vocabulary(model, model_size.config.get("vocab_size", 0), seed)
     rows = model.get_input_embeddings().num_embeddings
-    check_ids(tokenizer, rows, tokenizer.name_or_path)
+    data_tokenizer.check_ids(tokenizer, rows, tokenizer.name_or_path)
     set_special_tokens(model, tokenizer, keeps_ids)
     return prepare_to_train(model, section, lora, lora_targets)
 
@@ -230,7 +230,21 @@ def set_special_tokens(
         config.bos_token_id = bos
         if is_pair:
             config.decoder_start_token_id = decoder_start(model.config, tokenizer.pad_token_id)
+    set_target_language(model, tokenizer)
     generation_private.take_as_loaded(model)
+
+
+def set_target_language(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the decoder begin as it is trained to: with the language code of a tokenizer that has
+    one, or with the token that the model's own shift of the labels puts before it."""
+    if not model.config.is_encoder_decoder or not getattr(tokenizer, "tgt_lang", None):
+        return
+    before, behind = data_tokenizer.around_target(tokenizer)
+    model.generation_config.forced_bos_token_id = before[-1] if before else None
+    if shift := getattr(model, "prepare_decoder_input_ids_from_labels", None):
+        model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = int(
+            shift(labels=torch.tensor([[*before, *behind]]))[0, 0]
+        )
 
 
 def take_generation(

@@ -37,6 +37,7 @@ def name_of(tmp_path):
         *("--data.max_length=64", "--data.max_train_samples=5", "--data.max_bad_rows=1"),
         *("--data.packing=true", "--data.truncation_side=left", "--tokenizer.vocab_size=300"),
         *("--tokenizer.split_special_tokens=true", "--tokenizer.split_special_tokens=false"),
+        *("--tokenizer.src_lang=de_DE", "--tokenizer.tgt_lang=ro_RO", "--tokenizer.loading=file"),
     ],
 )
 def test_a_setting_that_changes_tokens_has_a_cache_of_its_own(name_of, override):

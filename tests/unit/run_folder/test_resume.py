@@ -14,6 +14,7 @@ import pytest
 from launch.base import files
 from launch.base.errors import CheckpointError, LockHeld
 from launch.base.workspace import Workspace
+from launch.data import token_cache
 from launch.data.token_cache import TokenCache
 from launch.render import write
 from launch.run_folder import layout, resume
@@ -234,3 +235,31 @@ def test_a_checkpoint_that_is_named_and_cannot_be_continued_leads_to_resume_neve
         (folder / "manifest.json").write_text(content)
     with pytest.raises(CheckpointError, match=f"--resume {folder}: .*{named}.*never"):
         decided(tmp_path, recipe(tmp_path / "a"), str(folder))
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_run_whose_rows_an_earlier_version_tokenised_keeps_them(tmp_path, is_complete):
+    asked = recipe(tmp_path / "a")
+    run, planned = trained(tmp_path, asked, day=1, is_complete=is_complete), plan(asked)
+    before = {"version": 8, "train": "x", "limits": [], "validation": None}
+    identity = {**before, token_cache.BESIDE_CONFIG: "bart"}
+    folder = tmp_path / "tokens" / token_cache.name_of(identity)
+    tokens = TokenCache(asked, planned.shape, planned.data_format, identity, folder)
+    runs = tmp_path / "runs"
+
+    def rows_of(from_run: str) -> str:
+        return layout.as_begun(tokens, runs, asked, from_run).folder.name
+
+    assert rows_of("auto") == folder.name  # the run does not say what it was begun with
+    files.write_json(
+        run.tokens_file, UsedTokens(folder.with_name(token_cache.name_of(before)), before)
+    )
+    checkpoint = run.checkpoints / "checkpoint-000004"
+    for word in ("auto", str(run.root), str(checkpoint)):
+        assert rows_of(word) == token_cache.name_of(before)
+        assert layout.as_begun(tokens, runs, asked, word).identity == before
+    assert rows_of("never") == folder.name
+    other = layout.as_begun(tokens, runs, recipe(tmp_path / "b"), "auto")
+    assert other.folder == folder
+    files.write_json(run.tokens_file, UsedTokens(folder, identity))
+    assert rows_of("auto") == folder.name

@@ -51,8 +51,8 @@ def test_a_trained_tokenizer_of_other_types_is_what_it_was_without_a_config():
 
 def test_a_folder_is_read_beside_the_models_config_unless_its_file_is_asked_for(tmp_path):
     made = trained("llama")
-    tokenizer.save(made, tmp_path / "auto", {"model_type": "qwen2"}, "auto")
-    tokenizer.save(made, tmp_path / "file", {"model_type": "qwen2"}, "file")
+    tokenizer.save(made, tmp_path / "auto", {"model_type": "qwen2"})
+    tokenizer.save(made, tmp_path / "file", None)
     assert ids(tokenizer.load(tmp_path / "file")) == ids(made)
     assert ids(tokenizer.load(tmp_path / "auto")) != ids(made)
     assert ids(tokenizer.load(tmp_path / "auto", loading="file")) == ids(made)
@@ -60,7 +60,7 @@ def test_a_folder_is_read_beside_the_models_config_unless_its_file_is_asked_for(
 
 def test_an_exported_folder_is_read_as_it_was_trained(tmp_path):
     made = trained("llama")
-    tokenizer.save(made, tmp_path, {"model_type": "qwen2"}, "auto")
+    tokenizer.save(made, tmp_path, {"model_type": "qwen2"})
     files.write_json(tmp_path / "lowmem.json", ExportedModel("a run", tokenizer_loading="file"))
     assert ids(tokenizer.load(tmp_path)) == ids(made)
 

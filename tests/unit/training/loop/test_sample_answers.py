@@ -47,8 +47,9 @@ class Words:
 
     eos_token_id = 0
 
-    def __call__(self, texts, add_special_tokens):
-        return {"input_ids": [list(range(len(text.split()))) for text in texts]}
+    def __call__(self, text, add_special_tokens=True, split_special_tokens=False):
+        ids = [list(range(len(row.split()))) for row in ([text] if isinstance(text, str) else text)]
+        return {"input_ids": ids[0] if isinstance(text, str) else ids}
 
 
 @pytest.mark.parametrize(
