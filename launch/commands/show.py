@@ -62,6 +62,8 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     colours = console.is_terminal and not console.no_color
     for line in shown_rows.lines(facts.context, files, rows, colours, arguments.line is not None):
         console.print(line)
+    if arguments.line is None:
+        show_rows.refuse_untrained(files, rows)
     return 0
 
 

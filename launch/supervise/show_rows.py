@@ -14,13 +14,17 @@ from launch.base import environment
 from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError
 from launch.base.text import shown
 from launch.base.workspace import CODE
+from launch.data.conversation import Sample, text_of
 from launch.data.files import shards
+from launch.data.rows import BadRows, Slice, samples_of
 from launch.data.token_cache import TokenCache
 from launch.schema.shown_rows import ShownRows
 
 ERRORS = {error.exit_code: error for error in (ConfigError, DataError, ResourceError)}
 NUM_READ = 1000  # rows that are read for the counts of ShownRows
 CHECKED_ROWS, CHECKED_SHARDS = 100, 8  # of a dry run
+ALL_ROWS = 1 << 30  # or as many as the child reads of a file
+TURN_TOKENS = 16  # of a template of ours, at most
 
 
 def encoded(
@@ -51,24 +55,50 @@ def encoded(
 
 def check(tokens: TokenCache) -> None:
     """Encode the first rows of the data, unless that was done before. Raises as encoded() does, and
-    DataError for a small file of which no row would be trained.
+    DataError where no row would be trained.
 
     A tokenizer that is trained on the data has a template of ours, which takes every row, unless
-    the recipe names another."""
+    the recipe names another: then it is made only for rows that may all be left out."""
     recipe, checked = tokens.recipe, tokens.folder.with_suffix(".checked")
     is_ours = not (recipe.tokenizer.path or recipe.model.path or recipe.tokenizer.chat_template)
-    if is_ours or tokens.folder.exists() or checked.exists():
+    if tokens.folder.exists() or checked.exists() or (is_ours and _is_trained(tokens)):
         return
     files = [file for name in recipe.data.paths for file in shards.of(name)[:CHECKED_SHARDS]]
     rows = encoded(tokens, files, 1, num_read=CHECKED_ROWS)
-    is_all = rows.num_read < CHECKED_ROWS and len(files) == sum(
-        len(shards.of(name)) for name in recipe.data.paths
-    )
-    if is_all and not rows.lengths:
-        left_out = "; ".join(f"{count:,}: {why}" for why, count in rows.left_out.items())
-        raise DataError(
-            f"{', '.join(map(str, recipe.data.paths))}: no row has a target to train on"
-            f" ({rows.num_read:,} read; {left_out}); check the columns and data.max_length"
-        )
+    if not rows.lengths:
+        rows = encoded(tokens, files, 1, num_read=ALL_ROWS)
+    refuse_untrained(recipe.data.paths, rows)
     checked.parent.mkdir(parents=True, exist_ok=True)
     checked.touch()
+
+
+def refuse_untrained(paths: Sequence[Path], rows: ShownRows) -> None:
+    """Raise DataError if none of the rows that were read is trained."""
+    if not rows.lengths:
+        left_out = "".join(f"; {count:,}: {why}" for why, count in rows.left_out.items())
+        raise DataError(
+            f"{', '.join(map(str, paths))}: no row has a target to train on ({rows.num_read:,}"
+            f" read{left_out}); check the columns and data.max_length"
+        )
+
+
+def _is_trained(tokens: TokenCache) -> bool:
+    """True if one of the first rows is trained whatever the tokenizer: it fits, since a token has a
+    byte at least."""
+    data = tokens.recipe.data
+    first = Slice(shards.of(data.paths[0])[0])
+    bad, own = BadRows(data.max_bad_rows), tokens.data_format.of_source(0)
+    return any(
+        len(text_of(sample).encode()) < data.max_length - _template_tokens(sample)
+        for sample in samples_of(first, own, bad, CHECKED_ROWS)
+    )
+
+
+def _template_tokens(sample: Sample) -> int:
+    """The most tokens of a template of ours in a sample; more than a row has, if its last message
+    may have no loss, or its text is a single token."""
+    if isinstance(sample, str):
+        return 2 if len(sample.split()) > 2 else ALL_ROWS
+    last = sample.messages[-1]
+    is_answer = last["role"] == "assistant" and last.get("weight") != 0 and last["content"]
+    return TURN_TOKENS * len(sample.messages) if is_answer and is_answer.strip() else ALL_ROWS

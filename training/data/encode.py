@@ -25,7 +25,8 @@ from training.data.chat.span_tokens import SpanEncoder
 
 if TYPE_CHECKING:
     from training.data.packing import Packer
-Row = dict[str, list[int]]  # input_ids, labels
+Row = dict[str, Any]  # input_ids, labels, and TRUNCATED of a row that has lost tokens
+TRUNCATED = "truncated"
 
 
 @dataclass(frozen=True)
@@ -170,11 +171,13 @@ class Encoder:
         target, whose end would teach an answer to stop where it was cut."""
         before, behind, first, last = self._around
         most = self.max_length - len(before) - len(behind)
+        is_cut = len(source) > most or len(first) + len(target) + len(last) > self.max_length
         source = source[-most:] if self.truncation_side == "left" else source[:most]
         labels = [*first, *target, *last]
         if len(labels) > self.max_length:
             labels = [*first, *target][: self.max_length]
-        return [{"input_ids": [*before, *source, *behind], "labels": labels}] if target else []
+        row = {"input_ids": [*before, *source, *behind], "labels": labels}
+        return [row | {TRUNCATED: True} if is_cut else row] if target else []
 
     def _rows(self, ids: list[int], labels: list[int], ends: bool) -> list[Row]:
         """The rows of a decoder's text. If nothing `ends` it, the end token is appended."""
@@ -194,12 +197,15 @@ class Encoder:
     def _truncated(self, row: Row) -> Row:
         """The row with at most max_length tokens. From the left, BOS stays."""
         ids, labels = row["input_ids"], row["labels"]
-        if self.truncation_side == "left" and len(ids) > self.max_length:
+        if len(ids) <= self.max_length:
+            return row
+        if self.truncation_side == "left":
             first = ids[:1] if ids[0] == self.tokenizer.bos_token_id else []
             start = len(ids) - self.max_length + len(first)
             ids = [*first, *ids[start:]]
             labels = [*[IGNORED] * (len(first) + 1), *labels[start + 1 :]]
-        return {"input_ids": ids[: self.max_length], "labels": labels[: self.max_length]}
+        ids, labels = ids[: self.max_length], labels[: self.max_length]
+        return {"input_ids": ids, "labels": labels, TRUNCATED: True}
 
 
 def source_and_target(sample: Sample) -> tuple[str, str] | None:
@@ -234,7 +240,8 @@ def pieces(row: Row, max_length: int) -> Iterator[Row]:
     for start in range(0, len(ids), max_length):
         if len(ids) - start > 1:
             end = start + max_length
-            yield {"input_ids": ids[start:end], "labels": [IGNORED, *labels[start + 1 : end]]}
+            labels_of = [IGNORED, *labels[start + 1 : end]]
+            yield row | {"input_ids": ids[start:end], "labels": labels_of}
 
 
 # ---- the cache
@@ -285,7 +292,7 @@ class CacheCounts:
     # tokens with a loss of the rows that have most of them, in descending order
     most_targets: list[int] = field(default_factory=list)
 
-    def add(self, rows: Iterable[Mapping[str, Sequence[int]]], max_length: int) -> None:
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Count the rows of one sample."""
         self.samples += 1
         self.dropped += not rows
@@ -304,7 +311,7 @@ class CacheCounts:
             self.shortest_input = min(self.shortest_input or length, length)
             self.longest_target = max(self.longest_target, len(row["labels"]))
             self.longest = max(self.longest_input, self.longest_target)
-            self.truncated += max(length, len(row["labels"])) >= max_length
+            self.truncated += TRUNCATED in row
 
     def _add_targets(self, targets: int) -> None:
         most = self.most_targets
@@ -364,7 +371,7 @@ def write_cache(
             while some := list(islice(source_rows, 1000)):
                 writer.write_batch(stored_rows.batch(some, schema))
                 if packer:
-                    packed.add(some, encoder.max_length)
+                    packed.add(some)
 
         for batch in _batches(source, 1000, limit):
             rows: list[Row] = []
@@ -376,7 +383,7 @@ def write_cache(
                     if packer
                     else encoded
                 )
-                counts.add(split, encoder.max_length)
+                counts.add(split)
                 rows += encoded
             write(packer.add(rows) if packer else rows)
             progress(len(batch))

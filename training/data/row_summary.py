@@ -20,7 +20,14 @@ from launch.data.rows import IGNORED, BadRows, Place, Slice, placed_samples
 from launch.data.token_cache import BESIDE_CONFIG, TokenCache
 from launch.schema.plan import DataFormat
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
-from training.data.encode import BATCH_CHARACTERS, CacheCounts, Encoder, RenderedSample, Row
+from training.data.encode import (
+    BATCH_CHARACTERS,
+    TRUNCATED,
+    CacheCounts,
+    Encoder,
+    RenderedSample,
+    Row,
+)
 
 UNLIMITED = 1 << 40  # tokens
 MOST_CHARACTERS = 16 << 20  # of a file; a few seconds of one CPU
@@ -168,7 +175,7 @@ class RowSummary:
         encoded = self._encoder.encode_rendered([placed.rendered for placed in batch])
         for placed, rows in zip(batch, encoded, strict=True):
             sample, rendered = placed.sample, placed.rendered
-            self.counts.add(rows, self._max_length)
+            self.counts.add(rows)
             self._lengths.extend(map(self._num_tokens, rows))
             reason = "" if rows else self._reason(sample)
             if reason:
@@ -207,9 +214,8 @@ class RowSummary:
                 )
             ]
         num_targets = sum(label != IGNORED for label in labels)
-        is_truncated = max(len(ids), len(labels)) >= self._max_length
         return ShownRow(
-            *(place, parts, self._num_tokens(row), num_targets, is_truncated),
+            *(place, parts, self._num_tokens(row), num_targets, TRUNCATED in row),
             has_escapes=any(ESCAPE + name in part.text for part in parts for name in self._special),
         )
 

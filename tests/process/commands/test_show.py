@@ -203,13 +203,30 @@ def test_a_dry_run_renders_the_first_rows_once(recipe, tmp_path):
     assert checked.stat().st_mtime_ns == before
 
 
-def test_a_dry_run_refuses_rows_of_which_none_is_trained(recipe, tmp_path):
-    file = tmp_path / "questions.jsonl"
-    file.write_text('{"prompt": "one", "response": ""}\n' * 5)
-    words = [f"--data.train_file={file}", "--tokenizer.chat_template=chatml"]
-    refused = builders.launch(tmp_path, "run", str(recipe), "--dry-run", *words)
+@pytest.mark.parametrize(
+    ("command", "row", "count", "reason"),
+    [
+        (
+            ["run", "--dry-run"],
+            {"prompt": "one", "response": ""},
+            300,
+            "no answer in it has a loss",
+        ),
+        (
+            ["show"],
+            {"prompt": "1 " * 90, "response": "a"},
+            5,
+            "its prompt fills data.max_length 64",
+        ),
+    ],
+)
+def test_a_dry_run_and_show_end_with_4_where_no_row_is_trained(
+    recipe, tmp_path, command, row, count, reason
+):
+    file = tmp_path / "rows.jsonl"
+    file.write_text((json.dumps(row) + "\n") * count)
+    words = [str(recipe), f"--data.train_file={file}", "--data.validation_file=null"]
+    refused = builders.launch(tmp_path, *command, *words, "--tokenizer.split=character")
     assert refused.returncode == 4
-    assert refused.stderr == (
-        f"error: {file}: no row has a target to train on (5 read; 5: no answer in it has a loss);"
-        " check the columns and data.max_length\n"
-    )
+    said = f"error: {file}: no row has a target to train on ({count} read; {count}: {reason}); "
+    assert refused.stderr.splitlines()[-1].startswith(said)

@@ -29,7 +29,7 @@ def rows(count: int, encoder_decoder: bool) -> np.ndarray:
 def counted(lengths: np.ndarray) -> dict[str, Any]:
     counts = CacheCounts()
     for source, target in lengths.tolist():
-        counts.add([{"input_ids": [1] * source, "labels": [1] * target}], 512)
+        counts.add([{"input_ids": [1] * source, "labels": [1] * target}])
     return vars(counts)
 
 
@@ -96,7 +96,7 @@ def test_lengths_that_are_kept_are_spread_over_the_whole_file():
     lengths = np.stack([np.arange(50_000), np.arange(50_000)], axis=1)
     counts = CacheCounts()
     for source, _ in lengths.tolist():
-        counts.add([{"input_ids": range(source), "labels": range(0)}], 1 << 20)
+        counts.add([{"input_ids": range(source), "labels": range(0)}])
     assert 2048 <= len(counts.lengths) < 4096
     assert np.allclose(np.diff([source for source, _ in counts.lengths]), counts.stride)
     assert counts.lengths[-1][0] > 50_000 - 2 * counts.stride

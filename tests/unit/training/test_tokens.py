@@ -319,6 +319,28 @@ def test_the_input_of_a_t5_is_truncated_from_the_left_and_its_target_from_the_ri
     assert left["labels"] == row["labels"][:8]
 
 
+@pytest.mark.parametrize("is_pair", [False, True])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_row_of_exactly_max_length_is_not_truncated(cut, is_pair, side):
+    talk = turns("two three end", "the end of a sentence")
+    ((row,),) = encoder(cut, encoder_decoder=is_pair).encode([talk])
+    longest = max(map(len, row.values()))
+    for max_length, is_cut in ((longest, False), (longest - 1, True)):
+        options = {"encoder_decoder": is_pair, "max_length": max_length, "truncation_side": side}
+        made = encoder(cut, **options)
+        rows = made.encode([talk])
+        counts = encode.CacheCounts()
+        counts.add(rows[0])
+        assert (counts.rows, counts.truncated) == (1, is_cut)
+
+
+def test_a_pretraining_text_in_several_pieces_loses_nothing_and_is_not_truncated(cut):
+    counts = encode.CacheCounts()
+    counts.add(*encoder(cut, task="pretrain", max_length=8).encode(["the end of a sentence " * 9]))
+    assert counts.rows > 2
+    assert counts.truncated == 0
+
+
 def test_the_template_of_a_trained_tokenizer_writes_tools_calls_and_reasoning(cut):
     """Without them, a row is rendered as before."""
     call = {"type": "function", "function": {"name": "find", "arguments": {"word": "二"}}}
