@@ -72,9 +72,16 @@ def detect(
     num_parts = 1 if data.validation_size is None else 2
     bad = BadRows(data.max_bad_rows, num_parts)
     reading = _Reading(base, facts or FileFacts(), unread_keys, bad)
-    if data.is_mixed:
-        return _of_sources(data, reading)
-    return _of_files(data, reading, Origin())
+    data_format = (
+        _of_sources(data, reading) if data.is_mixed else _of_files(data, reading, Origin())
+    )
+    types = [own.file_type for own in (data_format, *data_format.of_sources)]
+    if data.text_rows != "lines" and folders.TEXT_TYPES[data.text_rows] not in types:
+        raise ConfigError(
+            f"data.text_rows: {data.text_rows}, but {data.train_names} is read as"
+            f" {', '.join(dict.fromkeys(types))}: it is for .txt files; leave it out"
+        )
+    return data_format
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,12 @@ def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataForma
                 _read(path, reading.none_yet(), facts, len(paths) > 1, data.messages_column)
             )
             data_format = _format(files[-1], explicit, data.ignore_columns, origin)
+            if data_format.file_type == "text":
+                data_format = replace(
+                    data_format,
+                    file_type=folders.TEXT_TYPES[data.text_rows],
+                    reason=f"text: {data.text_rows} of {origin.key} (data.text_rows)",
+                )
             training = training or data_format
             _check_same(training, data_format, paths[0], path, origin)
             _check_first_rows(path, data_format, reading.bad, facts, is_corpus=len(paths) > 1)
@@ -119,8 +132,11 @@ def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataForma
             raise
     assert training is not None
     facts.keep()
-    named = (base / name for name in data.paths)
-    left_out = [line for path in named for line in folders.left_out(path, shards.of(path))]
+    left_out = [
+        f"not read of {path}: {_shortened(names)}"
+        for path in (base / name for name in data.paths)
+        if (names := folders.left_out(path, shards.of(path)))
+    ]
     notes = (*left_out, *_notes(files, training, reading.unread_keys))
     return replace(training, notes=notes, num_files=len(paths))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,9 @@ def _items_of_type(of: Slice, file_type: str, choice: ColumnChoice, at_once: int
         return _delimited_rows(of, file_type)
     if file_type == "json":
         return _array_rows(of)
-    return ((place, _line_row(place, line, file_type)) for place, line in _lines(of))
+    if file_type in ("paragraphs", "whole_text"):
+        return _texts(of, file_type == "paragraphs")
+    return ((place, _line_row(place, line, file_type)) for place, line, _ in _lines(of))
 
 
 def count(of: Slice, data_format: DataFormat, goes_on: Callable[[], None] = lambda: None) -> int:
@@ -164,7 +166,7 @@ def count(of: Slice, data_format: DataFormat, goes_on: Callable[[], None] = lamb
     elif file_type in shards.TABLES:
         return _table_rows(of, file_type)
     elif file_type in ("jsonl", "text"):
-        items = (line for place, line in _lines(of) if not _is_blank(place, line))
+        items = (line for place, line, _ in _lines(of) if not _is_blank(place, line))
     else:
         items = (row for _, row in _items(of, file_type, lambda schema: [], 1) if row is not None)
     number = 0
@@ -324,8 +326,9 @@ def _array_rows(of: Slice) -> Iterator[tuple[Place, dict[str, Any] | DataError]]
         raise _unreadable(of.path, number, error) from error
 
 
-def _lines(of: Slice) -> Iterator[tuple[Place, bytes]]:
-    """The lines that begin in the slice; each is numbered from 1."""
+def _lines(of: Slice, goes_on: bool = False) -> Iterator[tuple[Place, bytes, bool]]:
+    """The lines that begin in the slice, or if it `goes_on` those behind it too, each numbered from
+    1, and True if it begins in the slice."""
     number = 0
     try:
         with shards.opened(of.path) as file:
@@ -334,16 +337,41 @@ def _lines(of: Slice) -> Iterator[tuple[Place, bytes]]:
                 file.seek(offset - 1)
                 # what begins before belongs to the slice before
                 offset += len(file.readline(MAX_ROW_BYTES)) - 1
-            while (of.end is None or offset < of.end) and (raw := file.readline(MAX_ROW_BYTES)):
+            while (is_inside := of.end is None or offset < of.end) or goes_on:
+                if not (raw := file.readline(MAX_ROW_BYTES)):
+                    return
                 number, offset = number + 1, offset + len(raw)
                 place = Place(of, number, is_line=True)
                 if len(raw) == MAX_ROW_BYTES and not raw.endswith(b"\n"):
                     raise DataError(
                         f"{place}: longer than {MAX_ROW_BYTES >> 20} MiB; write one row a line"
                     )
-                yield place, raw
+                yield place, raw, is_inside
     except OSError as error:  # packed, and cut
         raise _unreadable(of.path, number, error) from error
+
+
+def _texts(of: Slice, are_paragraphs: bool) -> Items:
+    """The text of a file, or its paragraphs, each with the place of its first line. A paragraph is
+    of the slice in which the blank line before it begins."""
+    raws: list[bytes] = []
+    first, num_bytes, is_known = Place(of, 1, is_line=True), 0, not of.start
+    for place, raw, is_inside in chain(_lines(of, goes_on=True), [(first, b"", False)]):
+        if not raw or (are_paragraphs and _is_blank(place, raw)):
+            if raws:
+                yield first, _line_row(first, b"".join(raws).replace(b"\r\n", b"\n"), "text")
+            if not is_inside:
+                return
+            raws, num_bytes, is_known = [], 0, True
+        elif is_known:  # what stands before the first blank line is of the slice before
+            first = first if raws else place
+            raws.append(raw)
+            num_bytes += len(raw)
+            if num_bytes > MAX_ROW_BYTES:
+                raise DataError(
+                    f"{first}: a text longer than {MAX_ROW_BYTES >> 20} MiB, the most of a row;"
+                    " divide it, e.g. with blank lines and data.text_rows: paragraphs"
+                )
 
 
 def _line_row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | DataError | None:

@@ -18,10 +18,11 @@ from launch.base.errors import DataError
 from launch.base.text import nearest
 from launch.data import rows as data_rows
 from launch.data.files import folders, shards
-from launch.data.files.folders import SUFFIXES, FileType
+from launch.data.files.folders import SUFFIXES
 from launch.data.files.shards import MAX_ROW_BYTES, TABLES
 from launch.data.normalise import OPENAI, SHAREGPT
 from launch.data.rows import BadRows, Slice, json_kind
+from launch.schema.plan import FileType
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for another
 SAMPLE_ROWS = 100  # whose content is looked at; the columns of a table are in its schema

@@ -18,6 +18,7 @@ from launch.data.rows import BadRows, Slice
 from launch.schema.data_section import DataSection, DataSource, short_names
 from launch.schema.plan import DataFormat, SourceRows
 
+SEVERAL_LINES = ("paragraphs", "whole_text")  # types whose rows are no lines
 RowCounts = tuple[tuple[int, ...], ...]  # of each file of each source of data.train_file
 
 
@@ -68,6 +69,7 @@ def count_rows(data: DataSection, data_format: DataFormat, facts: FileFacts) -> 
     for index, source in enumerate(data.sources):
         own = data_format.of_source(index)
         what = "numbered pairs" if own.kind == "oasst" else "numbered rows"
+        what = f"numbered {own.file_type}" if own.file_type in SEVERAL_LINES else what
         counts.append(
             tuple(
                 facts.get(file, what, partial(rows.count, Slice(file), own))

@@ -147,7 +147,10 @@ def read(
     rows = None
     if not recipe.data.streaming and not sources.are_counted(recipe.data):
         rows = columns.row_count(recipe.data.paths[0], file_facts)
-        if rows is not None and data_format.kind == "oasst":  # a thread of several rows is trained
+        is_of_several = (
+            data_format.kind == "oasst" or data_format.file_type in sources.SEVERAL_LINES
+        )
+        if rows is not None and is_of_several:  # lines of the file make a row
             rows = sum(sources.count_rows(recipe.data, data_format, file_facts)[0])
     # a described machine is planned for the torch that is installed here
     constraints = replace(constraints, no_varlen_attn=packages.no_varlen_attn())

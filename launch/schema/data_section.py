@@ -131,6 +131,11 @@ class DataSection(Section):
         description="Unreadable rows of the training data, and of the held-out data, that are left"
         " out and counted; one more is an error.",
     )
+    text_rows: Annotated[Literal["lines", "paragraphs", "file"], affects("rows")] = Field(
+        default="lines",
+        description="The rows of a .txt file: its lines, its paragraphs (between blank lines), or"
+        " the file as one text.",
+    )
     packing: Annotated[bool, affects("rows", "memory", "step_time")] = Field(
         default=False,
         description="Put several rows into one sequence of max_length, each with its own "

@@ -68,6 +68,11 @@ class ModelSize:
         return self.family.is_encoder_decoder
 
 
+# "text": of lines
+TextType = Literal["text", "paragraphs", "whole_text"]
+FileType = Literal["parquet", "jsonl", "json", "csv", "tsv", "arrow", "webdataset", TextType]
+
+
 @dataclass(frozen=True)
 class DataFormat:
     """The columns of the file that make a sample."""
@@ -75,7 +80,7 @@ class DataFormat:
     kind: Literal["prompt_response", "messages", "text", "oasst"]
     # role -> column name; roles: prompt, context, response, messages, text, role
     columns: Mapping[str, str]
-    file_type: Literal["parquet", "jsonl", "json", "csv", "tsv", "text", "arrow", "webdataset"]
+    file_type: FileType
     reason: str
     ignored: tuple[str, ...] = ()  # data.ignore_columns
     notes: tuple[str, ...] = ()  # lines of the plan on columns that are not read

@@ -79,7 +79,7 @@ def _pieces(
         is_whole = (
             is_packed
             or data_format.kind == "oasst"
-            or data_format.file_type in ("json", "csv", "tsv", "webdataset")
+            or data_format.file_type in ("json", "csv", "tsv", "webdataset", "whole_text")
         )
         if is_whole or file_bytes <= size:
             yield Slice(file), file_bytes

@@ -8,11 +8,9 @@ import shlex
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
 
 from launch.base.errors import DataError
-
-FileType = Literal["parquet", "jsonl", "json", "csv", "tsv", "text", "arrow", "webdataset"]
+from launch.schema.plan import FileType, TextType
 
 SUFFIXES: dict[str, FileType] = {
     ".parquet": "parquet",
@@ -25,6 +23,11 @@ SUFFIXES: dict[str, FileType] = {
     ".arrow": "arrow",  # as datasets.save_to_disk writes it
     ".tar": "webdataset",
 }
+TEXT_TYPES: dict[str, TextType] = {  # of data.text_rows
+    "lines": "text",
+    "paragraphs": "paragraphs",
+    "file": "whole_text",
+}
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of the types that are read by lines
 SAVED_SPLITS, SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
 SAVED_INFO = "dataset_info.json"
@@ -34,7 +37,6 @@ SPLITS = {  # a word of a file's name -> the part of a data set that lies in it
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
     "test": "test",
 }
-MOST_NAMES = 8  # of files that are not read
 
 
 def suffix(path: Path) -> str:
@@ -136,18 +138,12 @@ def pattern(files: Sequence[Path]) -> str:
 
 
 def left_out(path: Path, files: Sequence[Path]) -> list[str]:
-    """A line on what lies in a folder beside the files that are read, but for hidden files that are
-    no data."""
-    if not path.is_dir():
-        return []
-    names = [
+    """The names of what lies in a folder beside the files that are read, but for hidden files that
+    are no data."""
+    return [
         entry.name + "/" * entry.is_dir()
-        for entry in sorted(path.iterdir())
+        for entry in (sorted(path.iterdir()) if path.is_dir() else ())
         if entry not in files
         and (entry.name[0] not in "._" or suffix(entry) in SUFFIXES)
         and entry.name not in (SAVED_SPLIT, SAVED_INFO)
     ]
-    if not names:
-        return []
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return [f"not read of {path}: {', '.join(names[:MOST_NAMES])}{more}"]

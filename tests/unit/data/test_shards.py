@@ -173,7 +173,10 @@ PARQUETS = [f"train-0000{number}-of-00004.parquet" for number in range(4)]
         (["notes.txt", "old.jsonl.gz"], ("notes.txt, old.jsonl.gz",)),
         ([".part.parquet", "._train.parquet"], ("._train.parquet, .part.parquet",)),
         (["validation/a.parquet", "more.jsonl.xz"], ("more.jsonl.xz, validation/",)),
-        ([f"{i}.md" for i in range(9)], (", ".join(f"{i}.md" for i in range(8)) + " and 1 more",)),
+        (
+            [f"{i:02}.md" for i in range(21)],
+            (", ".join(f"{i:02}.md" for i in range(20)) + ", ...",),
+        ),
     ],
 )
 def test_shards_of_the_type_of_most_are_read_and_the_rest_of_the_folder_is_named(
