@@ -145,5 +145,5 @@ def left_out(path: Path, files: Sequence[Path]) -> list[str]:
         for entry in (sorted(path.iterdir()) if path.is_dir() else ())
         if entry not in files
         and (entry.name[0] not in "._" or suffix(entry) in SUFFIXES)
-        and entry.name not in (SAVED_SPLIT, SAVED_INFO)
+        and not (entry.name in (SAVED_SPLIT, SAVED_INFO) and suffix(files[0]) == ".arrow")
     ]

@@ -170,6 +170,7 @@ PARQUETS = [f"train-0000{number}-of-00004.parquet" for number in range(4)]
         ([], ()),
         (["dataset_infos.json"], ("dataset_infos.json",)),
         (["README.md", ".gitattributes", "LICENSE", ".cache/x.parquet"], ("LICENSE, README.md",)),
+        (["state.json"], ("state.json",)),
         (["notes.txt", "old.jsonl.gz"], ("notes.txt, old.jsonl.gz",)),
         ([".part.parquet", "._train.parquet"], ("._train.parquet, .part.parquet",)),
         (["validation/a.parquet", "more.jsonl.xz"], ("more.jsonl.xz, validation/",)),
