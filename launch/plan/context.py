@@ -272,10 +272,21 @@ def exported_dtype(recipe: Recipe, config: Mapping[str, Any]) -> tuple[str, ...]
 def select_lora_targets(
     recipe: Recipe, family: ModelFamily, parameters: predict_parameters.Shapes
 ) -> tuple[str, ...]:
+    """Last names of the modules that get adapters. Raises ConfigError for the embeddings of an
+    encoder-decoder: its parts have modules of their own with that weight."""
     if recipe.lora is None:
         return ()
+    targets = trained_parameters.lora_targets(parameters, recipe.lora, family)
+    for source in family.tied.values() if family.is_encoder_decoder else ():
+        if (module := source.removesuffix(".weight").rpartition(".")[2]) in targets:
+            raise ConfigError(
+                f"lora.target_modules: {module!r} is the embeddings that the encoder, the decoder"
+                f" and the output head of {family.model_type} share, and an adapter on it would"
+                " reach none of them; leave it out: tokenizer.add_tokens and"
+                " lora.trainable_token_indices train rows of it"
+            )
     return tuple(
         target
-        for target in trained_parameters.lora_targets(parameters, recipe.lora, family)
+        for target in targets
         if any(name.endswith(f".{target}.weight") for name in parameters)
     )

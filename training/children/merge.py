@@ -8,31 +8,44 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.base import files, modules, processes
 from launch.base.errors import LaunchError, ResourceError, StorageError
 from launch.base.text import shown
 from launch.schema.result import ExportedModel
 
+if TYPE_CHECKING:
+    from training.compat.transformers_private import Network
+
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
-    """Write `out` under another name and rename it. The weights keep the base's dtype, and their
-    sum is rounded once."""
+    """Write `out` under another name, compare it with the adapter on its base, and rename it. The
+    weights keep the base's dtype, and their sum is rounded once."""
     with modules.uncollected():
         from peft import PeftModel
         from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
         from training.data import tokenizer
         from training.loop import exported_files
-        from training.model import build
+        from training.model import build, merging
 
     config = build.folder_config(base)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    try:
-        base_model = family.from_pretrained(
-            base, dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True
+
+    def load(folder: Path) -> Network:
+        return family.from_pretrained(
+            folder,
+            dtype="auto",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
+
+    try:
+        base_model = load(base)
         has_tokenizer = (adapter / "tokenizer_config.json").is_file()
         source = adapter if has_tokenizer else base
         merged_tokenizer = tokenizer.load(source)
@@ -43,8 +56,9 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         raise ResourceError(
             f"{adapter} on {base}: cannot be loaded ({str(error).splitlines()[0]})"
         ) from error
+    expected = merging.logits(adapted, merged_tokenizer)
     try:
-        merged = adapted.merge_and_unload(safe_merge=True)
+        merged = merging.merged(adapted, partial(adapted.merge_and_unload, safe_merge=True))
     except ValueError as error:  # values that are not finite
         raise ResourceError(
             f"{adapter}: {str(error).splitlines()[0]}; take another checkpoint"
@@ -55,8 +69,11 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         exported_files.save_model(merged, aside, json.loads((base / "config.json").read_bytes()))
         for line in exported_files.save_tokenizer(merged_tokenizer, aside, source):
             print(line)
-        facts = ExportedModel(f"merge of {adapter}", base=str(base))
+        loading = tokenizer.loading_of(source, None)
+        facts = ExportedModel(f"merge of {adapter}", base=str(base), tokenizer_loading=loading)
         files.write_json(aside / "lowmem.json", facts)
+        del base_model, adapted, merged  # before the model is there a second time
+        merging.check(merging.logits(load(aside), merged_tokenizer), expected, str(out))
         files.sync_all(aside)
         if out.exists():
             out.rmdir()  # empty, as was checked before the start

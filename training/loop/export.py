@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from training.compat.transformers_private import Network
 from training.data import tokenizer as data_tokenizer
 from training.loop import exported_files, nan_guard
 from training.loop.trainer import LowMemTrainer
-from training.model import four_bit
+from training.model import four_bit, merging
 
 logger = logging.getLogger("lowmem")
 
@@ -124,9 +125,10 @@ def save_weights(
     if is_lora and section.path is None:
         model.save_pretrained(folder / "adapter")
         if recipe.quantization is not None:
-            model = four_bit.merged(model, getattr(torch, section.dtype))
+            merge = partial(four_bit.merged, model, getattr(torch, section.dtype))
         else:
-            model = model.merge_and_unload()
+            merge = model.merge_and_unload
+        model = merging.merged(model, merge)
     source = recipe.tokenizer.path or section.path
     for line in exported_files.save_tokenizer(tokenizer, folder, Path(source) if source else None):
         logger.info("%s", line)

@@ -370,6 +370,15 @@ def test_the_plan_names_the_modules(name, modules, notes):
     assert all(note in line for note, line in zip(notes, lines, strict=True))
 
 
+def test_the_plan_refuses_an_adapter_that_no_part_of_an_encoder_decoder_would_use():
+    recipe = builders.recipe_of().model_copy(
+        update={"lora": LoraSection(r=4, target_modules=("q", "shared"))}
+    )
+    family = predict_parameters.FAMILIES["t5"]
+    with pytest.raises(ConfigError, match=r"^lora.target_modules: 'shared' .* of t5 share"):
+        plan_context.select_lora_targets(recipe, family, shapes_of("t5"))
+
+
 def test_a_family_that_is_known_by_its_weights_keeps_its_tie():
     config = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
     config |= {"vocab_size": 300, "num_hidden_layers": 2, "num_key_value_heads": 2}
