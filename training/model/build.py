@@ -39,6 +39,8 @@ from training.model import four_bit, varlen_attention
 # Types whose decoders begin with the padding token where their config says nothing. Source: the
 # errors of their own _shift_right.
 PAD_STARTS = ("t5", "longt5", "switch_transformers")
+# Types whose own shift of the labels puts their last token first: set_target_language().
+LABEL_STARTS = ("mbart", "plbart")
 
 
 def build(
@@ -197,7 +199,7 @@ def decoder_start(config: PreTrainedConfig, pad_token_id: Any) -> int:
     start = getattr(config, "decoder_start_token_id", None)
     if start is None:  # T5Gemma
         start = getattr(getattr(config, "decoder", None), "bos_token_id", None)
-    if start is None and config.model_type in PAD_STARTS:
+    if start is None and config.model_type in (*PAD_STARTS, *LABEL_STARTS):
         start = pad_token_id
     if start is None:
         raise ConfigError(

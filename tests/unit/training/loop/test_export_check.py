@@ -55,7 +55,11 @@ def exported(tmp_path_factory):
     return (
         folder,
         network,
-        Trained(rows, export_check.logits(network, rows.inputs, Accelerator(cpu=True))),
+        Trained(
+            rows,
+            export_check.logits(network, rows.inputs, Accelerator(cpu=True)),
+            torch.float32,
+        ),
     )
 
 
