@@ -42,7 +42,7 @@ def test_a_start_is_the_configs_or_the_one_that_transformers_uses(model_type, va
     assert build.decoder_start(config, pad_token_id=7) == start
 
 
-@pytest.mark.parametrize("model_type", ["bart", "blenderbot"])
+@pytest.mark.parametrize("model_type", ["bart"])
 def test_a_type_whose_start_its_config_alone_can_say_is_refused_when_it_is_planned(model_type):
     config = {"model_type": model_type, "vocab_size": 64, **BART, "decoder_start_token_id": None}
     with pytest.raises(
