@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -146,8 +145,7 @@ def check(
     differs."""
     rows = expected.rows
     loading = tokenizer.loading_of_recipe(recipe)
-    for problem in (*_of_tokenizer(folder, rows, loading), *_of_generation(folder, rows)):
-        raise ExportError(f"{folder}: {problem}")
+    _refuse(folder, chain(_of_tokenizer(folder, rows, loading), _of_generation(folder, rows)))
     said = f"ids of {len(rows.dataset):,} rows"
     is_adapter = (folder / "adapter_config.json").is_file()
     is_merged = hasattr(network, "peft_config") and not is_adapter
@@ -162,18 +160,21 @@ def check(
     fits = needed_bytes + 2 * expected.logits.nbytes <= free_bytes
     device = accelerator.device if fits else torch.device("meta")
     loaded: Network = None
+    try:
+        if not is_adapter:
+            loaded = _load_model(folder, network, expected.dtype, device)
+        elif fits:
+            loaded = _load_adapter(folder, recipe, network, expected.dtype, accelerator)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ExportError(f"{folder}: cannot be loaded ({str(error).splitlines()[0]})") from error
     if not is_adapter:
-        loaded = _load_model(folder, network, expected.dtype, device)
-        for problem in _of_parameters(network, loaded):
-            raise ExportError(f"{folder}: {problem}")
+        _refuse(folder, _of_parameters(network, loaded))
         said += f", names and shapes of {len(list(loaded.parameters())):,} weights"
     if not fits:
         return (
             f"{said}; the logits were not compared: a second copy of {needed_bytes / GIB:.1f} GiB"
             f" does not fit in {max(free_bytes, 0) / GIB:.1f} GiB"
         )
-    if is_adapter:
-        loaded = _load_adapter(folder, recipe, network, expected.dtype, accelerator)
     largest = expected.logits.abs().max().item()
     of_export = logits(loaded, rows.inputs, accelerator)
     error = (of_export - expected.logits).abs().max().item() / largest
@@ -187,6 +188,11 @@ def check(
             f" {error:.1e} of the largest, expected at most {allowed:.0e}"
         )
     return f"{said}, logits of a row (off by {error:.1e} of the largest)"
+
+
+def _refuse(folder: Path, problems: Iterator[str]) -> None:
+    for problem in problems:
+        raise ExportError(f"{folder}: {problem}")
 
 
 def _of_tokenizer(folder: Path, rows: Rows, loading: TokenizerLoading) -> Iterator[str]:
@@ -242,24 +248,26 @@ def _of_generation(folder: Path, rows: Rows) -> Iterator[str]:
         yield f"generation_config.json does not name {names}, with which trained rows end"
 
 
+def _load(
+    folder: str | Path, trained: Network, dtype: torch.dtype, device: torch.device, **options: Any
+) -> Any:
+    """A model's folder as a user loads it, in the type in which it was trained."""
+    family = AutoModelForSeq2SeqLM if trained.config.is_encoder_decoder else AutoModelForCausalLM
+    return family.from_pretrained(
+        folder,
+        dtype=dtype,
+        device_map={"": device},
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        **options,
+    )
+
+
 def _load_model(
     folder: Path, trained: Network, dtype: torch.dtype, device: torch.device
 ) -> Network:
-    """The exported model as a user loads it, in the type in which it was trained."""
-    family = AutoModelForSeq2SeqLM if trained.config.is_encoder_decoder else AutoModelForCausalLM
-    try:
-        loading: Any = family.from_pretrained(
-            folder,
-            dtype=dtype,
-            device_map={"": device},
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ExportError(f"{folder}: cannot be loaded ({str(error).splitlines()[0]})") from error
-    network, said = loading
+    network, said = _load(folder, trained, dtype, device, output_loading_info=True)
     if faults := {key: sorted(map(str, names)) for key, names in said.items() if names}:
         raise ExportError(f"{folder}: transformers says of its weights: {faults}")
     return network
@@ -272,51 +280,30 @@ def _load_adapter(
     dtype: torch.dtype,
     accelerator: Accelerator,
 ) -> Network:
-    """The exported adapter on its base as a user loads them, in the type in which they were
-    trained."""
     from peft import PeftModel
 
-    base = trained.get_base_model()
-    assert recipe.model.path is not None
-    family = AutoModelForSeq2SeqLM if base.config.is_encoder_decoder else AutoModelForCausalLM
-    precision: Any = accelerator.mixed_precision
+    base, precision = trained.get_base_model(), cast(Any, accelerator.mixed_precision)
     quantization = recipe.quantized(precision)
     in_4_bits = {"quantization_config": four_bit.config(quantization)} if quantization else {}
-    try:
-        network = family.from_pretrained(
-            recipe.model.path,
-            dtype=dtype,
-            device_map={"": accelerator.device},
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            **in_4_bits,
-        )
-        if quantization:
-            four_bit.settle(network)
-        build.grow_vocabulary(network, base.get_input_embeddings().num_embeddings)
-        return PeftModel.from_pretrained(network, folder, local_files_only=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ExportError(f"{folder}: cannot be loaded ({str(error).splitlines()[0]})") from error
+    network = _load(str(recipe.model.path), base, dtype, accelerator.device, **in_4_bits)
+    if quantization:
+        four_bit.settle(network)
+    build.grow_vocabulary(network, base.get_input_embeddings().num_embeddings)
+    return PeftModel.from_pretrained(network, folder, local_files_only=True)
 
 
 def _of_parameters(trained: Network, loaded: Network) -> Iterator[str]:
     """The differences of names, shapes and ties."""
-    tensor_shapes = [
-        {name: tuple(part.shape) for name, part in each.named_parameters()}
-        for each in (trained, loaded)
-    ]
-    for name in sorted(tensor_shapes[0].keys() | tensor_shapes[1].keys()):
-        expected, tensor_shape = (each.get(name) for each in tensor_shapes)
-        if tensor_shape != expected:
-            yield f"{name} has the shape {tensor_shape}, trained was {expected}"
-    if _ties(trained) != _ties(loaded):
-        yield f"its weights are tied otherwise: {_ties(loaded)}, trained were {_ties(trained)}"
+    expected, described = _parameters(trained), _parameters(loaded)
+    for name in sorted(expected.keys() | described.keys()):
+        if described.get(name) != expected.get(name):
+            yield f"{name} is {described.get(name)}, trained was {expected.get(name)}"
 
 
-def _ties(network: Network) -> list[list[str]]:
-    """The names of parameters that are one."""
-    names: defaultdict[int, list[str]] = defaultdict(list)
-    for name, parameter in network.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    return sorted(sorted(each) for each in names.values() if len(each) > 1)
+def _parameters(network: Network) -> dict[str, str]:
+    """The shape of each parameter, and the first name of those that are one with it."""
+    names: dict[int, str] = {}
+    return {
+        name: f"{tuple(part.shape)} of {names.setdefault(id(part), name)}"
+        for name, part in network.named_parameters(remove_duplicate=False)
+    }
