@@ -60,8 +60,9 @@ class Folder:
     template: str = ""  # the name of a bundled chat template; "": the folder has none
     ends: Sequence[str] = ()  # end tokens of generation_config.json; none: eos alone
     dtype: str = "float32"  # of the stored weights
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # dropout: none, to be known by heart
     recipe: Mapping[str, Any] = field(default_factory=dict)  # its section `tokenizer`
+    attention: str | None = None  # the kernels of a user's choice
 
     @property
     def special(self) -> list[str]:
@@ -204,7 +205,8 @@ LONG = {
 T5_TOKENS = {"bos": None, "eos": "</s>", "pad": "<pad>", "unk": "<unk>"}
 FOLDERS: Mapping[str, Folder] = {
     "gemma": gemma(template="gemma", ends=("<eos>", "<end_of_turn>"), dtype="bfloat16"),
-    "gemma2": gemma(),
+    # sdpa of transformers 4 leaves the softcapping of its scores out
+    "gemma2": gemma(attention="eager"),
     "gemma3": gemma(
         template="gemma",
         ends=("<eos>", "<end_of_turn>"),
@@ -224,7 +226,7 @@ FOLDERS: Mapping[str, Folder] = {
     ),
     "opt": Folder(
         *("GPT2Tokenizer", byte_level(files="vocab.json merges.txt"), "</s>", "</s>"),
-        **{"pad": "<pad>", "unk": "</s>", "adds_bos": True},
+        **{"pad": "<pad>", "unk": "</s>", "adds_bos": True, "config": {"dropout": 0.0}},
     ),
     "gpt_neox": gpt2_like("GPTNeoXTokenizer", config={"rotary_pct": 0.25, "rotary_emb_base": 2e4}),
     "gpt2": gpt2_like(),
@@ -278,16 +280,19 @@ FOLDERS: Mapping[str, Folder] = {
         pad="<|pad|>", others=CHATML, eos="<|im_end|>", template="chatml", config=yarn(8.0)
     ),
     "olmoe": gpt2_like("GPTNeoXTokenizer", pad="<|padding|>"),
-    "t5": Folder("T5Tokenizer", T5_PIECES, **T5_TOKENS),
+    "t5": Folder("T5Tokenizer", T5_PIECES, **T5_TOKENS, config={"dropout_rate": 0.0}),
     "mt5": Folder(
         *("T5Tokenizer", T5_PIECES),
         **T5_TOKENS,
-        config={"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        config={
+            **{"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+            "dropout_rate": 0.0,
+        },
     ),
     "bart": Folder(
         *("BartTokenizer", byte_level(files="tokenizer.json vocab.json merges.txt"), "<s>", "</s>"),
         **{"pad": "<pad>", "unk": "<unk>", "others": ("<mask>",)},
-        config={"forced_eos_token_id": 2, "decoder_start_token_id": 2},
+        config={"forced_eos_token_id": 2, "decoder_start_token_id": 2, "dropout": 0.0},
     ),
 }
 

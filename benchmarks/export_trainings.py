@@ -36,12 +36,13 @@ COMPARED_ROWS = 2
 class Trained:
     """The rows and the model of a run."""
 
+    family: str
     folder: Path  # it holds the base, the run, and a folder for each kind of export
     is_encoder_decoder: bool
     dtype: str  # of the base folder's weights
     inputs: Sequence[list[int]]
     labels: Sequence[list[int]]
-    # of the first COMPARED_ROWS rows in that dtype, by kind of export
+    # of the first COMPARED_ROWS rows, by kind of export; weights are rounded to that dtype
     logits: Mapping[str, Sequence[torch.Tensor]]
     known: Sequence[int]  # rows whose every target is the likeliest token
 
@@ -65,7 +66,7 @@ def train(family: str, folder: Path, is_lora: bool) -> Trained:
     _launch(folder, "run", str(_recipe(name, family, folder, is_lora)))
     if is_lora:
         _launch(folder, "merge", str(folder / ADAPTER), "--out", str(folder / MERGED))
-    return _read(folder, RunDir(builders.only_run(folder, name)))
+    return _read(family, folder, RunDir(builders.only_run(folder, name)))
 
 
 def _recipe(name: str, family: str, folder: Path, is_lora: bool) -> Path:
@@ -102,7 +103,7 @@ def _launch(folder: Path, *words: str) -> None:
     assert done.returncode == 0, f"{words[0]}: exit code {done.returncode}: {said[-1]}"
 
 
-def _read(folder: Path, run: RunDir) -> Trained:
+def _read(family: str, folder: Path, run: RunDir) -> Trained:
     tokens = run.read_tokens()
     assert tokens is not None
     rows = [*TokenRows(Path(tokens.folder) / "train.arrow")]
@@ -123,7 +124,7 @@ def _read(folder: Path, run: RunDir) -> Trained:
     logits = {FULL: apart, ADAPTER: apart}
     if model.is_adapter:
         logits[MERGED] = model.logits(dtype, compared, is_merged=True)
-    return Trained(folder, model.is_encoder_decoder, dtype, inputs, labels, logits, known)
+    return Trained(family, folder, model.is_encoder_decoder, dtype, inputs, labels, logits, known)
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,13 @@ class CheckpointModel:
     def logits(
         self, dtype: str, rows: Sequence[tuple[list[int], list[int]]], is_merged: bool = False
     ) -> list[torch.Tensor]:
-        """The logits of inputs and labels."""
-        network, found = self._loaded(dtype, is_merged).eval(), []
+        """The logits of inputs and labels, in float32, of weights that are rounded to `dtype`."""
+        network, found = self._loaded(dtype, is_merged).eval().float(), []
         for inputs, labels in rows:
             given = {"labels": torch.tensor([labels])} if self.is_encoder_decoder else {}
             with torch.no_grad():
                 logits = network(input_ids=torch.tensor([inputs]), **given).logits
-            found.append(logits[0].float())
+            found.append(logits[0])
         return found
 
     def _loaded(self, dtype: str, is_merged: bool) -> torch.nn.Module:
