@@ -46,8 +46,8 @@ PYTHONS = {
 }
 # exports of a training, by whether it has LoRA
 KINDS_OF = {False: (FULL,), True: (ADAPTER, MERGED)}
-# The largest difference of two logits in float32, as a part of the largest logit; ROUNDED: where the
-# sum of a weight and its adapter is rounded to 16 bits.
+# The largest difference of two logits in float32, as a part of the largest logit; ROUNDED: where
+# the sum of a weight and its adapter is rounded to 16 bits.
 MOST_OFF, MOST_OFF_ROUNDED = 1e-4, 1e-2
 
 
