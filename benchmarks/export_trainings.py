@@ -83,7 +83,7 @@ def _recipe(name: str, family: str, folder: Path, is_lora: bool) -> Path:
             "num_train_epochs": EPOCHS,
             "learning_rate": 1e-2 if is_lora else 3e-3,
             "logging_steps": EPOCHS,
-            "save_steps": 10 * EPOCHS,
+            **dict.fromkeys(("save_steps", "eval_steps"), 10 * EPOCHS),  # at the end alone
         },
         "launch": {"mode": "cpu"},
         "output_dir": str(folder / (ADAPTER if is_lora else FULL)),
@@ -99,8 +99,9 @@ def _launch(folder: Path, *words: str) -> None:
     argv = [sys.executable, "-m", "launch", *words]
     environment = builders.environment(folder, OMP_NUM_THREADS="1")
     done = subprocess.run(argv, env=environment, capture_output=True, text=True)
-    said = (done.stderr.strip() or done.stdout.strip()).splitlines() or [""]
-    assert done.returncode == 0, f"{words[0]}: exit code {done.returncode}: {said[-1]}"
+    lines = (done.stdout + done.stderr).splitlines()
+    said = "; ".join(line.strip() for line in lines if line.startswith(("error:", "  proof")))
+    assert done.returncode == 0, f"{words[0]}: exit code {done.returncode}: {said or lines[-1:]}"
 
 
 def _read(family: str, folder: Path, run: RunDir) -> Trained:
