@@ -147,7 +147,10 @@ class CheckpointModel:
         self, dtype: str, rows: Sequence[tuple[list[int], list[int]]], is_merged: bool = False
     ) -> list[torch.Tensor]:
         """The logits of inputs and labels, in float32, of weights that are rounded to `dtype`."""
-        network, found = self._loaded(dtype, is_merged).eval().float(), []
+        network, found = self._loaded(is_merged).eval(), []
+        for parameter in network.parameters():
+            if not self.is_adapter or is_merged:
+                parameter.data = parameter.data.to(getattr(torch, dtype)).float()
         for inputs, labels in rows:
             given = {"labels": torch.tensor([labels])} if self.is_encoder_decoder else {}
             with torch.no_grad():
@@ -155,21 +158,20 @@ class CheckpointModel:
             found.append(logits[0])
         return found
 
-    def _loaded(self, dtype: str, is_merged: bool) -> torch.nn.Module:
+    def _loaded(self, is_merged: bool) -> torch.nn.Module:
         family = AutoModelForSeq2SeqLM if self.is_encoder_decoder else AutoModelForCausalLM
-        if self.is_adapter and not is_merged:
-            network = family.from_pretrained(self.base, dtype=dtype)
-            return PeftModel.from_pretrained(network, str(self.checkpoint))
         with tempfile.TemporaryDirectory() as place:
-            if self.is_adapter:  # the sum of both is rounded once
+            if self.is_adapter:
                 network = family.from_pretrained(self.base, dtype="float32")
                 adapted: Any = PeftModel.from_pretrained(network, str(self.checkpoint))
+                if not is_merged:
+                    return adapted
                 adapted.merge_and_unload().save_pretrained(place)
             else:
                 for file in self.checkpoint.glob("model*.safetensors*"):
                     shutil.copy(file, place)
             shutil.copy(self.base / "config.json", place)
-            return family.from_pretrained(place, dtype=dtype)
+            return family.from_pretrained(place, dtype="float32")
 
 
 def _known_rows(

@@ -62,11 +62,11 @@ def token_ids(request: Request) -> dict[str, Any]:
     return {"prompts": prompts, "rows": rows}
 
 
-def loaded(request: Request) -> tuple[Any, dict[str, list[str]]]:
+def loaded(request: Request, dtype: str) -> tuple[Any, dict[str, list[str]]]:
     """The model, and what transformers has to say of its loading."""
     family = AutoModelForSeq2SeqLM if request.is_encoder_decoder else AutoModelForCausalLM
     folder = request.base if request.is_adapter else request.export
-    settings = {"dtype": "auto", "attn_implementation": request.attention}
+    settings = {"dtype": dtype, "attn_implementation": request.attention}
     loading: Any = family.from_pretrained(folder, output_loading_info=True, **settings)
     model, said = loading
     if request.is_adapter:
@@ -105,12 +105,12 @@ def found(request: Request) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001  a failure is an answer
         said["failures"].append(f"tokenizer: {brief(error)}")
     try:
-        model, said["loading"] = loaded(request)
+        model, said["loading"] = loaded(request, "auto")
         said["dtype"] = str(model.dtype).removeprefix("torch.")
         said["use_cache"] = getattr(model.config, "use_cache", None)
         said["ends"] = model.generation_config.eos_token_id
         said["answers"] = [answer(model, request, prompt) for prompt in request.prompts]
-        write_logits(model.float(), request)
+        write_logits(loaded(request, "float32")[0], request)
     except Exception as error:  # noqa: BLE001  a failure is an answer
         said["failures"].append(f"model: {brief(error)}")
     said["ours"] = sorted({name.partition(".")[0] for name in sys.modules} & OURS)
