@@ -348,7 +348,9 @@ def as_begun(tokens: TokenCache, runs: Path, recipe: Recipe, resume: str) -> Tok
     if resume == "auto":
         own = (run for run in RunDir.all(runs, recipe.name) if run.writes_to(recipe.output_dir))
         earlier = (run for run in own if run.has_trained() or run.continues_file.exists())
-    used = next((run.read_tokens() for run in earlier), None)
+    used = None
+    with suppress(CheckpointError):  # decide() says what is damaged
+        used = next((run.read_tokens() for run in earlier), None)
     is_begun_so = used is not None and used.folder.name == before.name
     return replace(tokens, identity=identity, folder=before) if is_begun_so else tokens
 

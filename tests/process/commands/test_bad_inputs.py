@@ -449,11 +449,6 @@ def late_files(workspace: Workspace) -> dict[str, tuple[Path, str]]:
         workspace.file("late/array.json", b"[" + array + b"]"),
         r"array\.json:150: column 'prompt'",
     )
-    empty = b"\n".join([b'{"prompt": "one", "response": ""}'] * 3)
-    found["rows without an answer"] = (
-        workspace.file("late/empty.jsonl", empty),
-        r"empty\.jsonl: no row has a target to train on",
-    )
     return found
 
 
