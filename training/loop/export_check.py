@@ -288,7 +288,7 @@ def _load_adapter(
     network = _load(str(recipe.model.path), base, dtype, accelerator.device, **in_4_bits)
     if quantization:
         four_bit.settle(network)
-    build.grow_vocabulary(network, base.get_input_embeddings().num_embeddings)
+    build.grow_vocabulary(network, base.config.get_text_config().vocab_size)
     return PeftModel.from_pretrained(network, folder, local_files_only=True)
 
 
