@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,8 @@ class Trained:
     dtype: str  # of the base folder's weights
     inputs: Sequence[list[int]]
     labels: Sequence[list[int]]
-    # of the first COMPARED_ROWS rows, by kind of export; weights are rounded to that dtype
-    logits: Mapping[str, Sequence[torch.Tensor]]
+    logits: Sequence[torch.Tensor]  # of the first COMPARED_ROWS rows, of weights in that dtype
+    rounded_off: float  # what rounding the sums of merged weights to that dtype changes
     known: Sequence[int]  # rows whose every target is the likeliest token
 
     def prompt(self, row: int) -> list[int]:
@@ -121,11 +121,13 @@ def _read(family: str, folder: Path, run: RunDir) -> Trained:
     assert known, f"no row is known by heart (loss {loss:.4f})"
     dtype = json.loads((folder / "base/config.json").read_text(encoding="utf-8"))["torch_dtype"]
     compared = every[:COMPARED_ROWS]
-    apart = model.logits(dtype, compared)
-    logits = {FULL: apart, ADAPTER: apart}
+    logits = model.logits(dtype, compared)
+    rounded_off = 0.0
     if model.is_adapter:
-        logits[MERGED] = model.logits(dtype, compared, is_merged=True)
-    return Trained(family, folder, model.is_encoder_decoder, dtype, inputs, labels, logits, known)
+        rounded_off = difference(model.logits(dtype, compared, is_merged=True), logits)
+    return Trained(
+        family, folder, model.is_encoder_decoder, dtype, inputs, labels, logits, rounded_off, known
+    )
 
 
 @dataclass(frozen=True)
@@ -189,3 +191,12 @@ def _known_rows(
         if torch.equal(predicted.argmax(dim=-1), targets):
             known.append(number)
     return total / count, known
+
+
+def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """The largest difference of two logits, as a part of the largest logit."""
+    parts = [
+        ((one - other).abs().max() / other.abs().max()).item()
+        for one, other in zip(found, expected, strict=True)
+    ]
+    return max(parts)

@@ -46,9 +46,7 @@ PYTHONS = {
 }
 # exports of a training, by whether it has LoRA
 KINDS_OF = {False: (FULL,), True: (ADAPTER, MERGED)}
-# The largest difference of two logits in float32, as a part of the largest logit; ROUNDED: where
-# the sum of a weight and its adapter is rounded to 16 bits.
-MOST_OFF, MOST_OFF_ROUNDED = 1e-4, 1e-2
+MOST_OFF = 1e-4  # the largest difference of two logits, as a part of the largest logit
 
 
 class Loader:
@@ -121,9 +119,8 @@ def problems(case: Trained, kind: str, loader: Loader) -> tuple[list[str], float
         found.append("use_cache false")
     off = None
     if file.exists():
-        off = difference(torch.load(file), case.logits[kind])
-        is_rounded = kind == MERGED and case.dtype != "float32"
-        if not off <= (MOST_OFF_ROUNDED if is_rounded else MOST_OFF):
+        off = export_trainings.difference(torch.load(file), case.logits)
+        if not off <= (max(MOST_OFF, 2 * case.rounded_off) if kind == MERGED else MOST_OFF):
             found.append(f"logits off by {off:.2g} of the largest")
     if "ends" in said:
         ends = said["ends"] if isinstance(said["ends"], list) else [said["ends"]]
@@ -158,15 +155,6 @@ def first_difference(one: list[int], other: list[int]) -> int:
     """The place of the first token that differs, or the end of the shorter list."""
     length = min(len(one), len(other))
     return next((at for at in range(length) if one[at] != other[at]), length)
-
-
-def difference(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest difference of two logits, as a part of the largest logit."""
-    parts = [
-        ((one - other).abs().max() / other.abs().max()).item()
-        for one, other in zip(found, expected, strict=True)
-    ]
-    return max(parts)
 
 
 def attempted(
