@@ -374,9 +374,10 @@ def _export(start: Start, run: RunDir, parts: Parts, trained: Trained, state: An
         trainer, start.plan.estimate.host_bytes, parts.reporter.host.read()
     )
     try:
-        checked = export_check.check(
-            *(folder, start.recipe, trainer.accelerator, network, trained, free_bytes)
-        )
+        with setup.whole_weights(start.plan.strategy):
+            checked = export_check.check(
+                *(folder, start.recipe, trainer.accelerator, network, trained, free_bytes)
+            )
     except ExportError as error:
         export.write_check(folder, f"{layout.NOT_CHECKED}: {error}")
         raise
