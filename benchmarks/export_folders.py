@@ -13,6 +13,7 @@ from typing import Any
 
 import sentencepiece
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import (
     Regex,
     Tokenizer,
@@ -266,7 +267,7 @@ FOLDERS: Mapping[str, Folder] = {
     "glm4": glm(config={"rope_theta": 5e5}),
     "smollm3": Folder(
         *("PreTrainedTokenizerFast", byte_level(LLAMA3_SPLIT), None, "<|im_end|>"),
-        **{"pad": "<|im_end|>", "others": ("<|im_start|>", "<|end_of_text|>")},
+        **{"pad": "<|end_of_text|>", "others": ("<|im_start|>",)},
         template="chatml",
         dtype="bfloat16",
         config={"rope_theta": 5e6, "tie_word_embeddings": True},
@@ -277,7 +278,9 @@ FOLDERS: Mapping[str, Folder] = {
         recipe={"chat_template": "chatml", "add_tokens": list(CHATML)},
     ),
     "olmo3": gpt2_like(
-        pad="<|pad|>", others=CHATML, eos="<|im_end|>", template="chatml", config=yarn(8.0)
+        **{"pad": "<|pad|>", "others": CHATML, "eos": CHATML[1], "template": "chatml"},
+        # transformers 5 gives sliding layers this base, whatever the folder says
+        config={**yarn(8.0), "rope_theta": 5e5},
     ),
     "olmoe": gpt2_like("GPTNeoXTokenizer", pad="<|padding|>"),
     "t5": Folder("T5Tokenizer", T5_PIECES, **T5_TOKENS, config={"dropout_rate": 0.0}),
@@ -320,12 +323,20 @@ def write(family: str, path: Path) -> None:
     torch.manual_seed(0)
     network = auto.from_config(config, dtype=getattr(torch, folder.dtype))
     network.save_pretrained(path)
+    if config.is_encoder_decoder and not content.get("tie_word_embeddings", True):
+        _add_head(path / "model.safetensors", network.lm_head.weight)
     _write_json(path / "config.json", {"architectures": [type(network).__name__], **content})
     generation = {name: number for name, number in of_tokens.items() if name != "eos_token_id"}
     generation["eos_token_id"] = [ids[end] for end in folder.ends] or of_tokens["eos_token_id"]
     if config.is_encoder_decoder:
         generation["decoder_start_token_id"] = content["decoder_start_token_id"]
     _write_json(path / "generation_config.json", generation)
+
+
+def _add_head(file: Path, embeddings: torch.Tensor) -> None:
+    """Add a head of its own to the weights of a T5, which transformers 5 makes tied."""
+    head = torch.randn_like(embeddings) * embeddings.std()
+    save_file({**load_file(file), "lm_head.weight": head}, file, {"format": "pt"})
 
 
 def _tokenizer_config(folder: Folder) -> dict[str, Any]:
