@@ -172,7 +172,9 @@ def attempted(
     try:
         case = export_trainings.train(family, place, is_lora)
     # a fault of one family is a row, and the next family is measured
-    except Exception as error:  # noqa: BLE001  printed, and told in the rows
+    except Exception as error:
+        if "stopped by SIG" in str(error):  # with the campaign
+            raise
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
         failure = f"training: {type(error).__name__}: {lines[0]}"[:300]
