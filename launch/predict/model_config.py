@@ -88,15 +88,21 @@ def read(
     if tensors is None:  # a config without weights: the model starts from random ones
         return config | changes, *_parts(config | changes, folder / "config.json", cache)
     expected, family = _parts(config, folder / "config.json", cache)
-    if config["model_type"] not in predict_parameters.FAMILIES:
+    if config["model_type"] in predict_parameters.FAMILIES:
+        tensors = _by_name(tensors, expected, family, folder)
+        expected, family = _parts(config | changes, folder / "config.json", cache)
+    else:
         _check_elements(tensors, expected, family, folder)
         if vocab_size not in (None, config.get("vocab_size")):
             expected = _grown(expected, config, vocab_size, folder)
-        return config | changes, expected, family
-    untied = _untied(tensors, expected, family, folder)
-    tensor_shapes, family = _parts(config | changes, folder / "config.json", cache)
-    untied_shapes = {name: tensor_shapes[source] for name, source in untied.items()}
-    return config | changes, tensor_shapes | untied_shapes, family
+    # transformers keeps a tied pair apart where the file holds both and they differ (google/flan-t5
+    # and google/mt5 do)
+    untied_shapes = {
+        name: expected[source]
+        for name, source in predict_parameters.ties(expected, family).items()
+        if {name, source} <= tensors.keys() and not _same_bytes(tensors[name], tensors[source])
+    }
+    return config | changes, expected | untied_shapes, family
 
 
 def _parts(
@@ -476,18 +482,14 @@ def _tensor(entry: Mapping[str, Any], file: Path, data_start: int) -> Tensor:
     return Tensor(shape, file, data_start + start, data_start + end)
 
 
-def _untied(
+def _by_name(
     tensors: dict[str, Tensor],
     expected: predict_parameters.Shapes,
     family: ModelFamily,
     folder: Path,
-) -> dict[str, str]:
-    """Check that the weights are the config's model; returns the parameters that its ties name but
-    the file unties.
-
-    transformers keeps a tied pair apart where the file holds both and they differ (google/flan-t5
-    does).
-    """
+) -> dict[str, Tensor]:
+    """The weights by their names in the model. Raises ResourceError if they are not the config's
+    model."""
     for prefix in ("model.", "transformer."):  # weights of the bare model: openai-community/gpt2
         tensors = {
             prefix + name if name not in expected and prefix + name in expected else name: tensor
@@ -511,11 +513,7 @@ def _untied(
                 f" {tensors[name].file.name}, {list(shape)} by config.json; the two do not belong"
                 " together: copy the model again"
             )
-    return {
-        name: source
-        for name, source in ties.items()
-        if name in tensors and not _same_bytes(tensors[name], tensors[source])
-    }
+    return tensors
 
 
 def _same_bytes(tensor: Tensor, other: Tensor) -> bool:

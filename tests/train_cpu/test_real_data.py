@@ -79,13 +79,16 @@ def test_a_small_decoder_with_lora_lowers_its_loss_on_gsm8k_with_the_columns_the
 def test_without_the_columns_the_error_names_them_and_the_flags_before_any_model_is_built(
     tmp_path, real_data
 ):
-    files = {"train_file": str(real_data / "gsm8k_train.jsonl"), "validation_file": None}
+    text = (real_data / "gsm8k_train.jsonl").read_text(encoding="utf-8")
+    renamed = tmp_path / "renamed.jsonl"
+    renamed.write_text(text.replace('"question":', '"task":').replace('"answer":', '"steps":'))
+    files = {"train_file": str(renamed), "validation_file": None}
     done = builders.launch(tmp_path / "h", "run", str(builders.recipe(tmp_path, data=files)))
     assert done.returncode == 4
     assert done.stderr.count("\n") == 1
     for words in (
-        "question, answer",
-        "--data.prompt_column=question",
-        "--data.response_column=answer",
+        "task, steps",
+        "--data.prompt_column=task",
+        "--data.response_column=steps",
     ):
         assert words in done.stderr

@@ -57,7 +57,7 @@ def test_an_export_that_is_not_what_was_trained_is_seen(tmp_path, loader):
         ("config.json", "use_cache", False, "use_cache false"),
         ("config.json", "dtype", "float32", "dtype float32"),
         ("tokenizer_config.json", "tokenizer_class", "Qwen2Tokenizer", "ids of rows"),
-        ("tokenizer_config.json", "tokenizer_class", "NoTokenizer", "tokenizer: "),
+        ("tokenizer.json", "model", None, "tokenizer: "),
     ):
         shutil.rmtree(tmp_path / FULL)
         shutil.copytree(whole, tmp_path / FULL)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MT5Config, T5Config
 
 from launch.base.errors import ConfigError
 from launch.predict import model_config, trained_parameters
@@ -108,3 +109,20 @@ def test_a_named_model_is_built_tied_or_untied():
         config, shapes, _ = model_config.read(section, root=CODE, cache=builders.CACHE)
         assert config["tie_word_embeddings"] is tied
         assert ("lm_head.weight" in shapes) is not tied
+
+
+@pytest.mark.parametrize("kind", [T5Config, MT5Config])
+def test_a_head_that_the_weights_untie_is_counted(kind, tmp_path):
+    """The files of google/flan-t5 and google/mt5 have a head of their own."""
+    config = kind(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path)
+    weights = builders.weights(tmp_path)
+    for head, is_tied in ((weights["shared.weight"], True), (weights["shared.weight"] + 1, False)):
+        file = tmp_path / "model.safetensors"
+        save_file({**weights, "lm_head.weight": head.clone()}, file, {"format": "pt"})
+        _, shapes, _ = model_config.read(
+            ModelSection(path=str(tmp_path)), root=CODE, cache=builders.CACHE
+        )
+        network = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+        assert {key: tuple(part.shape) for key, part in network.named_parameters()} == shapes
+        assert ("lm_head.weight" in shapes) is not is_tied
