@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.base.errors import ConfigError, DoesNotFit
+from launch.base.errors import ConfigError
 from launch.plan import candidates, fit, less_saving, planner, search, tiled_mlp
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
@@ -24,6 +24,7 @@ from launch.predict import estimate, model_config
 from launch.predict.estimate import Judged
 from launch.predict.facts import PlanContext
 from launch.predict.memory.allocator_config import EXPANDABLE
+from launch.predict.trace_client import TracingChild
 from launch.predict.traces import Traces
 from launch.probe import described
 from launch.schema.machine import GIB, MIB
@@ -39,8 +40,52 @@ DATA = DataFormat(
 )
 
 
-def chosen(
-    folder: Path,
+class LastingChild(TracingChild):
+    """A child that all plans of a module ask: its imports take longer than a trace."""
+
+    packages: object = None  # that it has left out
+
+    def ask(self, request: Mapping[str, Any]) -> str | None:
+        if request["unused_packages"] != self.packages:
+            self.end()
+        self.packages = request["unused_packages"]
+        return super().ask(request)
+
+    def close(self) -> None:
+        """A plan that ends does not end it."""
+
+    def end(self) -> None:
+        super().close()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The place of traces, and the child that makes them."""
+
+    folder: Path
+    child: TracingChild
+
+
+def kept_in(folder: Path) -> Iterator[Kept]:
+    child = LastingChild(folder)
+    yield Kept(folder, child)
+    child.end()
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+    """For tests whose choices are the same whatever has been traced before."""
+    yield from kept_in(tmp_path_factory.mktemp("traces"))
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Kept]:
+    """For tests that say what is traced."""
+    yield from kept_in(tmp_path / "traces")
+
+
+def planning(
+    kept: Kept,
     free_gib: float,
     no_every_n_layers: str | None = None,
     attention: str | None = "sdpa",
@@ -49,9 +94,9 @@ def chosen(
     exact_batch: bool = True,
     may_expand: bool = False,
     **training: Any,
-) -> Choice:
-    """The plan of a card with so much free memory. `most_targets` of tokenised rows; `may_expand`:
-    the card can grow the allocator's segments."""
+) -> tuple[PlanContext, LaunchConstraints]:
+    """What is known of a card with so much free memory. `most_targets` of tokenised rows;
+    `may_expand`: the card can grow the allocator's segments."""
     recipe = Recipe.model_validate(
         {
             "name": "levers",
@@ -84,15 +129,30 @@ def chosen(
         lengths = {"tokens": 1000 * LENGTH, "lengths": [(LENGTH, LENGTH)]}
         counts |= {**lengths, "most_targets": list(most_targets)}
         context = replace(context, counts=counts, lengths=(LENGTH, LENGTH))
-    with closing(Traces(recipe, context.model, context.lora_targets, folder / "traces")) as traces:
-        return planner.choose(
-            replace(context, traces=traces, may_expand=may_expand),
-            LaunchConstraints(no_every_n_layers=no_every_n_layers, no_varlen_attn=None),
-        )
+    traces = Traces(recipe, context.model, context.lora_targets, kept.folder, child=kept.child)
+    return (
+        replace(context, traces=traces, may_expand=may_expand),
+        LaunchConstraints(no_every_n_layers=no_every_n_layers, no_varlen_attn=None),
+    )
 
 
-def test_fewer_layers_are_checkpointed_the_more_memory_there_is(tmp_path):
-    choices = [chosen(tmp_path, free_gib) for free_gib in (10, 8, 6.5, 5)]
+def chosen(kept: Kept, free_gib: float, *given: Any, **more: Any) -> Choice:
+    """The plan of planning()."""
+    return planner.choose(*planning(kept, free_gib, *given, **more))
+
+
+def what_nothing_fits_by(kept: Kept, free_gib: float, **more: Any) -> str:
+    """By what each candidate of planning() exceeds a budget. Ways out, each of which would be
+    traced, are those of test_advice."""
+    context, constraints = planning(kept, free_gib, **more)
+    judged: list[tuple[Judged, str]] = []
+    possible, _ = candidates.possible(context, constraints)
+    assert search.search(context, possible, constraints, judged) is None
+    return "; ".join(f"{estimate.describe(each.candidate)}: {each.misses}" for each, _ in judged)
+
+
+def test_fewer_layers_are_checkpointed_the_more_memory_there_is(kept):
+    choices = [chosen(kept, free_gib) for free_gib in (10, 8, 6.5, 5)]
     strategies = [choice.plan.strategy for choice in choices]
     assert [each.checkpointed_share for each in strategies] == [0, 1 / 4, 1 / 2, 1]
     seconds = [choice.plan.seconds_per_step for choice in choices]
@@ -105,37 +165,37 @@ def test_fewer_layers_are_checkpointed_the_more_memory_there_is(tmp_path):
 
 
 @pytest.mark.campaign
-def test_a_single_sample_checkpoints_fewer_layers_than_more_rows_that_fit(tmp_path):
+def test_a_single_sample_checkpoints_fewer_layers_than_more_rows_that_fit(own):
     long: dict[str, Any] = {"data": {"max_length": 2048}, "per_device_train_batch_size": 4}
-    of_rows = chosen(tmp_path, 4, **long).plan
+    of_rows = chosen(own, 4, **long).plan
     assert of_rows.strategy.checkpointed_share == 1
-    singles = [chosen(tmp_path, free_gib, exact_batch=False, **long).plan for free_gib in (4, 5, 6)]
+    singles = [chosen(own, free_gib, exact_batch=False, **long).plan for free_gib in (4, 5, 6)]
     assert [each.strategy.per_device_train_batch_size for each in singles] == [1, 1, 1]
     assert [each.strategy.checkpointed_share for each in singles] == [1 / 2, 1 / 4, 0]
     seconds = [each.seconds_per_step for each in (of_rows, *singles)]
     assert all(slow > quick * AS_FAST for slow, quick in itertools.pairwise(seconds))
     # two rows that fit without checkpointing are not slower than one: they alone are traced
-    traced = set((tmp_path / "traces").glob("*.json"))
-    plan = chosen(tmp_path, 10, exact_batch=False, **long).plan
+    traced = set(own.folder.glob("*.json"))
+    plan = chosen(own, 10, exact_batch=False, **long).plan
     assert plan.strategy.per_device_train_batch_size == 2
-    assert len(set((tmp_path / "traces").glob("*.json")) - traced) == 1
+    assert len(set(own.folder.glob("*.json")) - traced) == 1
 
 
-def test_a_transformers_that_cannot_leave_layers_out_checkpoints_all_and_the_plan_says_so(tmp_path):
+def test_a_transformers_that_cannot_leave_layers_out_checkpoints_all_and_the_plan_says_so(kept):
     why = "transformers 5.13 checkpoints all layers or none; 5.23 can choose"
-    plan = chosen(tmp_path, 8, why).plan
+    plan = chosen(kept, 8, why).plan
     assert plan.strategy.checkpointed_share == 1
     (recompute,) = (each for each in plan.switches if each.name == "recompute")
     assert recompute.why.endswith(why)
 
 
-def test_activations_are_kept_on_the_host_where_nothing_else_fits(tmp_path):
+def test_activations_are_kept_on_the_host_where_nothing_else_fits(kept):
     parts = {"num_output_chunks": 64, "tiled_mlp_num_shards": 1}
-    on_card = chosen(tmp_path, 3, **parts).plan
+    on_card = chosen(kept, 3, **parts).plan
     least = on_card.estimate.device_bytes
     assert not on_card.strategy.activation_offloading
     free_gib = (least - 64 * MIB) / 0.95 / GIB  # launch.vram_fraction
-    choice = chosen(tmp_path, free_gib, **parts)
+    choice = chosen(kept, free_gib, **parts)
     on_host = choice.plan
     assert on_host.strategy.activation_offloading
     layers, of_layer = 24, 8 * LENGTH * 896 * 2
@@ -147,11 +207,12 @@ def test_activations_are_kept_on_the_host_where_nothing_else_fits(tmp_path):
     assert on_host.seconds_per_step == pytest.approx(on_card.seconds_per_step, rel=0.01)
     values = {change.key: change.effective for change in on_host.changes}
     assert values["training.activation_checkpointing_kwargs"] == '{"offload": true}'
-    with pytest.raises(DoesNotFit):
-        chosen(tmp_path, free_gib, **parts, activation_checkpointing_kwargs={"offload": False})
+    assert what_nothing_fits_by(
+        kept, free_gib, **parts, activation_checkpointing_kwargs={"offload": False}
+    )
 
 
-def test_packed_rows_fit_without_the_mask_of_sdpa(tmp_path):
+def test_packed_rows_fit_without_the_mask_of_sdpa(kept):
     """A mask has a byte for each pair of tokens, and 2 bytes where it is added to scores."""
     length, rows = 8192, 2
     parts: dict[str, Any] = {
@@ -162,25 +223,24 @@ def test_packed_rows_fit_without_the_mask_of_sdpa(tmp_path):
         "activation_checkpointing_kwargs": {"offload": False},
         "tiled_mlp_num_shards": 1,
     }
-    with_mask = chosen(tmp_path, 19, **parts).plan
+    with_mask = chosen(kept, 19, **parts).plan
     least, mask = with_mask.estimate.device_bytes, rows * length**2 * 2
     free_gib = (least - mask // 2) / 0.95 / GIB
-    with pytest.raises(DoesNotFit):
-        chosen(tmp_path, free_gib, **parts)
-    without = chosen(tmp_path, free_gib, attention=None, **parts).plan
+    assert what_nothing_fits_by(kept, free_gib, **parts)
+    without = chosen(kept, free_gib, attention=None, **parts).plan
     assert without.strategy.attn_implementation == "varlen_attn"
     assert least - without.estimate.device_bytes > mask
     (attention,) = (each for each in without.switches if each.name == "attention")
     assert attention.why.endswith("no mask, no padding between them")
 
 
-def test_logits_at_targets_fit_where_those_of_all_positions_do_not(tmp_path):
+def test_logits_at_targets_fit_where_those_of_all_positions_do_not(kept):
     fixed = {"num_output_chunks": 1, "activation_checkpointing": False}
     targets = [LENGTH // 4, *[LENGTH // 8] * 20]  # of 8 rows: less than an eighth of the positions
     most = sum(targets[:8])
-    open_rows = chosen(tmp_path, 70, **fixed)
-    everywhere = chosen(tmp_path, 70, **fixed, most_targets=targets, logits_at_targets=False)
-    short = chosen(tmp_path, 70, **fixed, most_targets=targets)
+    open_rows = chosen(kept, 70, **fixed)
+    everywhere = chosen(kept, 70, **fixed, most_targets=targets, logits_at_targets=False)
+    short = chosen(kept, 70, **fixed, most_targets=targets)
     vocabulary, positions = 151_936, 8 * LENGTH
     less = everywhere.plan.estimate.allocated_bytes - short.plan.estimate.allocated_bytes
     # float32 logits, their gradient and the logits under autocast, at least
@@ -198,39 +258,38 @@ def test_logits_at_targets_fit_where_those_of_all_positions_do_not(tmp_path):
     assert "less" in line
     assert "faster" in line
     free_gib = (short.plan.estimate.device_bytes + 64 * MIB) / 0.95 / GIB  # launch.vram_fraction
-    assert chosen(tmp_path, free_gib, **fixed, most_targets=targets).plan.strategy.logits_at_targets
+    assert chosen(kept, free_gib, **fixed, most_targets=targets).plan.strategy.logits_at_targets
     for refused in ({}, {"most_targets": targets, "logits_at_targets": False}):
-        with pytest.raises(DoesNotFit):
-            chosen(tmp_path, free_gib, **fixed, **refused)
+        assert what_nothing_fits_by(kept, free_gib, **fixed, **refused)
 
 
-def test_segments_that_grow_fit_where_those_of_fixed_size_do_not(tmp_path):
+def test_segments_that_grow_fit_where_those_of_fixed_size_do_not(kept):
     """The number of targets varies, so that no later step fits into the segments of the first."""
     fixed: dict[str, Any] = {"num_output_chunks": 1, "activation_checkpointing": False}
     fixed["most_targets"] = [LENGTH // 4, *[LENGTH // 8] * 20]
-    plain, grows = (chosen(tmp_path, 70, **fixed, may_expand=grow).plan for grow in (False, True))
+    plain, grows = (chosen(kept, 70, **fixed, may_expand=grow).plan for grow in (False, True))
     assert (plain.allocator_settings, grows.allocator_settings) == ("", EXPANDABLE)
     assert grows.estimate.fragmentation_bytes < plain.estimate.fragmentation_bytes - 32 * MIB
     assert grows.estimate.allocated_bytes == pytest.approx(plain.estimate.allocated_bytes, rel=0.01)
     free_gib = (grows.estimate.device_bytes + 16 * MIB) / 0.95 / GIB  # launch.vram_fraction
-    choice = chosen(tmp_path, free_gib, **fixed, may_expand=True)
+    choice = chosen(kept, free_gib, **fixed, may_expand=True)
     assert choice.plan.allocator_settings == EXPANDABLE
-    with pytest.raises(DoesNotFit):  # though cached blocks would be given back
-        chosen(tmp_path, free_gib, **fixed)
+    # though cached blocks would be given back
+    assert what_nothing_fits_by(kept, free_gib, **fixed)
 
 
-def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(tmp_path):
+def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(kept):
     long: dict[str, Any] = {
         "data": {"max_length": 8192},
         "per_device_train_batch_size": 1,
         "num_output_chunks": 64,  # the logits are not the peak
         "activation_checkpointing_kwargs": {"offload": False},
     }
-    at_once = chosen(tmp_path, 5, **long).plan
+    at_once = chosen(kept, 5, **long).plan
     assert at_once.strategy.tiled_mlp_num_shards == 1
     assert not any("MLPs in" in line for line in at_once.table)  # nor was it traced
     free_gib = (at_once.estimate.device_bytes - 256 * MIB) / 0.95 / GIB  # launch.vram_fraction
-    parts = chosen(tmp_path, free_gib, **long).plan
+    parts = chosen(kept, free_gib, **long).plan
     assert parts.strategy.tiled_mlp_num_shards == 8
     saved = at_once.estimate.allocated_bytes - parts.estimate.allocated_bytes
     inner = 8192 * 4864 * 2  # a tensor of the MLP's inner size
@@ -244,15 +303,15 @@ def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(tmp_path):
     assert "less" in line
     (switch,) = (each for each in parts.switches if each.name == "mlp")
     assert switch.runs == "tokens in 8 parts"
-    with pytest.raises(DoesNotFit, match=r"checkpointing, .* GiB in backward, budget"):
-        chosen(tmp_path, free_gib, **long, tiled_mlp_num_shards=1)
-    asked = chosen(tmp_path, free_gib, **long, tiled_mlp_num_shards=6).plan
+    missed = what_nothing_fits_by(kept, free_gib, **long, tiled_mlp_num_shards=1)
+    assert re.search(r"checkpointing, .* GiB in backward, budget", missed), missed
+    asked = chosen(kept, free_gib, **long, tiled_mlp_num_shards=6).plan
     assert asked.strategy.tiled_mlp_num_shards == 6
     assert not any(change.key == "training.tiled_mlp_num_shards" for change in asked.changes)
 
 
 def test_mlps_in_parts_are_not_traced_where_all_that_a_layer_makes_is_less_than_what_is_missing(
-    tmp_path,
+    kept,
 ):
     long: dict[str, Any] = {
         "data": {"max_length": 8192},
@@ -260,7 +319,7 @@ def test_mlps_in_parts_are_not_traced_where_all_that_a_layer_makes_is_less_than_
         "num_output_chunks": 64,
         "activation_checkpointing": True,
     }
-    choice = chosen(tmp_path, 5, **long)
+    choice = chosen(kept, 5, **long)
     judged = estimate.judge(choice.context, choice.plan.strategy, exact=False)
     assert judged.memory.peak is not None
     of_layer = judged.memory.peak.parts["temporaries"]
@@ -275,54 +334,50 @@ def test_mlps_in_parts_are_not_traced_where_all_that_a_layer_makes_is_less_than_
     assert tiled(of_layer) is None
 
 
-def test_mlps_in_parts_are_not_traced_where_logits_are_the_peak(tmp_path):
+def test_mlps_in_parts_are_not_traced_where_logits_are_the_peak(kept):
     long: dict[str, Any] = {"data": {"max_length": 8192}, "per_device_train_batch_size": 1}
-    plan = chosen(tmp_path, 4, **long).plan
+    plan = chosen(kept, 4, **long).plan
     assert plan.strategy.activation_offloading
     assert not any("MLPs in" in line for line in plan.table)
 
 
-def with_lora(
-    folder: Path, length: int, cards: int, shape: str = "qwen2.5-7b"
-) -> tuple[PlanContext, Traces]:
+def with_lora(kept: Kept, length: int, cards: int, shape: str = "qwen2.5-7b") -> PlanContext:
     """LoRA of a model on cards of 24 GB."""
     recipe = fit.recipe_of(shape, "lora", length, half=False, gpus=cards)
     on = described.from_words("RTX 4090", cards, 64)
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
     context = plan_context.build(recipe, on, config, parameters, family, DATA)
-    traces = Traces(recipe, context.model, context.lora_targets, folder / "traces")
-    return replace(context, traces=traces), traces
+    traces = Traces(recipe, context.model, context.lora_targets, kept.folder, child=kept.child)
+    return replace(context, traces=traces)
 
 
-def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(tmp_path):
+def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(own):
     """At 8,192 tokens ZeRO 2 with states in host RAM fits. ZeRO 3 fetches all weights from there
     in each micro-step."""
-    context, traces = with_lora(tmp_path, 8192, 1)
-    with closing(traces):
-        plan = planner.choose(context).plan
-        assert plan.strategy.mode == "deepspeed_zero2_offload"
-        possible, _ = candidates.possible(context, NO_CONSTRAINTS)
-        (asked,) = (each for each in possible if each.mode == "deepspeed_zero3_offload")
-        left_out = [asked, *candidates.splits(context, asked)]
-        left_out = [each for each in left_out if each.activation_checkpointing]
-        assert [each for each in left_out if context.trace(each) is not None] == []
-        # what MLPs keep for backward is too much for the card: no trace has to say so
-        (whole,) = (each for each in possible if each.mode == "single_gpu")
-        for split in candidates.splits(context, whole):
-            assert split.activation_checkpointing or context.trace(split) is None
-        context.fetch(left_out)
-        judged = [estimate.judge(context, each, exact=False) for each in left_out]
+    context = with_lora(own, 8192, 1)
+    plan = planner.choose(context).plan
+    assert plan.strategy.mode == "deepspeed_zero2_offload"
+    possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+    (asked,) = (each for each in possible if each.mode == "deepspeed_zero3_offload")
+    left_out = [asked, *candidates.splits(context, asked)]
+    left_out = [each for each in left_out if each.activation_checkpointing]
+    assert [each for each in left_out if context.trace(each) is not None] == []
+    # what MLPs keep for backward is too much for the card: no trace has to say so
+    (whole,) = (each for each in possible if each.mode == "single_gpu")
+    for split in candidates.splits(context, whole):
+        assert split.activation_checkpointing or context.trace(split) is None
+    context.fetch(left_out)
+    judged = [estimate.judge(context, each, exact=False) for each in left_out]
     assert plan.seconds_per_step is not None
     assert min(each.seconds for each in judged) > plan.seconds_per_step * AS_FAST
 
 
-def test_full_copies_that_sharded_ones_may_beat_are_compared_before_one_is_replayed(tmp_path):
-    context, traces = with_lora(tmp_path, 2048, 2)
+def test_full_copies_that_sharded_ones_may_beat_are_compared_before_one_is_replayed(kept):
+    context = with_lora(kept, 2048, 2)
     judged: list[tuple[Judged, str]] = []
-    with closing(traces):
-        possible, _ = candidates.possible(context, NO_CONSTRAINTS)
-        two = [each for each in possible if each.num_processes == 2]
-        chosen = search.search(context, two, NO_CONSTRAINTS, judged)
+    possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+    two = [each for each in possible if each.num_processes == 2]
+    chosen = search.search(context, two, NO_CONSTRAINTS, judged)
     assert chosen is not None
     assert not chosen.candidate.launch_mode.is_whole
     assert any(each.candidate.launch_mode.is_whole and not each.misses for each, _ in judged)
@@ -341,33 +396,31 @@ def test_what_the_activations_of_a_layer_take_is_traced_of_full_copies_alone(tmp
     assert len([*(tmp_path / "t").glob("*.json")]) == 5
 
 
-def test_some_layers_keep_activations_where_logits_at_once_are_traced_with_checkpointing(tmp_path):
+def test_some_layers_keep_activations_where_logits_at_once_are_traced_with_checkpointing(kept):
     """Without checkpointing, logits at once are too much for the card, and are not traced."""
-    context, traces = with_lora(tmp_path, 8192, 1, "qwen2.5-1.5b")
-    with closing(traces):
-        plan = planner.choose(context).plan
+    context = with_lora(kept, 8192, 1, "qwen2.5-1.5b")
+    plan = planner.choose(context).plan
     assert plan.strategy.every_n_layers > 1
     assert plan.strategy.num_output_chunks == candidates.OUTPUT_CHUNKS
 
 
-def test_a_step_takes_at_least_what_the_work_of_another_mode_says(tmp_path):
+def test_a_step_takes_at_least_what_the_work_of_another_mode_says(kept):
     """Without checkpointing beside with it, and with logits in parts beside at once, each way."""
-    context, traces = with_lora(tmp_path, 2048, 2)
-    with closing(traces):
-        possible, _ = candidates.possible(context, NO_CONSTRAINTS)
-        both = [
-            split
-            for each in possible
-            if each.launch_mode.engine == "deepspeed" and each.num_processes == 2
-            for split in candidates.splits(context, each)
-            if split.per_device_train_batch_size == 1
-        ]
-        context.fetch(both)
-        judged = {each: estimate.judge(context, each, exact=False).seconds for each in both}
-        shares = [
-            search.least_s(context, each, other) / judged[each]
-            for each, other in itertools.permutations(both, 2)
-        ]
+    context = with_lora(kept, 2048, 2)
+    possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+    both = [
+        split
+        for each in possible
+        if each.launch_mode.engine == "deepspeed" and each.num_processes == 2
+        for split in candidates.splits(context, each)
+        if split.per_device_train_batch_size == 1
+    ]
+    context.fetch(both)
+    judged = {each: estimate.judge(context, each, exact=False).seconds for each in both}
+    shares = [
+        search.least_s(context, each, other) / judged[each]
+        for each, other in itertools.permutations(both, 2)
+    ]
     assert len({each.mode for each in both}) == 5
     assert 0.95 < max(shares) <= 1.0001
     assert max(share for share in shares if share < 0.9999) > 0.95
@@ -394,7 +447,9 @@ GATED = {**SMALL, "intermediate_size": 160, "num_key_value_heads": 2, "pad_token
     ],
     ids=["qwen2", "qwen2, LoRA", "gemma2, LoRA", "phi3", "phi, LoRA", "gpt2"],
 )
-def test_a_card_holds_at_least_what_candidates_are_left_out_by(config, lora, least_share, tmp_path):
+def test_a_card_holds_at_least_what_candidates_are_left_out_by(
+    config, lora, least_share, own, tmp_path
+):
     """With and without checkpointing, autocast, accumulation, and logits and MLPs in parts."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     recipe = Recipe.model_validate(
@@ -425,15 +480,14 @@ def test_a_card_holds_at_least_what_candidates_are_left_out_by(config, lora, lea
             replace(candidate, activation_checkpointing=True, every_n_layers=2),
             replace(candidate, activation_checkpointing=True, tiled_mlp_num_shards=2),
         ]
-        traces = Traces(other, context.model, context.lora_targets, tmp_path / "traces")
-        with closing(traces):
-            context = replace(context, traces=traces)
-            context.fetch(ways)
-            for way in ways:
-                least = less_saving.at_backward(context, way)
-                assert least is not None
-                held = estimate.judge(context, way, exact=False).memory
-                shares.append(least.allocated_bytes / held.allocated_bytes)
+        traces = Traces(other, context.model, context.lora_targets, own.folder, child=own.child)
+        context = replace(context, traces=traces)
+        context.fetch(ways)
+        for way in ways:
+            least = less_saving.at_backward(context, way)
+            assert least is not None
+            held = estimate.judge(context, way, exact=False).memory
+            shares.append(least.allocated_bytes / held.allocated_bytes)
     assert max(shares) <= 1
     assert min(shares[::4]) > least_share  # without checkpointing
 
