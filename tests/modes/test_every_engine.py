@@ -5,13 +5,15 @@ host holds no second copy of its states."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks import modes
 from benchmarks.modes import Case
-from tests import stopping
+from tests import builders, stopping
+from tests.modes.test_added_tokens import base_folder
 
 ENGINES = (
     pytest.param("deepspeed_zero1", 1, "llama-tiny", False, marks=pytest.mark.campaign),
@@ -28,11 +30,32 @@ OWN_BYTES = 100 << 20  # Python's objects, whose pages a worker writes to
 def test_an_engine_keeps_every_promise(tmp_path: Path, mode, ranks, family, lora):
     modes.write_rows(tmp_path)
     if lora and family == modes.LOADED:
-        modes.pretrain(tmp_path, "cpu")
-    plain = {}
-    for case in (Case("cpu", 1, family, lora), Case(mode, ranks, family, lora)):
-        row = modes.measure(tmp_path, case, plain)
-        assert all(modes.verdicts(row).values()), row
+        base_folder(tmp_path / "pretrained", tied=False)
+    share_traces(tmp_path / "workspace")
+    row = modes.measure(
+        tmp_path, Case(mode, ranks, family, lora), one_process(tmp_path, family, lora)
+    )
+    assert all(modes.verdicts(row).values()), row
+
+
+def share_traces(workspace: Path) -> None:
+    """What another test has traced is not traced again: modes.launch() passes no LOWMEM_TRACES."""
+    shared = Path(builders.TRACES["LOWMEM_TRACES"])
+    shared.mkdir(parents=True, exist_ok=True)
+    (workspace / ".cache").mkdir(parents=True)
+    (workspace / ".cache/traces").symlink_to(shared)
+
+
+def one_process(folder: Path, family: str, lora: bool) -> dict[str, Any]:
+    """What a plain process trains, as modes.measure() compares with. It fits as well."""
+    case = Case("cpu", 1, family, lora)
+    run, _ = modes.launch(folder, case)
+    estimate = modes.read(run / "plan.json")["estimate"]
+    outcome = modes.read(run / "attempts/01/outcome.json")
+    for states in ("weights_bytes", "optimizer_bytes", "offloaded_bytes"):
+        assert outcome[states] == pytest.approx(estimate[states], rel=modes.STATES_TOLERANCE)
+    model = modes.read_model(folder / "models" / case.name)
+    return {"events": modes.losses(run, 1), "model": model}
 
 
 @pytest.mark.campaign
