@@ -75,13 +75,15 @@ def test_the_amd_guides_wrapper_trains_as_its_variables_say(tmp_path):
     assert (tmp_path / "out model/config.json").exists()
 
 
-@pytest.mark.modes
-def test_the_a6000_guides_torchrun_line_is_one_training_of_two_ranks(tmp_path):
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory) -> tuple[Path, str]:
+    """(folder, what was said) of the A6000 guide's pretraining by torchrun, typed in it."""
+    folder = tmp_path_factory.mktemp("pretrained")
     words = [
         "--mode",
         "pretrain",
         "--model.shape=llama-tiny",
-        f"--data.train_file={texts(tmp_path)}",
+        f"--data.train_file={texts(folder)}",
     ]
     cut = [
         "--training.per_device_train_batch_size=3",
@@ -89,14 +91,19 @@ def test_the_a6000_guides_torchrun_line_is_one_training_of_two_ranks(tmp_path):
         "--data.max_length=8",
     ]
     workers = ["--training.dataloader_num_workers=1", "--training.logging_steps=1"]
-    said = run(tmp_path, sys.executable, *TORCHRUN, TRAIN, *words, *cut, *workers)
+    return folder, run(folder, sys.executable, *TORCHRUN, TRAIN, *words, *cut, *workers)
+
+
+@pytest.mark.modes
+def test_the_a6000_guides_torchrun_line_is_one_training_of_two_ranks(pretrained):
+    folder, said = pretrained
     assert len(re.findall(r"rank [01] of 2 on .*backend gloo \(torch.distributed\)", said)) == 2
     assert "3 per device x 4 accumulation x 2 processes = 24 effective" in said
-    run_dir = builders.only_run(tmp_path / "workspace", "minigpt_medium")
+    run_dir = builders.only_run(folder / "workspace", "minigpt_medium")
     assert [event["samples_seen"] for event in builders.events(run_dir)] == [24, 48]
     recipe = json.loads((run_dir / "recipe.json").read_text())
     assert recipe["training"]["dataloader_prefetch_factor"] == 4
-    log = (tmp_path / "workspace/logs/training.log").read_text()
+    log = (folder / "workspace/logs/training.log").read_text()
     assert len(re.findall(r"  step [12]/2  epoch", log)) == 2
 
 
@@ -231,19 +238,18 @@ def test_before_and_after_of_the_amd_guide_are_one_training(tmp_path):
 
 
 @pytest.mark.modes
-def test_sft_of_the_a6000_guide_starts_from_what_pretraining_left(tmp_path):
-    train = texts(tmp_path)
-    common = ["--training.max_steps=2", "--data.validation_file=null"]
-    said = run(
-        tmp_path, sys.executable, TRAIN, "--mode", "sft", f"--data.train_file={train}", "--dry-run"
-    )
+def test_sft_of_the_a6000_guide_starts_from_what_pretraining_left(pretrained, tmp_path):
+    sft = (sys.executable, TRAIN, "--mode", "sft")
+    said = run(tmp_path, *sft, f"--data.train_file={texts(tmp_path)}", "--dry-run")
     assert "training starts from random weights" in " ".join(said.split())
-    run(tmp_path, sys.executable, TRAIN, "--mode=pretrain", f"--data.train_file={train}", *common)
-    pairs = write_jsonl(tmp_path / "pairs.jsonl", [{"input": "1 + 1", "output": "2"}] * 8)
-    run(tmp_path, sys.executable, TRAIN, "--mode", "sft", f"--data.train_file={pairs}", *common)
-    logs = "".join(path.read_text("utf-8") for path in (tmp_path / "workspace").rglob("*sft*.log"))
+    folder, _ = pretrained
+    pairs = write_jsonl(folder / "pairs.jsonl", [{"input": "1 + 1", "output": "2"}] * 8)
+    common = ["--training.max_steps=2", "--data.validation_file=null"]
+    run(folder, *sft, f"--data.train_file={pairs}", *common)
+    workspace = folder / "workspace"
+    logs = "".join(path.read_text("utf-8") for path in workspace.rglob("*sft*.log"))
     assert "changed the model of model.path_if_there is there" in " ".join(logs.split())
-    assert (tmp_path / "workspace/model_save/minigpt_medium_sft/config.json").exists()
+    assert (workspace / "model_save/minigpt_medium_sft/config.json").exists()
 
 
 @pytest.mark.modes
