@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
+from launch.schema.model_sections import TokenizerSection
 from tests import builders
+from training.data import tokenizer as data_tokenizer
 
 pytestmark = pytest.mark.modes
 
@@ -49,11 +51,11 @@ LONG = (("phi3", LORA), ("bart", {}), ("gemma2", {}), ("gpt_neox", {}))
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer, from a short training."""
+    """A folder with a tokenizer."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    recipe = builders.recipe(folder, training={"max_steps": 1, "save_steps": 100})
-    assert builders.launch(folder / "workspace", "run", str(recipe)).returncode == 0
-    return folder / "model"
+    texts = (f"{row['prompt']} {row['response']}" for row in builders.rows(45))
+    data_tokenizer.train(texts, TokenizerSection(), SMALL["vocab_size"]).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.parametrize(
