@@ -129,9 +129,17 @@ def test_torchrun_takes_the_mode_of_the_recipe(tmp_path, plain):
     assert losses(tmp_path / "h") == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["auto", "deepspeed_zero2"])
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+
+
 @pytest.mark.parametrize(
-    "starter", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]]
+    ("starter", "mode"),
+    [
+        ([], "deepspeed_zero2"),
+        (TORCHRUN, "auto"),
+        pytest.param([], "auto", marks=pytest.mark.campaign),
+        pytest.param(TORCHRUN, "deepspeed_zero2", marks=pytest.mark.campaign),
+    ],
 )
 def test_one_rank_trains_however_it_is_started(tmp_path, plain, starter, mode):
     train, expected = plain

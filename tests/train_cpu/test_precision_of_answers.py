@@ -37,7 +37,7 @@ leave(0)
 @pytest.mark.modes
 @pytest.mark.parametrize(
     "sections",
-    [{}, pytest.param({"lora": {"r": 4}}, marks=pytest.mark.modes)],
+    [pytest.param({}, marks=pytest.mark.campaign), {"lora": {"r": 4}}],
     ids=["weights", "adapter"],
 )
 def test_answers_are_computed_under_autocast(tmp_path, sections: dict[str, Any]):
