@@ -21,7 +21,8 @@ BY_ACCELERATE = {  # what accelerate launch sets for configs/accelerate/fsdp2.ya
 }
 
 
-@pytest.mark.parametrize("mode", ["multi_cpu", "fsdp2"])
+# under DDP the products are those that tests/modes/trace/test_switches.py counts
+@pytest.mark.parametrize("mode", [pytest.param("multi_cpu", marks=pytest.mark.campaign), "fsdp2"])
 def test_products_are_in_bf16_and_all_else_in_float32(tmp_path, mode):
     training = {
         "bf16": True,
