@@ -113,10 +113,10 @@ def describe(recipe: Recipe, is_encoder_decoder: bool, is_text: bool) -> str:
     if is_encoder_decoder:
         if section.chat_template:
             raise ConfigError(
-                "tokenizer.chat_template: the model is a T5, which has no chat template: it reads"
+                "tokenizer.chat_template: an encoder-decoder has no chat template: it reads"
                 " the turns before the last answer, a line each; leave it out"
             )
-        return "none: T5 reads the turns before the last answer, a line each"
+        return "none: the encoder reads the turns before the last answer, a line each"
     own = _own(recipe)
     if recipe.task == "pretrain" and is_text:
         exported = f"; the model is exported with {own}" if section.chat_template else ""

@@ -125,7 +125,7 @@ def with_rows(context: PlanContext) -> PlanContext:
     if counts is None:
         return context
     if note := counts.get("tokenizer_note"):
-        notes = dict.fromkeys([*context.data_format.notes, note])
+        notes = dict.fromkeys([note, *context.data_format.notes])
         context = replace(context, data_format=replace(context.data_format, notes=tuple(notes)))
     if "train" not in counts:
         return context
@@ -255,6 +255,17 @@ def copied_modules(
             " trained as both"
         )
     return tuple(notes)
+
+
+def own_head(family: ModelFamily, parameters: predict_parameters.Shapes) -> tuple[str, ...]:
+    """A line of the plan on a head that the weights have apart from the embeddings, which the
+    config ties."""
+    heads = [name for name in family.tied if name in parameters and not family.is_encoder_decoder]
+    return tuple(
+        f"{head} of the weights differs from the embeddings, to which config.json ties it: it is"
+        " trained apart, and exported with tie_word_embeddings: false"
+        for head in heads
+    )
 
 
 def exported_dtype(recipe: Recipe, config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -143,6 +143,7 @@ def read(
             f"private keys of config.json that transformers does not read: {', '.join(unread)}",
         )
     notes += plan_context.exported_dtype(recipe, model.config)
+    notes += plan_context.own_head(family, parameters)
     data_format = replace(data_format, notes=(*data_format.notes, *notes))
     rows = None
     if not recipe.data.streaming and not sources.are_counted(recipe.data):

@@ -285,6 +285,9 @@ def _folder_config(folder: Path) -> dict[str, Any]:
         else:
             fix = "give a folder written by save_pretrained()"
         raise ResourceError(f"{folder}: has no config.json; {fix}")
+    generation = folder / "generation_config.json"
+    if generation.is_file() and not isinstance(_json(generation), dict):
+        raise ResourceError(f"{generation}: is no mapping of keys to values; copy the model again")
     return _checked(_json(file), file, ResourceError)
 
 

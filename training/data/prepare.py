@@ -103,7 +103,9 @@ def _write(
         tokenizer.save(made, aside, tokens.model.config if _is_beside(tokens) else None)
         aside.rename(folder / tokenise.TOKENIZER)
     loaded = tokenizer.load(folder / tokenise.TOKENIZER)
-    counts: dict[str, Any] = {"tokenizer_note": _reading(tokens, loaded)}
+    counts: dict[str, Any] = {"tokenizer_note": (note := _reading(tokens, loaded))}
+    if note:
+        say(note)
     if not source.streaming:
         job = tokenise.job_of_part(tokens, folder, "train", goes_on)
         assert job is not None
@@ -137,6 +139,8 @@ def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
         if rows := tokens.model.config.get("vocab_size"):
             tokenizer.check_ids(loaded, rows, local)
         tokenizer.set_languages(loaded, section, is_pair)
+        if is_pair:
+            tokenizer.end_inputs(loaded)
         return loaded
     size = section.vocab_size or tokens.model.config["vocab_size"]
     named = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
@@ -148,6 +152,8 @@ def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     if section.chat_template:
         tokenizer.set_template(trained, section.chat_template)
     tokenizer.set_languages(trained, section, is_pair)
+    if is_pair:
+        tokenizer.end_inputs(trained)
     return trained
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from launch.base import files
@@ -70,13 +70,15 @@ def load(
         reason = [*str(error).strip().splitlines(), ""][0].rstrip(" :")
         if not isinstance(error, OSError | ValueError):
             reason = f"{type(error).__name__}: {reason}; is {_files(folder)} damaged?"
+        other = "" if is_file else "; --tokenizer.loading=file reads tokenizer.json alone, or"
         raise ResourceError(
-            f"{folder}: no tokenizer can be loaded from this folder ({reason}); name one with"
-            " --tokenizer.path=FOLDER"
+            f"{folder}: no tokenizer can be loaded from this folder ({reason}){other or ';'} name"
+            " one with --tokenizer.path=FOLDER"
         ) from error
     if tokenizer.eos_token_id is None:
         raise ResourceError(
-            f"{folder}: the tokenizer has no eos_token; a model could never learn where to stop"
+            f"{folder}: the tokenizer has no eos_token, so that a model could never learn where to"
+            " stop; name one in tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -106,7 +108,8 @@ def loading_of_recipe(recipe: Recipe) -> TokenizerLoading:
 
 def _files(folder: Path) -> str:
     """The files that hold a folder's tokens."""
-    names = [name for name in chat_templates.TOKENIZER_FILES if (folder / name).is_file()]
+    names = (*chat_templates.TOKENIZER_FILES, "config.json")
+    names = [name for name in names if (folder / name).is_file()]
     return " or ".join(names) or "a file of it"
 
 
@@ -148,35 +151,38 @@ def difference(by_file: Any, by_auto: Any, texts: Iterable[str]) -> str | None:
     """The first text of which two readings of a tokenizer folder make other tokens, and these; None
     without one.
 
-    Raises ResourceError where the second loses characters that the first keeps."""
+    Raises ResourceError for a text of which the second keeps less than is there and less than the
+    first keeps."""
+    line = None
     for number, text in enumerate(texts, 1):
-        file_ids, auto_ids = (
-            each(text, add_special_tokens=False)["input_ids"] for each in (by_file, by_auto)
-        )
-        if file_ids == auto_ids:
+        readers = (by_file, by_auto)
+        ids = [each(text, add_special_tokens=False)["input_ids"] for each in readers]
+        if ids[0] == ids[1]:
             continue
-        file_is_lossless, auto_is_lossless = (
-            _characters(each.decode(ids)) == _characters(text)
-            for each, ids in ((by_file, file_ids), (by_auto, auto_ids))
-        )
         first = next(
-            (i for i, pair in enumerate(zip(file_ids, auto_ids, strict=False)) if len({*pair}) > 1),
-            min(len(file_ids), len(auto_ids)),
+            (i for i, pair in enumerate(zip(*ids, strict=False)) if len({*pair}) > 1),
+            min(map(len, ids)),
         )
         tokens = [
-            each.convert_ids_to_tokens(ids[first : first + 4])
-            for each, ids in ((by_file, file_ids), (by_auto, auto_ids))
+            each.convert_ids_to_tokens(own[first : first + 4])
+            for each, own in zip(readers, ids, strict=True)
         ]
-        line = f"row {number} has {tokens[0]} by tokenizer.json, {tokens[1]} by AutoTokenizer"
-        if file_is_lossless and not auto_is_lossless:
-            raise ResourceError(f"{line}, which loses characters of it")
-        return line
-    return None
+        this = f"row {number} has {tokens[0]} by tokenizer.json, {tokens[1]} by AutoTokenizer"
+        of_file, of_auto = (
+            _words(each.decode(own, clean_up_tokenization_spaces=False))
+            for each, own in zip(readers, ids, strict=True)
+        )
+        whole = (of_file, _words(text))
+        fewest = min(map(len, whole))
+        if "".join(of_auto) not in map("".join, whole) or len(of_auto) < fewest:
+            raise ResourceError(f"{this}, which loses characters of it")
+        line = line or this
+    return line
 
 
-def _characters(text: str) -> str:
-    """The characters that normalisers and word boundaries keep."""
-    return "".join(unicodedata.normalize("NFKC", text).split())
+def _words(text: str) -> list[str]:
+    """The words of a text, in characters that normalisers keep."""
+    return unicodedata.normalize("NFKC", text).split()
 
 
 def check_ids(tokenizer: PreTrainedTokenizerBase, rows: int, folder: str | Path) -> None:
@@ -234,6 +240,19 @@ def around_source(tokenizer: Any) -> tuple[list[int], list[int]]:
     token."""
     before, behind = around(tokenizer)
     return before, behind if before or behind else [tokenizer.eos_token_id]
+
+
+def end_inputs(tokenizer: Any) -> None:
+    """Let the tokenizer's own call end a text with the end token where it adds nothing, as rows of
+    an encoder-decoder end."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None and around(tokenizer) == ([], []):
+        end = tokenizer.eos_token
+        fast.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}",
+            pair=f"$A {end} $B {end}",
+            special_tokens=[(end, tokenizer.eos_token_id)],
+        )
 
 
 def around_target(tokenizer: Any) -> tuple[list[int], list[int]]:

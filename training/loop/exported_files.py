@@ -18,6 +18,7 @@ from transformers import (
 
 from launch.base import files
 from training.compat.transformers_private import Network
+from training.model import merging
 
 # Files of a tokenizer that transformers 5 reads, but does not write beside tokenizer.json
 VOCABULARIES = (
@@ -36,7 +37,12 @@ def save_model(model: Network, folder: Path, base: Mapping[str, Any]) -> None:
         weights = {**model.state_dict(), "lm_head.weight": head.weight.detach().clone()}
     model.save_pretrained(folder, state_dict=weights)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    files.write_json(folder / "config.json", for_both_versions(config, base))
+    config = for_both_versions(config, base)
+    is_tied = head is None or head.weight is model.get_input_embeddings().weight
+    if not is_tied and merging.can_untie(model):  # transformers 4.57 ties what this says
+        for part in (config, config.get("text_config", {})):
+            part |= {"tie_word_embeddings": False}
+    files.write_json(folder / "config.json", config)
 
 
 def for_both_versions(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

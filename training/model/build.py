@@ -4,6 +4,7 @@ in part or extended with LoRA."""
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ from training.compat.transformers_private import Network
 from training.data import tokenizer as data_tokenizer
 from training.data.chat.loss_spans import ConversationRenderer
 from training.model import four_bit, varlen_attention
+
+logger = logging.getLogger("lowmem")
 
 # Types whose decoders begin with the padding token where their config says nothing. Source: the
 # errors of their own _shift_right.
@@ -78,12 +81,12 @@ def folder_config(folder: str | Path) -> PreTrainedConfig:
     not have."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         cause = str(error).strip().splitlines()[0]
         raise ResourceError(
             f"{folder}/config.json: transformers {transformers.__version__} cannot read it"
-            f" ({cause}); code that comes with a model is never run: use a model_type that"
-            " transformers has itself"
+            f" ({cause}); code that comes with a model is never run: use a model_type and values"
+            " that transformers has itself"
         ) from error
 
 
@@ -175,7 +178,18 @@ def from_folder(
         raise ResourceError(
             f"{section.path}: the model cannot be loaded ({str(error).splitlines()[0]})"
         ) from error
+    except (TypeError, KeyError, AttributeError) as error:  # a value of another kind
+        raise ResourceError(
+            f"{section.path}: the model cannot be loaded ({type(error).__name__}: {error}); a value"
+            " in config.json or generation_config.json is none that transformers takes there"
+        ) from error
     model, loaded = loading
+    if unread := sorted(map(str, loaded["unexpected_keys"])):
+        logger.info(
+            "%s: %d tensors are not in the model of config.json, and neither trained nor exported,"
+            " such as %s",
+            *(section.path, len(unread), unread[0]),
+        )
     if asked_tie is False and "lm_head.weight" in loaded["missing_keys"]:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         with deepspeed_private.gathered([head.weight, embedding.weight]):
@@ -232,6 +246,16 @@ def set_special_tokens(
         config.bos_token_id = bos
         if is_pair:
             config.decoder_start_token_id = decoder_start(model.config, tokenizer.pad_token_id)
+    generation = model.generation_config
+    if generation.suppress_tokens:  # of a base whose answers never ended so
+        generation.suppress_tokens = [
+            token for token in generation.suppress_tokens if token not in ends
+        ] or None
+    if generation.bad_words_ids:
+        words = generation.bad_words_ids
+        generation.bad_words_ids = [
+            word for word in words if word not in [[e] for e in ends]
+        ] or None
     set_target_language(model, tokenizer)
     generation_private.take_as_loaded(model)
 

@@ -18,9 +18,9 @@ from training.compat.transformers_private import Network
 ADAPTED = (".base_layer", ".original_module")
 ROW_TOKENS = 31  # of a row whose logits are compared
 # Largest difference of two logits, as a share of the largest logit: rounding alone. In 16 bits the
-# sum of two products is rounded otherwise than one product; adapters of random models were off by
-# up to 2.9 %, and the wrong side of a tied pair by 36 % at least.
-MOST_OFF, MOST_OFF_IN_16_BITS = 1e-4, 0.05
+# sum of two products is rounded otherwise than one product; right merges of strong adapters were
+# off by up to 5.3 %, and the wrong side of a tied pair by 36 % at least.
+MOST_OFF, MOST_OFF_IN_16_BITS = 1e-4, 0.12
 
 
 def merged(adapted: Network, merge: Callable[[], Network]) -> Network:
@@ -34,10 +34,7 @@ def merged(adapted: Network, merge: Callable[[], Network]) -> Network:
     pairs = [(model.get_parameter(name), model.get_parameter(of)) for name, of in ties.items()]
     are_tied = all(torch.equal(weight, source) for weight, source in pairs)
     text_config.tie_word_embeddings = ties_embeddings and are_tied
-    # T5 ties what is not stored apart, whatever its config says
-    is_stored = (
-        not are_tied and not type(text_config)(tie_word_embeddings=False).tie_word_embeddings
-    )
+    is_stored = not are_tied and can_untie(adapted)
     for name, (weight, source) in zip(ties, pairs, strict=True):
         module_name, _, last_name = name.rpartition(".")
         if torch.equal(weight, source):
@@ -46,6 +43,12 @@ def merged(adapted: Network, merge: Callable[[], Network]) -> Network:
     if not are_tied:
         _scale_head(model)
     return model
+
+
+def can_untie(network: Network) -> bool:
+    """False for a T5, which ties what is not stored apart, whatever its config says."""
+    kind = type(network.config.get_text_config())
+    return not kind(tie_word_embeddings=False).tie_word_embeddings
 
 
 def _untie(network: torch.nn.Module) -> None:

@@ -44,7 +44,10 @@ def test_rows_are_shown_with_their_loss_and_the_reason_for_which_they_are_left_o
 def test_tokens_of_a_t5_are_those_of_source_and_target(recipe):
     done = builders.launch(recipe.parent, "show", str(recipe), "--model.shape=t5-tiny")
     assert done.returncode == 0, done.stderr
-    assert "template   none: T5 reads the turns before the last answer, a line each" in done.stdout
+    assert (
+        "template   none: the encoder reads the turns before the last answer, a line each"
+        in done.stdout
+    )
     tokens, targets = map(int, re.findall(r":1: (\d+) tokens, (\d+) with a loss", done.stdout)[0])
     assert 0 < targets < tokens
     assert "⟦answer<|end|>⟧" in done.stdout

@@ -329,6 +329,13 @@ def test_a_broken_config_is_named(folder, raw, message):
         load_folder(folder)
 
 
+def test_a_broken_generation_config_is_named(folder):
+    for raw in ('{"eos_token_id": [1,', "[]"):
+        (folder / "generation_config.json").write_text(raw)
+        with pytest.raises(ResourceError, match=r"generation_config\.json: is n"):
+            load_folder(folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

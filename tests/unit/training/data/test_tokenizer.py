@@ -73,6 +73,54 @@ def test_the_first_row_that_two_readings_cut_otherwise_is_named():
     assert "by tokenizer.json, [" in line and line.endswith("by AutoTokenizer")
 
 
+class Reading:
+    """A tokenizer of words. `lost`: what it has no token for; `blanks`: False, it loses them."""
+
+    def __init__(self, lower=False, lost="", blanks=True):
+        self.lower, self.lost, self.blanks = lower, lost, blanks
+
+    def __call__(self, text, add_special_tokens):
+        text = text.lower() if self.lower else text
+        cut = text if self.blanks else text.replace(" ", "")
+        return {"input_ids": ["<unk>" if each in self.lost else each for each in cut]}
+
+    def decode(self, ids, clean_up_tokenization_spaces):
+        return "".join(ids)
+
+    def convert_ids_to_tokens(self, ids):
+        return ids
+
+
+@pytest.mark.parametrize(
+    ("by_file", "by_auto", "refused"),
+    [
+        (Reading(), Reading(lower=True), True),
+        (Reading(lower=True), Reading(), False),  # keeps more
+        (Reading(lower=True), Reading(lower=True, lost="c"), True),
+        (Reading(lower=True, lost="c"), Reading(lower=True, lost="c"), False),
+        (Reading(), Reading(blanks=False), True),
+    ],
+)
+def test_a_reading_that_keeps_less_is_refused_whichever_row_shows_it(by_file, by_auto, refused):
+    texts = ["d", "dd", "A b C c"]
+    if not refused:
+        tokenizer.difference(by_file, by_auto, texts)
+        return
+    with pytest.raises(ResourceError, match=r"row 3 .* by AutoTokenizer, which loses characters"):
+        tokenizer.difference(by_file, by_auto, texts)
+
+
+def test_a_pair_ends_its_inputs_with_the_end_token_in_the_tokenizers_own_call():
+    made = trained("t5")
+    assert tokenizer.around(made) == ([], [])
+    before = tokenizer.around_source(made), tokenizer.around_target(made)
+    tokenizer.end_inputs(made)
+    assert tokenizer.around(made) == ([], [made.eos_token_id])
+    assert (tokenizer.around_source(made), tokenizer.around_target(made)) == before
+    tokenizer.end_inputs(made)
+    assert tokenizer.around(made) == ([], [made.eos_token_id])
+
+
 def test_a_reading_that_loses_characters_is_refused(tmp_path):
     """A vocabulary of words between ▁ has no token for a byte of Qwen2's pre-tokenizer."""
     made = trained("llama")

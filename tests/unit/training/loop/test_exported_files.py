@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -18,12 +18,17 @@ from transformers import (
     GenerationConfig,
 )
 
-from launch.schema.model_sections import TokenizerSection
+from launch.base.errors import ResourceError
+from launch.plan import context
+from launch.predict import model_config
+from launch.schema.model_sections import ModelSection, TokenizerSection
 from launch.schema.recipe import Recipe
+from tests import builders
 from training.children.merge import merge
 from training.data import tokenizer as tokenizers
 from training.loop import export, exported_files
 from training.loop.nan_guard import NonFinite
+from training.model import build
 from training.model.build import set_special_tokens
 
 LLAMA = {
@@ -276,3 +281,60 @@ def test_vocabularies_of_the_base_are_copied_while_they_describe_the_tokenizer(t
     assert "tokenizer.model of" in line
     assert "not copied" in line
     assert not (grown / "tokenizer.model").exists()
+
+
+def with_own_head(folder: Path, **more: torch.Tensor) -> Path:
+    """A folder whose file has a head of its own, though its config ties it."""
+    model_of({**LLAMA, "tie_word_embeddings": True}).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file({**weights, **more}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_head_that_the_weights_untie_is_untied_for_older_versions(tmp_path):
+    base = with_own_head(tmp_path / "base")
+    model = build.from_folder(ModelSection(path=str(base)), None, torch.device("cpu"))
+    config = json.loads((base / "config.json").read_text())
+    exported_files.save_model(model, tmp_path / "own", config)
+    assert json.loads((tmp_path / "own/config.json").read_text())["tie_word_embeddings"] is False
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "own")
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert saved(tmp_path / "tied", {**LLAMA, "tie_word_embeddings": True})["tie_word_embeddings"]
+    read = model_config.read(ModelSection(path=str(base)), root=base, cache=builders.CACHE)
+    (line,) = context.own_head(read[2], read[1])
+    assert line.startswith("lm_head.weight of the weights differs from the embeddings")
+
+
+def test_weights_that_the_config_does_not_describe_are_named(tmp_path, caplog):
+    base = with_own_head(tmp_path, **{"value_head.weight": torch.ones(1)})
+    with caplog.at_level("INFO", "lowmem"):
+        build.from_folder(ModelSection(path=str(base)), None, torch.device("cpu"))
+    assert "1 tensors are not in the model of config.json" in caplog.text
+    assert "such as value_head.weight" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("generation_config.json", {"max_new_tokens": "lots"}),
+        ("config.json", {"rope_scaling": {"rope_type": "ntk-magic"}}),
+        ("config.json", {"torch_dtype": "bf16", "dtype": "bf16"}),
+    ],
+)
+def test_a_value_that_transformers_does_not_take_is_named_with_its_file(tmp_path, name, change):
+    with_own_head(tmp_path)
+    file = tmp_path / name
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises(ResourceError, match=r"value.* config\.json|config\.json: .* values "):
+        build.from_folder(ModelSection(path=str(tmp_path)), None, torch.device("cpu"))
+
+
+def test_a_trained_end_is_no_token_that_the_bases_settings_suppress():
+    made, model = own_tokenizer(), model_of(LLAMA)
+    end = made.eos_token_id
+    model.generation_config.suppress_tokens = [end, 7]
+    model.generation_config.bad_words_ids = [[end], [3, end]]
+    set_special_tokens(model, made)
+    assert model.generation_config.suppress_tokens == [7]
+    assert model.generation_config.bad_words_ids == [[3, end]]
