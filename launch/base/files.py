@@ -142,8 +142,17 @@ def sha256(path: Path) -> str:
 def free_bytes(path: Path) -> int:
     """Bytes that this user may still write on the disk of a folder, or of its nearest parent that
     exists."""
-    disk = os.statvfs(next(folder for folder in (path, *path.parents) if folder.exists()))
+    disk = os.statvfs(_there(path))
     return disk.f_bavail * disk.f_frsize
+
+
+def disk(path: Path) -> int:
+    """The device of a folder, or of its nearest parent that exists."""
+    return _there(path).stat().st_dev
+
+
+def _there(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def refuse_strangers(path: Path) -> None:
@@ -159,6 +168,11 @@ def refuse_strangers(path: Path) -> None:
                 f"{place}: belongs to user {status.st_uid}, in a folder where anybody may write;"
                 " choose another name"
             )
+
+
+def is_model(folder: Path) -> bool:
+    """True for a model's folder that a run of ours wrote."""
+    return (folder / "lowmem.json").is_file() and not folder.is_symlink()
 
 
 def check_output(folder: Path) -> None:
@@ -181,6 +195,12 @@ def check_output(folder: Path) -> None:
         raise ResourceError(f"output_dir {folder}: is a file; choose another folder")
     for ending in ("tmp", "old"):  # export.py's
         refuse_strangers(folder.with_name(f".{folder.name}.{ending}"))
+    previous = folder.with_name(f"{folder.name}.previous")
+    if (folder / "lowmem.json").exists() and os.path.lexists(previous) and not is_model(previous):
+        raise ResourceError(
+            f"output_dir {folder}: its model would be kept as {previous}, which no run of ours"
+            " wrote; move that away, or choose another output_dir"
+        )
     parent = next(path for path in folder.parents if path.exists())
     if not parent.is_dir():
         raise ResourceError(f"output_dir {folder}: {parent} is a file; choose another folder")

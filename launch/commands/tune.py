@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,7 @@ from launch.supervise.run_lease import RunLease
 from launch.supervise.screen import Screen
 
 MAX_TRIALS = 3
+TRIALS = re.compile(r"\d{8}-\d{6}-(\d+)")  # the folder of a tuning, with its process
 STEPS = 3  # of a trial; the first finds no optimizer states
 MUCH_LESS = 0.8  # of the prediction of the trial that ran out of memory
 AS_FAST = 1.1  # trials whose seconds differ by less count as equally fast
@@ -163,7 +165,8 @@ def tune(facts: Facts, say: Say) -> Tuned:
 def _sweep(trials: Path) -> None:
     """Remove the folders of tunings that were killed."""
     for folder in trials.glob("*-*-*"):
-        if not psutil.pid_exists(int(folder.name.rpartition("-")[2])):
+        maker = TRIALS.fullmatch(folder.name)
+        if maker and not psutil.pid_exists(int(maker[1])):
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -6,7 +6,8 @@
    output_dir, but of the newest runs of each recipe.
 
 Logs, figures and reports of runs stay. A run that is in use is left alone, and so is a checkpoint
-from which another, unfinished run continues."""
+from which another, unfinished run continues. Nothing goes that no plan marks as ours, under a name
+that a run does not write, or behind a link."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from typing import Literal
 from launch.base import locks
 from launch.base.errors import CheckpointError, LockHeld, ResourceError
 from launch.queue import leases
-from launch.run_folder import layout
+from launch.run_folder import layout, manifest
 from launch.run_folder.layout import DRY_RUN, RunDir, holds_model
 
 ONLY_WEIGHTS = "its model is not in its output_dir any more, these are its only weights here"
@@ -40,9 +41,9 @@ class Removal:
 
     @property
     def paths(self) -> list[Path]:
-        """Paths to remove. The folder of checkpoints stays; it may be a link to another disk."""
+        """Paths to remove. The folder of checkpoints stays."""
         if self.rule in ("complete", "unfinished"):
-            return sorted(self.run.checkpoints.iterdir())
+            return manifest.written(self.run.checkpoints)
         return [self.run.root]
 
 
@@ -65,9 +66,13 @@ def survey(runs: Path, keep: int, unfinished: bool) -> Survey:
         for run in trained[keep:]:
             if not has_checkpoints(run):
                 continue
-            checkpoints_bytes, is_complete = size_bytes(run.checkpoints), _ended(run)
+            written, is_complete = manifest.written(run.checkpoints), _ended(run)
+            checkpoints_bytes = sum(map(size_bytes, written))
             are_last = is_complete and not _has_model(run)
-            if is_in_use(run):
+            links = (run.root.parent, run.root, run.checkpoints)
+            if link := next((path for path in links if path.is_symlink()), None):
+                stays.append(f"{run.run_id}: its checkpoints lie behind the link {link}")
+            elif is_in_use(run):
                 stays.append(f"{run.run_id}: in use")
             elif run.root.resolve() in protected:
                 stays.append(f"{run.run_id}: an unfinished run continues from its checkpoint")
@@ -86,13 +91,13 @@ def survey(runs: Path, keep: int, unfinished: bool) -> Survey:
 def _leftovers(runs: Path) -> Iterator[Removal]:
     for root in sorted(runs.glob("*/*")):
         run = RunDir(root)
-        if not root.is_dir() or root.is_symlink() or is_in_use(run):
+        if not run.is_removable() or is_in_use(run):
             continue
         if time.time() - root.stat().st_mtime < UNTOUCHED_S:
             continue
         if root.name == DRY_RUN:
             yield Removal("dry run", run, size_bytes(root))
-        elif run.checkpoints.is_dir() and not run.plan_file.exists() and not run.attempts():
+        elif layout.STAMP.fullmatch(root.name) and not run.plan_file.exists():
             yield Removal("start without a plan", run, size_bytes(root))
 
 
@@ -153,7 +158,10 @@ def _has_model(run: RunDir) -> bool:
 
 
 def size_bytes(folder: Path) -> int:
-    """Bytes of all files in a folder; one with several names counts once, links do not."""
+    """Bytes of a file, or of all files in a folder; one with several names counts once, links do
+    not."""
+    if folder.is_file():
+        return folder.stat().st_size
     total, seen = 0, set[tuple[int, int]]()
     for place, _, names in os.walk(folder):
         for name in names:

@@ -1,12 +1,15 @@
-"""Disk space for the checkpoints of a run, checked before anything is started."""
+"""Disk space for the checkpoints of a run and for its model, checked before anything is started."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from launch.base import files
 from launch.base.errors import ResourceError
 from launch.base.text import size
 from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
+from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 
@@ -25,9 +28,18 @@ def stored_bytes(run: RunDir, recipe: Recipe, plan: Plan) -> int:
     return min(len(manifest.ours(run.checkpoints)), num_kept(recipe)) * plan.checkpoint_bytes
 
 
+def exported_bytes(recipe: Recipe, plan: Plan) -> int:
+    """Bytes of the weights in output_dir."""
+    model = plan.shape
+    adapter_bytes = model.lora_bytes + model.tied_copy_bytes
+    if recipe.lora is not None and recipe.model.path is not None:
+        return adapter_bytes
+    return model.parameters * DTYPE_BYTES[recipe.output_dtype(model.config)] + adapter_bytes
+
+
 def check(run: RunDir, recipe: Recipe, plan: Plan, leased_bytes: int = 0) -> list[str]:
-    """A line if more checkpoints are kept than the limit says. Raises ResourceError if they will
-    not fit, beside what other runs have leased there.
+    """A line if more checkpoints are kept than the limit says. Raises ResourceError if they, or the
+    model, will not fit, beside what other runs have leased there.
 
     Those of an earlier attempt have their space already.
     """
@@ -44,6 +56,19 @@ def check(run: RunDir, recipe: Recipe, plan: Plan, leased_bytes: int = 0) -> lis
             f" (training.save_total_limit {limit}) while the next is written, which takes"
             f" {size(need)} more; {size(free)} are free{_less(leased_bytes)}. Try {helps}"
             "LOWMEM_ROOT on a larger disk, or free some space there"
+        )
+    output = Path(recipe.output_dir)
+    model_bytes, free_there = exported_bytes(recipe, plan), files.free_bytes(output)
+    beside = ""
+    if files.disk(output) == files.disk(run.checkpoints):
+        of_checkpoints = max(need - checkpoint_bytes, 0)
+        free_there = max(free - of_checkpoints, 0)
+        beside = f" beside {size(of_checkpoints)} for checkpoints{_less(leased_bytes)}"
+    if model_bytes > free_there:
+        raise ResourceError(
+            f"output_dir {output}: the model takes about {size(model_bytes)}, and"
+            f" {size(free_there)} are free there{beside}; choose an output_dir on a larger disk, or"
+            " free some space there"
         )
     if limit < MIN_KEPT:
         return [

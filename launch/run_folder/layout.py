@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import time
 import traceback
@@ -38,6 +39,7 @@ from launch.schema.result import (
 from launch.schema.shown_rows import ShownRows
 
 Noun = TypeVar("Noun")
+STAMP = re.compile(r"\d{8}-\d{6}(-\d+)?")  # the name of a run's folder
 DRY_RUN = "dry-run"  # the folder of a recipe's last dry run, beside its runs
 SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
 
@@ -172,7 +174,12 @@ class RunDir:
     def dry_run(cls, runs: Path, recipe_name: str) -> RunDir:
         """The folder of the recipe's dry runs, emptied. It is no run: nothing trains in it."""
         run = cls(runs / recipe_name / DRY_RUN)
-        shutil.rmtree(run.root, ignore_errors=True)
+        if os.path.lexists(run.root):
+            if not run.is_removable():
+                raise ResourceError(
+                    f"{run.root}: holds something that no dry run of ours wrote; move it away"
+                )
+            shutil.rmtree(run.root)
         run.checkpoints.mkdir(parents=True)
         return run
 
@@ -187,6 +194,17 @@ class RunDir:
         failed = any(attempt.supervisor_file.exists() for attempt in self.attempts())
         if not failed and not self.plan_file.exists():
             shutil.rmtree(self.root, ignore_errors=True)
+
+    def is_removable(self) -> bool:
+        """True if all of the folder is ours: it has a plan, or no file but the lock, and no other
+        names than a run writes. What lies behind a link never is."""
+        if self.root.is_symlink() or self.root.parent.is_symlink() or not self.root.is_dir():
+            return False
+        written = {path.name for path in vars(self).values()} | {"attempts"}
+        if not written.issuperset(path.name for path in self.root.iterdir()):
+            return False
+        paths = (path for path in self.root.rglob("*") if path != self.lock_file)
+        return self.plan_file.is_file() or all(path.is_dir() for path in paths)
 
     @property
     def is_dry_run(self) -> bool:

@@ -24,6 +24,8 @@ logger = logging.getLogger("lowmem")
 FILE = "manifest.json"
 COMMITS = "commits.json"  # beside the checkpoints: those that we have committed and not removed
 NAME = re.compile(r"^checkpoint-\d{6,}$")
+# all that is written beside checkpoints: unfinished ones, those that are being removed, the list
+WRITTEN = re.compile(r"(tmp-([a-z]+-)?)?checkpoint-\d{6,}|commits\.(json|damaged)")
 KEY_BYTES = 32
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # What transformers, Accelerate and DeepSpeed look for in a checkpoint by name or pattern, and then
@@ -260,6 +262,15 @@ def _listed(checkpoints: Path) -> dict[str, str]:
         file.rename(file.with_suffix(".damaged"))
         logger.warning("%s: put aside; older checkpoints stay", str(error).partition(";")[0])
         return {}
+
+
+def written(checkpoints: Path) -> list[Path]:
+    """What stands in a run's folder of checkpoints under a name that a run writes."""
+    return sorted(
+        path
+        for path in checkpoints.iterdir()
+        if WRITTEN.fullmatch(path.name) and not path.is_symlink()
+    )
 
 
 def ours(checkpoints: Path) -> list[Path]:

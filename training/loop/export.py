@@ -3,7 +3,9 @@ replaces the previous folder in one step."""
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -45,18 +47,13 @@ def write(
     swapped `uninterrupted`.
     """
     target = Path(recipe.output_dir)
-    aside, old = (target.with_name(f".{target.name}.{ending}") for ending in ("tmp", "old"))
-    for leftover in (aside, old):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+    aside, old = (
+        cleared(target.with_name(f".{target.name}.{ending}")) for ending in ("tmp", "old")
+    )
     nan_guard.check_export(
         network, trainer.state.global_step, recipe.output_dtype(plan.shape.config)
     )
     aside.mkdir(parents=True)
-    content = save_weights(
-        network, tokenizer, recipe, plan.shape.config, aside, trainer.state.global_step
-    )
-    (aside / "README.md").write_text(_card(trainer, recipe, plan, content), encoding="utf-8")
     quantization = recipe.quantized(plan.strategy.mixed_precision)
     facts = ExportedModel(
         run_id,
@@ -66,10 +63,14 @@ def write(
         tokenizer_loading=data_tokenizer.loading_of_recipe(recipe),
         check=f"{layout.NOT_CHECKED}: the run ended before",
     )
-    files.write_json(aside / "lowmem.json", facts)
+    files.write_json(aside / "lowmem.json", facts)  # first: it marks the folder as ours
+    content = save_weights(
+        network, tokenizer, recipe, plan.shape.config, aside, trainer.state.global_step
+    )
+    (aside / "README.md").write_text(_card(trainer, recipe, plan, content), encoding="utf-8")
     files.sync_all(aside)
     with uninterrupted():
-        _swap(aside, target, old, is_another_runs=bool(layout.kept_aside(target, run_id)))
+        swap(aside, target, old, is_another_runs=bool(layout.kept_aside(target, run_id)))
     return content
 
 
@@ -94,17 +95,23 @@ def round_weights(model: Network, recipe: Recipe, config: Mapping[str, Any]) -> 
             part.copy_(part.to(getattr(torch, dtype)))
 
 
-def _swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:
+def swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:
     if target.exists():
         target.rename(old)
     aside.rename(target)
     if is_another_runs:
-        previous = target.with_name(f"{target.name}.previous")
-        if previous.exists():
-            shutil.rmtree(previous)
-        old.rename(previous)
+        old.rename(cleared(target.with_name(f"{target.name}.previous")))
     elif old.exists():
         shutil.rmtree(old)
+
+
+def cleared(path: Path) -> Path:
+    """The path, of which a model of ours is removed; one with a number where something else stands
+    there."""
+    if files.is_model(path):
+        shutil.rmtree(path)
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(free for free in itertools.chain([path], numbered) if not os.path.lexists(free))
 
 
 def save_weights(

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from launch.base.errors import ResourceError
 from launch.base.files import write_atomic
 from launch.base.processes import die_with_launcher
 from launch.base.workspace import CODE
@@ -65,12 +66,21 @@ class Bench:
         return self.folder / "models"
 
     def prepare(self) -> None:
-        """Make the folder, its rows, and the link to the user's cache."""
+        """Make the folder, its rows, and the link to the user's cache, which marks it as ours.
+
+        Raises ResourceError."""
+        link = self.folder / ".cache"
+        is_theirs = self.folder.is_dir() and any(self.folder.iterdir()) and not link.is_symlink()
+        if is_theirs or self.folder.is_symlink():
+            raise ResourceError(
+                f"{self.folder}: holds files that no selfcheck wrote; move it away, or set"
+                " LOWMEM_ROOT to another folder"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         self.remove_checkpoints("*")  # of a check that was killed
         self.cache.mkdir(exist_ok=True)
         with suppress(FileExistsError):
-            (self.folder / ".cache").symlink_to(self.cache)
+            link.symlink_to(self.cache)
         rng = random.Random(0)
         rows = (
             {"prompt": f"{number}", "response": " ".join(rng.choices(WORDS, k=LENGTH))}

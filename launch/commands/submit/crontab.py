@@ -40,11 +40,12 @@ def add(workspace: Path, name: str, times: str, script: Path, output: Path) -> b
     if "\n" in command:
         raise ConfigError(f"{script}: a path with a line break cannot be a line of cron")
     # of a command, cron takes % for the end of the line
-    line = f"{times} {command.replace('%', chr(92) + '%')} {_mark(workspace, name)}"
+    mark = _mark(workspace, name)
+    line = os.fsencode(f"{times} {command.replace('%', chr(92) + '%')} ") + mark
     with _changing() as lines:
         if line in lines:
             return False
-        lines[:] = [each for each in lines if not each.endswith(_mark(workspace, name))]
+        lines[:] = [each for each in lines if not each.endswith(mark)]
         lines.append(line)
     return True
 
@@ -65,13 +66,13 @@ def is_there(workspace: Path, name: str) -> bool:
     return any(line.endswith(_mark(workspace, name)) for line in _read())
 
 
-def _mark(workspace: Path, name: str) -> str:
+def _mark(workspace: Path, name: str) -> bytes:
     """The end of a job's line: two workspaces may have jobs of one name."""
-    return f"{MARK}{shlex.quote(str(workspace))} {name}"
+    return os.fsencode(f"{MARK}{shlex.quote(str(workspace))} {name}")
 
 
 @contextmanager
-def _changing() -> Iterator[list[str]]:
+def _changing() -> Iterator[list[bytes]]:
     """The lines of this user's crontab, written back if they were changed, one change at a time."""
     if _program() is None:
         raise ResourceError(
@@ -94,28 +95,32 @@ def _program() -> str | None:
     return shutil.which("crontab")
 
 
-def _read() -> list[str]:
+def _read() -> list[bytes]:
+    """The lines, of any bytes: only a line feed ends one."""
     done = _run("-l")
     if done.returncode:
-        if "no crontab for" in done.stderr:
+        if b"no crontab for" in done.stderr:
             return []
-        raise ResourceError(f"crontab -l: {done.stderr.strip()}")
-    return done.stdout.splitlines()
+        raise ResourceError(f"crontab -l: {_said(done)}")
+    return done.stdout.removesuffix(b"\n").split(b"\n") if done.stdout else []
 
 
-def _write(lines: list[str]) -> None:
+def _write(lines: list[bytes]) -> None:
     """Raises ConfigError for a line that cron does not take."""
     if not lines:
         _run("-r")
         return
-    done = _run("-", "".join(f"{line}\n" for line in lines))
+    done = _run("-", b"".join(line + b"\n" for line in lines))
     if done.returncode:
-        said = done.stderr.strip().splitlines()[0]
-        raise ConfigError(f"crontab refuses the line {show(lines[-1])}: {said}")
+        line = lines[-1].decode(errors="replace")
+        raise ConfigError(f"crontab refuses the line {show(line)}: {_said(done)}")
 
 
-def _run(word: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+def _said(done: subprocess.CompletedProcess[bytes]) -> str:
+    """The first line of an error of crontab."""
+    return next(iter(done.stderr.decode(errors="replace").strip().splitlines()), "no reason given")
+
+
+def _run(word: str, content: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
     argv = [str(_program()), word]
-    return subprocess.run(
-        argv, input=text, capture_output=True, text=True, check=False, timeout=COMMAND_S
-    )
+    return subprocess.run(argv, input=content, capture_output=True, check=False, timeout=COMMAND_S)

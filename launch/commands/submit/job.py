@@ -45,6 +45,7 @@ from launch.recipe.paths import absolute_override
 CODE_FOLDERS = ("launch", "training", *(("configs", "config", "scripts") if CHECKOUT else ()))
 CODE_FILES = ("train_low_mem.py", *(("pyproject.toml",) if CHECKOUT else ()))
 KEPT_COMPLETE = 20  # jobs whose training is complete
+COPY_OF_CODE = re.compile(r"[0-9a-f]{16}(\.\d+\.tmp)?")  # the name of its folder
 NEW_CODE_S = 600.0  # whose job may be about to be written
 # variables of one shell, terminal, run or job of another scheduler
 NOT_KEPT = re.compile(
@@ -210,7 +211,9 @@ def plain_line(workspace: Workspace, argv: Sequence[str]) -> tuple[str, ...]:
 
 
 def remove(job_dir: JobDir) -> None:
-    shutil.rmtree(job_dir.root)
+    """Remove a job; what lies behind a link stays."""
+    if not (job_dir.root.is_symlink() or job_dir.root.parent.is_symlink()):
+        shutil.rmtree(job_dir.root)
 
 
 def of_process(run: Path, pid: int) -> JobDir | None:
@@ -260,7 +263,8 @@ def check(job: Job, facts: Facts) -> None:
 
 
 def forget_old(workspace: Workspace) -> None:
-    """Remove all but the newest complete jobs, and code that no job names."""
+    """Remove all but the newest complete jobs, and code that no job names. A job whose file is
+    damaged may name any of it."""
     complete = []
     for name, job in all_jobs(workspace).items():
         status = JobDir(folder(workspace) / name).read_status()
@@ -268,10 +272,14 @@ def forget_old(workspace: Workspace) -> None:
             complete.append(name)
     for name in complete[:-KEPT_COMPLETE]:
         remove(JobDir(folder(workspace) / name))
-    used = {job.code for job in all_jobs(workspace).values()}
-    for code in (folder(workspace) / "code").glob("*"):
-        is_new = time.time() - code.stat().st_mtime < NEW_CODE_S
-        if code.name not in used and not is_new:
+    jobs, above = all_jobs(workspace), folder(workspace) / "code"
+    if len(jobs) < len([*folder(workspace).glob("*/job.json")]) or above.is_symlink():
+        return
+    used = {job.code for job in jobs.values()}
+    for code in above.glob("*"):
+        is_ours = COPY_OF_CODE.fullmatch(code.name) and code.is_dir() and not code.is_symlink()
+        is_new = time.time() - code.lstat().st_mtime < NEW_CODE_S
+        if is_ours and code.name not in used and not is_new:
             shutil.rmtree(code)
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from launch.__main__ import main
-from launch.commands.submit import crontab
+from launch.base import files
+from launch.base.workspace import Workspace
+from launch.commands.submit import crontab, job
 from tests import builders
 
 
@@ -121,3 +123,67 @@ def test_a_script_of_slurm_takes_the_users_options_in_place_of_the_plans(capsys,
 def test_times_of_cron_are_five_fields_or_a_word():
     assert crontab.check("0  2 *\t* 1-5") == "0 2 * * 1-5"
     assert crontab.check("@daily") == "@daily"
+
+
+# ---- what is not ours
+# ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crontab_file(tmp_path, monkeypatch) -> Path:
+    """A program in place of cron's, which keeps the lines in this file."""
+    file, program = tmp_path / "tab", tmp_path / "bin" / "crontab"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\ncase "$1" in -l) cat {file};; -r) rm {file};; -) cat >{file};; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return file
+
+
+@pytest.mark.parametrize("times", ["0 2 * * *", "@reboot"])
+def test_the_lines_of_others_in_a_crontab_stay_byte_for_byte(tmp_path, crontab_file, times):
+    before = (
+        b'0 1 * * * grep "x\x0cy" f\n0 2 * * * echo "a\xe2\x80\xa8b\x85"\n'
+        b"0 3 * * * echo crlf\r\n\n# t\xe2che\x1c\n"
+    )
+    crontab_file.write_bytes(before)
+    script, output = tmp_path / "gr\xf6\xdfe" / "job.sh", tmp_path / "output.txt"
+    assert crontab.add(tmp_path, "a", times, script, output)
+    assert not crontab.add(tmp_path, "a", times, script, output)
+    written = crontab_file.read_bytes()
+    assert written.startswith(before) and written[len(before) :].count(b"\n") == 1
+    assert crontab.is_there(tmp_path, "a") and not crontab.is_there(tmp_path, "t")
+    assert crontab.remove(tmp_path, "a")
+    assert crontab_file.read_bytes() == before
+
+
+def test_only_copies_of_the_code_that_no_job_names_are_removed(workspace):
+    code = workspace / "submitted" / "code"
+    old = [code / name for name in ("0" * 16, "1" * 16, f"{'2' * 16}.77.tmp")]
+    theirs = [code / "mine", code / "notes.txt", code / ("3" * 16)]
+    for folder in (*old, theirs[0], workspace / "submitted" / "job"):
+        folder.mkdir(parents=True)
+    theirs[1].write_text("mine")
+    theirs[2].symlink_to(theirs[0])
+    job_file = workspace / "submitted" / "job" / "job.json"
+    job_file.write_text('{"name": "job", "argv')  # may name any of them
+    for path in (*old, *theirs):
+        os.utime(path, (0, 0), follow_symlinks=False)
+    job.forget_old(Workspace(workspace))
+    assert all(map(os.path.lexists, (*old, *theirs)))
+    named = job.Job("job", (), workspace, 0.0, code="1" * 16)
+    files.write_json(job_file, named)
+    job.forget_old(Workspace(workspace))
+    assert [path.exists() for path in old] == [False, True, False]
+    assert all(map(os.path.lexists, theirs))
+
+
+def test_a_job_behind_a_link_stays(tmp_path, workspace):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (workspace / "submitted").mkdir(parents=True)
+    (workspace / "submitted" / "job").symlink_to(elsewhere)
+    job.remove(job.JobDir(workspace / "submitted" / "job"))
+    assert elsewhere.is_dir()

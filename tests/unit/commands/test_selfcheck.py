@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from launch.base.errors import ResourceError
 from launch.base.files import write_json
 from launch.commands.selfcheck import checks, verb
 from launch.commands.selfcheck.bench import Bench, outside
@@ -120,3 +121,17 @@ def test_a_check_that_cannot_run_here_has_a_reason_and_is_no_failure():
     assert results.names() == {"40 steps"}  # it is tried again
     assert f"not available: {reasons[0]}" in page(results)
     assert 'class="bad"' not in page(results)
+
+
+def test_a_folder_that_no_selfcheck_wrote_is_left_alone(tmp_path: Path):
+    folder, cache = tmp_path / "selfcheck", tmp_path / ".cache"
+    theirs = folder / "runs" / "mine" / "1" / "checkpoints" / "a.safetensors"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("mine")
+    with pytest.raises(ResourceError, match="holds files that no selfcheck wrote; move it away"):
+        Bench(folder, cache, deadline=math.inf).prepare()
+    assert theirs.read_text() == "mine"
+    folder.rename(tmp_path / "moved")
+    for _ in range(2):
+        Bench(folder, cache, deadline=math.inf).prepare()
+    assert (folder / "rows.jsonl").is_file()

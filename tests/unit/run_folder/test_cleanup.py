@@ -11,6 +11,7 @@ import pytest
 
 from launch.__main__ import main
 from launch.base import files, locks
+from launch.base.errors import ResourceError
 from launch.base.workspace import Workspace
 from launch.render import write as render_write
 from launch.run_folder import cleanup, layout
@@ -112,12 +113,39 @@ def test_a_run_in_use_and_the_source_of_an_unfinished_run_stay(workspace, capsys
     assert cleanup.has_checkpoints(source) and cleanup.has_checkpoints(running)
 
 
-def test_checkpoints_on_another_disk_go_and_their_link_stays(workspace, tmp_path):
+@pytest.mark.parametrize("linked", ["checkpoints", "run", "recipe"])
+def test_what_lies_behind_a_link_stays(workspace, tmp_path, capsys, linked):
     run, disk = made(workspace, 0), tmp_path / "disk"
-    run.checkpoints.rename(disk)
-    run.checkpoints.symlink_to(disk)
+    link = {"checkpoints": run.checkpoints, "run": run.root, "recipe": run.root.parent}[linked]
+    link.rename(disk)
+    link.symlink_to(disk)
+    before = sorted(disk.rglob("*"))
     assert main(["runs", "clean", "--keep", "0"]) == 0
-    assert run.checkpoints.is_symlink() and not any(disk.iterdir())
+    assert link.is_symlink() and sorted(disk.rglob("*")) == before
+    assert f"its checkpoints lie behind the link {link}" in capsys.readouterr().out
+
+
+def test_what_no_run_wrote_stays(workspace, capsys):
+    run, runs = made(workspace, 0), workspace.runs
+    theirs = [run.checkpoints / name for name in ("notes.md", "best/a.safetensors")]
+    theirs += [runs / "wish/backup/checkpoints/checkpoint-000012/a.safetensors"]
+    theirs += [runs / "wish/20260102-000000/checkpoints/checkpoint-000012/a.safetensors"]
+    theirs += [runs / "wish/dry-run/thesis.tex", runs / "mine/dry-run/plan.txt"]
+    dry_run(workspace)
+    (runs / "empty" / "folder").mkdir(parents=True)
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    for path in runs.rglob("*"):
+        os.utime(path, (LONG_AGO, LONG_AGO))
+    assert main(["runs", "clean", "--keep", "0"]) == 0
+    assert all(path.read_text() == "mine" for path in theirs)
+    assert (runs / "empty" / "folder").is_dir()
+    assert {path.name for path in run.checkpoints.iterdir()} == {"notes.md", "best"}
+    with pytest.raises(ResourceError, match="holds something that no dry run of ours wrote"):
+        RunDir.dry_run(runs, "wish")
+    with pytest.raises(ResourceError, match="mine/dry-run: holds something that no dry run"):
+        RunDir.dry_run(runs, "mine")
 
 
 def test_a_start_that_was_killed_before_its_plan_goes_a_dry_run_of_now_stays(workspace):

@@ -1,0 +1,67 @@
+"""The model's folder is swapped in one step, and nothing that is not ours is removed beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.base import files
+from launch.base.errors import ResourceError
+from launch.schema.result import ExportedModel
+from training.loop import export
+
+
+def model(folder: Path, run: str) -> Path:
+    folder.mkdir()
+    files.write_json(folder / "lowmem.json", ExportedModel(run))
+    return folder
+
+
+def swapped(target: Path, is_another_runs: bool = True) -> None:
+    aside, old = (
+        export.cleared(target.with_name(f".{target.name}.{ending}")) for ending in ("tmp", "old")
+    )
+    model(aside, "new")
+    export.swap(aside, target, old, is_another_runs)
+
+
+def run_of(folder: Path) -> str:
+    found = files.read(folder / "lowmem.json", ExportedModel)
+    assert found is not None
+    return found.run
+
+
+def test_a_model_of_another_run_is_kept_and_the_one_before_it_goes(tmp_path):
+    target = model(tmp_path / "a", "before")
+    model(tmp_path / "a.previous", "long before")
+    for ending in ("tmp", "old"):
+        model(tmp_path / f".a.{ending}", "left over")
+    swapped(target)
+    assert (run_of(target), run_of(tmp_path / "a.previous")) == ("new", "before")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "a.previous"}
+    swapped(target, is_another_runs=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "a.previous"}
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link to a model"])
+def test_what_no_run_of_ours_wrote_beside_the_model_stays(tmp_path, kind):
+    target = model(tmp_path / "a", "before")
+    elsewhere = model(tmp_path / "elsewhere", "a copy")
+    theirs = [tmp_path / name for name in ("a.previous", ".a.tmp", ".a.old")]
+    for path in theirs:
+        if kind == "folder":
+            path.mkdir()
+            (path / "thesis.tex").write_text("mine")
+        elif kind == "file":
+            path.write_text("mine")
+        else:
+            path.symlink_to(elsewhere)
+    with pytest.raises(ResourceError, match=r"would be kept as \S+a.previous, which no run"):
+        files.check_output(target)
+    before = {path: path.lstat() for path in (*theirs, elsewhere)}
+    swapped(target)  # somebody has put them there since
+    assert {path: path.lstat() for path in before} == before
+    assert (run_of(target), run_of(tmp_path / "a.previous-2")) == ("new", "before")
+    (tmp_path / "b.previous").mkdir()
+    files.check_output(tmp_path / "b")  # nothing would be kept there
