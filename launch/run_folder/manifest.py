@@ -265,7 +265,7 @@ def _listed(checkpoints: Path) -> dict[str, str]:
 
 
 def written(checkpoints: Path) -> list[Path]:
-    """What stands in a run's folder of checkpoints under a name that a run writes."""
+    """Files and folders beside checkpoints, under names that a run writes."""
     return sorted(
         path
         for path in checkpoints.iterdir()
