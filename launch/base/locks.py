@@ -61,7 +61,7 @@ def _taken(path: Path, what: str) -> int:
     while True:
         file = opened(path)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
         except BlockingIOError:
             _refuse_living(file, what)
             if time.monotonic() > until:
@@ -87,15 +87,30 @@ def opened(path: Path) -> int:
     raise ResourceError(f"{path}: cannot be locked ({reason}); remove it")
 
 
+def flock(file: int, operation: int, path: Path) -> None:
+    """fcntl.flock() of a file, which `path` names. Raises BlockingIOError as it does, and
+    ResourceError where there are no locks."""
+    try:
+        fcntl.flock(file, operation)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        raise ResourceError(
+            f"{path.parent}: its file system keeps no locks ({error.strerror}); mount it with locks"
+            " (NFS: not `nolock`), or put it on a local disk: LOWMEM_ROOT names the folder of runs"
+            " and caches"
+        ) from error
+
+
 def _replace(path: Path, what: str) -> int:
     """Put a new file in the place of a file that only children of a dead holder have open."""
     guard = os.open(path.with_name(f"{path.name}.guard"), os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(guard, fcntl.LOCK_EX)  # of two that take over, the second finds the first alive
+        flock(guard, fcntl.LOCK_EX, path)  # of two that take over, the second finds the first alive
         _refuse_living(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), what)
         aside = path.with_name(f"{path.name}.{os.getpid()}")
         file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        fcntl.flock(file, fcntl.LOCK_EX)
+        flock(file, fcntl.LOCK_EX, path)
         _sign(file)
         aside.replace(path)
         return file
@@ -117,7 +132,7 @@ def _sign(file: int) -> None:
     holder = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "started": _start_ticks(os.getpid()),
+        "started": processes.start_ticks(os.getpid()),
         "boot": processes.boot_id(),
         "namespace": _namespace(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -144,22 +159,7 @@ def _is_dead(holder: dict[str, Any]) -> bool:
         return True
     if holder["namespace"] != _namespace():  # a container of the same name, whose pids are others
         return False
-    return _start_ticks(holder["pid"]) != holder["started"]
-
-
-def _start_ticks(pid: int) -> int | None:
-    """The start of a process in clock ticks since boot, which with the pid identifies the process.
-    None: it is gone."""
-    try:
-        fields = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()
-        )
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return processes.start_ticks(holder["pid"]) != holder["started"]
 
 
 def _namespace() -> str:

@@ -94,6 +94,21 @@ def is_alive(pid: int) -> bool:
     return status(pid) not in ("gone", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
+def start_ticks(pid: int) -> int | None:
+    """The start of a process in clock ticks since boot, which with the pid identifies the process.
+    None: it is gone."""
+    try:
+        fields = (
+            Path(f"/proc/{pid}/stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
 def die_with_launcher(number: int = signal.SIGKILL) -> None:
     """Let the kernel send this process a signal when its parent dies, so that no rank outlives its
     launcher."""

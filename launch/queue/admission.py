@@ -5,21 +5,16 @@ each lease is subtracted from it."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from launch.base.text import size
 from launch.predict.budgets import host_budget_bytes
-from launch.queue.leases import Lease, Needs, Record, Taken
+from launch.queue.leases import Lease, Needs, Taken
 from launch.schema.machine import GIB, Gpu, Machine
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
-
-# beside more leases no run passes another: every set of them may end before the others
-MOST_LEASES = 6
-OTHERS = -1  # number of the programs that hold memory without a lease
 
 
 @dataclass(frozen=True)
@@ -42,9 +37,6 @@ class Supply:
     machine: Machine
     leases: Sequence[Lease]  # granted
     disks: Mapping[int, int] = field(default_factory=dict)  # free bytes by device number
-
-    def beside(self, more: Sequence[Lease]) -> Supply:
-        return replace(self, leases=[*self.leases, *more])
 
 
 def card_key(gpu: Gpu) -> str:
@@ -182,14 +174,13 @@ def shortage(needs: Needs, supply: Supply, ended: Collection[int] = ()) -> Short
     leases that are imagined to have ended."""
     live = [lease for lease in supply.leases if lease.number not in ended]
     gone = [lease for lease in supply.leases if lease.number in ended]
-    without_others = OTHERS in ended
-    host_bytes = _host_bytes(supply, live, gone, without_others) - needs.reserve_bytes
+    host_bytes = _host_bytes(supply, live, gone) - needs.reserve_bytes
     if needs.host_limit_bytes is not None:
         leased = sum(total(lease).host_bytes for lease in live)
         host_bytes = min(host_bytes, needs.host_limit_bytes - leased)
     if needs.host_bytes > host_bytes:
         return Shortage("host RAM", needs.host_bytes, host_bytes)
-    free = sorted(_cards(needs, supply, live, gone, without_others).values(), reverse=True)
+    free = sorted(_cards(needs, supply, live, gone).values(), reverse=True)
     card_bytes = free[needs.num_cards - 1] if 0 < needs.num_cards <= len(free) else 0
     if needs.num_cards and card_bytes < needs.card_bytes:
         return Shortage(f"VRAM on {needs.num_cards} card(s)", needs.card_bytes, card_bytes)
@@ -207,72 +198,43 @@ def shortage(needs: Needs, supply: Supply, ended: Collection[int] = ()) -> Short
 
 def chosen_cards(needs: Needs, supply: Supply) -> tuple[str, ...]:
     """The cards with the most memory for a start."""
-    free = _cards(needs, supply, supply.leases, (), False)
+    free = _cards(needs, supply, supply.leases, ())
     return tuple(sorted(free, key=lambda key: -free[key])[: needs.num_cards])
 
 
-def delayed(needs: Needs, ahead: Sequence[Lease], supply: Supply) -> Lease | None:
-    """The first of the waiting runs ahead that a start would delay, in some order in which leases
-    may end; None: it delays none, and may pass them."""
-    if len(supply.leases) > MOST_LEASES:
-        return ahead[0] if ahead else None
-    own = _granted(needs, supply)
-    for count in range(1, len(ahead) + 1):
-        waiting = ahead[count - 1]
-        for group in ([waiting], [*ahead[:count]]):
-            for ended in _endings(supply):
-                if _all_fit(group, supply, ended) and not _all_fit(
-                    group, supply.beside([own]), ended
-                ):
-                    return waiting
+def ahead_of(needs: Needs, waiting: Sequence[Lease], supply: Supply) -> Lease | None:
+    """The first of the runs that wait before a start that it may not pass; None: it may pass all.
+
+    It passes a run that it fits beside, on each card and in host RAM, and only until the turn of
+    that run would have come without those that have passed it. A run that the machine is too small
+    for holds nobody up."""
+    for other in waiting:
+        of_other, passing = (
+            other.record.needs,
+            {lease.number for lease in supply.leases if lease.turn > other.turn},
+        )
+        places = (alone(supply.machine, supply.leases), empty(supply.machine))
+        room = next((on for on in places if not shortage(of_other, Supply(on, ()))), None)
+        if room is None:
+            continue
+        cards = chosen_cards(of_other, Supply(room, ()))
+        granted = replace(other, record=replace(other.record, cards=cards))
+        is_its_turn = shortage(of_other, supply, passing) is None
+        if is_its_turn or shortage(needs, Supply(room, [granted])):
+            return other
     return None
 
 
-def _endings(supply: Supply) -> Iterator[tuple[int, ...]]:
-    """Every set of leases, and other programs, that may have ended at some time."""
-    numbers = [lease.number for lease in supply.leases] + [OTHERS]
-    for count in range(len(numbers) + 1):
-        yield from itertools.combinations(numbers, count)
-
-
-def _all_fit(group: Sequence[Lease], supply: Supply, ended: Collection[int]) -> bool:
-    """True if all of these waiting runs can start side by side."""
-    for lease in group:
-        needs = lease.record.needs
-        if shortage(needs, supply, ended) is not None:
-            return False
-        supply = supply.beside([_granted(needs, supply, lease.number, ended)])
-    return True
-
-
-def _granted(needs: Needs, supply: Supply, number: int = 0, ended: Collection[int] = ()) -> Lease:
-    """The lease that a start would hold."""
-    live = [lease for lease in supply.leases if lease.number not in ended]
-    gone = [lease for lease in supply.leases if lease.number in ended]
-    free = _cards(needs, supply, live, gone, OTHERS in ended)
-    cards = tuple(sorted(free, key=lambda key: -free[key])[: needs.num_cards])
-    return Lease(number, 0, 0, Record("", "granted", needs, cards=cards))
-
-
-def _host_bytes(
-    supply: Supply, live: Sequence[Lease], gone: Sequence[Lease], without_others: bool
-) -> int:
-    """Host RAM that is free, or will be when leases and other programs have ended."""
+def _host_bytes(supply: Supply, live: Sequence[Lease], gone: Sequence[Lease]) -> int:
+    """Host RAM that is free, or will be when leases have ended."""
     free = supply.machine.host_available_bytes
     free += sum(lease.record.taken.host_bytes for lease in gone)
     free = min(free, supply.machine.host_limit_bytes)
-    if without_others:
-        of_leases = sum(lease.record.taken.host_bytes for lease in live)
-        free = max(free, supply.machine.host_limit_bytes - of_leases)
     return free - sum(rest(lease).host_bytes for lease in live)
 
 
 def _cards(
-    needs: Needs,
-    supply: Supply,
-    live: Sequence[Lease],
-    gone: Sequence[Lease],
-    without_others: bool,
+    needs: Needs, supply: Supply, live: Sequence[Lease], gone: Sequence[Lease]
 ) -> dict[str, int]:
     """Bytes of each card that a start may have, within its share and its limit."""
     free = {}
@@ -283,9 +245,6 @@ def _cards(
             lease.record.taken.card_bytes for lease in gone if key in lease.record.cards
         )
         card_bytes = min(card_bytes, gpu.total_bytes)
-        if without_others:
-            of_leases = sum(lease.record.taken.card_bytes for lease in holders)
-            card_bytes = max(card_bytes, gpu.total_bytes - of_leases)
         card_bytes -= sum(rest(lease).card_bytes for lease in holders)
         card_bytes = math.floor(card_bytes * needs.vram_fraction)
         if needs.card_limit_bytes is not None:

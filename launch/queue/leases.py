@@ -2,15 +2,21 @@
 
 A lease is alive while its process holds a lock of the kernel on it. The lock is a POSIX record
 lock: child processes do not inherit it, it ends with its process however that ends, and the kernel
-names the process to others. Of another user's lease only sizes, state and place in the order are
-read, each within bounds."""
+names the process to others. A lease counts only if its file belongs to the user of that process. Of
+another user's lease only sizes, state and place in the order are read, each within bounds.
+
+Every user may write into the folder: a file of another user there is never opened for writing, and
+never stops a start."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import itertools
 import os
 import pwd
 import re
+import secrets
 import stat
 import struct
 import time
@@ -29,11 +35,12 @@ from launch.base.text import HIDDEN
 
 # of all users, in this order; the first that this machine lets a user make
 FOLDERS = (Path("/run/lock/lowmem"), Path("/tmp/lowmem-leases"))
-NAME = re.compile(r"(\d{1,9})\.lease")
+NAME = re.compile(r"(\d{1,8})\.lease")
+LAST_NUMBER = 99_999_999  # after it come those that are free from 1 on
 MUTEX = "admission"  # locked while a start decides; it holds the number of the last lease
 RECORD_BYTES = 8192  # of each file, so that a new record replaces all of the last
 MUTEX_S = 30.0  # a decision takes milliseconds
-READ_AGAIN_S = 0.01  # a record that is being written
+READ_AGAIN_S = 0.01  # records that are being written
 FLOCK = "hhqqi4x"  # struct flock of fcntl(2)
 
 State = Literal["waiting", "blocked", "granted"]  # blocked: it may not start yet, whatever is free
@@ -120,6 +127,10 @@ class Lease:
         )
 
 
+class NoLeases(ResourceError):
+    """The folder of leases cannot be used now. A start that does not wait goes on without it."""
+
+
 class OwnLease:
     """The lease of this process, until it is released or the process ends."""
 
@@ -143,13 +154,13 @@ class OwnLease:
         """Take back the request to yield, which is done; its new place in the order stays."""
         asked = read_asked(self.path)
         if asked.is_yielded:
-            files.write_json(_asked_path(self.path), replace(asked, is_yielded=False))
+            _write_asked(self.path, os.geteuid(), replace(asked, is_yielded=False))
 
     def release(self) -> None:
-        """End the lease, unless that is done."""
+        """End the lease, unless that is done. Its files stay in a folder that has been closed."""
         if self.path in _own:
-            _asked_path(self.path).unlink(missing_ok=True)
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):
+                _remove_files(self.path, os.geteuid())
             _own.discard(self.path)
             os.close(self._file)
 
@@ -170,7 +181,7 @@ def folder() -> Path:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ResourceError(
+            raise NoLeases(
                 f"LOWMEM_LEASES {named}: no folder for leases can be made there"
                 f" ({error.strerror}); name another one"
             ) from error
@@ -191,27 +202,38 @@ def folder() -> Path:
         if stat.S_ISDIR(mode) and mode & 0o1777 == 0o1777:
             return path
         problems.append(f"{path}: is not a folder where each user may write (mode 1777)")
-    raise ResourceError(
+    raise NoLeases(
         f"no folder for leases of this machine's memory ({'; '.join(problems)}); name one that its"
         " users share with LOWMEM_LEASES"
     )
 
 
 def live(place: Path) -> list[Lease]:
-    """Every lease in the folder that is alive, without those of this process."""
-    return sorted(
-        (lease for path in _lease_files(place) if (lease := _read(path)) is not None),
-        key=lambda lease: lease.number,
-    )
+    """Every lease in the folder that is alive, without those of this process. Raises NoLeases."""
+    found, paths = [], _lease_files(place)
+    for wait_s in (READ_AGAIN_S, READ_AGAIN_S, 0.0):
+        unread = []
+        for path in paths:
+            try:
+                found.append(_read(path))
+            except ValidationError:
+                unread.append(path)
+            except OSError as error:
+                raise _no_locks(place, error) from error
+        if not unread:
+            break
+        time.sleep(wait_s)
+        paths = unread
+    return sorted((lease for lease in found if lease), key=lambda lease: lease.number)
 
 
 @contextmanager
-def admission(place: Path) -> Iterator[Callable[[Record], OwnLease]]:
+def admission(place: Path, patience_s: float = MUTEX_S) -> Iterator[Callable[[Record], OwnLease]]:
     """Let one process of the machine decide at a time. Yields a function that takes a lease.
 
-    Raises ResourceError if another process does not come to an end with its decision."""
-    path = place / MUTEX
-    file = _mutex(path)
+    Raises NoLeases if the folder cannot be written to, or if another process does not come to an
+    end with its decision in time."""
+    file = _mutex(place / MUTEX, patience_s)
     try:
         yield lambda record: _begin(place, file, record)
     finally:
@@ -229,8 +251,9 @@ def turn(record: Record, number: int) -> tuple[int, int, int]:
 
 def last_number(place: Path) -> int:
     """The number of the last lease that was taken in a folder; 0: none."""
-    file = _shared_file(place / MUTEX)
-    if file is None:
+    try:
+        file = _shared_file(place / MUTEX)
+    except OSError:
         return 0
     try:
         return _last_number(file)
@@ -240,7 +263,7 @@ def last_number(place: Path) -> int:
 
 def _last_number(mutex: int) -> int:
     text = os.pread(mutex, 16, 0).strip(b" \0")
-    return int(text) if text.isdigit() and len(text) < 9 else 0
+    return int(text) if text.isdigit() and int(text) <= LAST_NUMBER else 0
 
 
 def lease_path(place: Path, number: int) -> Path:
@@ -248,34 +271,62 @@ def lease_path(place: Path, number: int) -> Path:
 
 
 def write_asked(place: Path, lease: Lease, asked: Asked) -> None:
-    """Ask a run for changes; its process reads them at its next look."""
-    path = _asked_path(lease_path(place, lease.number))
-    files.write_json(path, asked)
-    if os.geteuid() != lease.uid:
-        os.chown(path, lease.uid, -1, follow_symlinks=False)
+    """Ask a run for changes; its process reads them at its next look. Raises NoLeases."""
+    try:
+        _write_asked(lease_path(place, lease.number), lease.uid, asked)
+    except OSError as error:
+        raise NoLeases(f"{place}: cannot be written to ({error.strerror})") from error
 
 
 def read_asked(path: Path) -> Asked:
     """The changes that the user of a lease has asked for; others' words do not count."""
     try:
-        file = os.open(
-            _asked_path(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        )
-    except OSError:
+        owner = path.lstat().st_uid
+        newest = max(_asked_files(path, owner), key=lambda each: each.lstat().st_mtime_ns)
+        file = os.open(newest, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError):  # there is none, or the lease has just ended
         return Asked()
     try:
-        status, owner = os.fstat(file), path.stat().st_uid
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != owner:
-            return Asked()
         return _asked_adapter().validate_json(os.pread(file, 256, 0), strict=True)
-    except (FileNotFoundError, ValidationError):  # the lease has ended, or it is no request
+    except ValidationError:
         return Asked()
     finally:
         os.close(file)
 
 
-def _asked_path(path: Path) -> Path:
-    return path.with_suffix(".asked")
+def _write_asked(path: Path, owner: int, asked: Asked) -> None:
+    """Write a request under a name that nobody can have taken, and remove those before it."""
+    before = _asked_files(path, owner)
+    made = path.with_suffix(f".{secrets.token_hex(8)}.asked")
+    aside = made.with_suffix(".tmp")
+    file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    try:
+        os.write(file, files.to_json(asdict(asked)).encode())
+        if os.geteuid() != owner:
+            os.fchown(file, owner, -1)
+    finally:
+        os.close(file)
+    aside.rename(made)
+    for earlier in before:
+        earlier.unlink(missing_ok=True)
+
+
+def _asked_files(path: Path, owner: int) -> list[Path]:
+    """The requests to a lease that its user, or root in that user's name, has written."""
+    name = re.compile(rf"{path.stem}(\.[0-9a-f]+)?\.asked")
+    return [
+        Path(entry.path)
+        for entry in os.scandir(path.parent)
+        if name.fullmatch(entry.name)
+        and entry.is_file(follow_symlinks=False)
+        and entry.stat(follow_symlinks=False).st_uid == owner
+    ]
+
+
+def _remove_files(path: Path, owner: int) -> None:
+    """Remove a lease, and the requests to it."""
+    for each in (*_asked_files(path, owner), path):
+        each.unlink(missing_ok=True)
 
 
 def user_name(uid: int) -> str:
@@ -286,25 +337,56 @@ def user_name(uid: int) -> str:
 
 
 def _begin(place: Path, mutex: int, record: Record) -> OwnLease:
-    """Take a lease with the next number, and remove those of ended processes."""
-    numbers = [0]
+    """Take a lease with the next number, and remove those of ended processes. Raises NoLeases."""
     for path in _lease_files(place):
-        numbers.append(int(path.stem))
         _remove_if_dead(path)
-    number = max(*numbers, _last_number(mutex)) + 1
-    os.pwrite(mutex, str(number).encode().ljust(16), 0)
-    path = lease_path(place, number)
-    _own.add(path)
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    lease = OwnLease(path, file, number, record)
+    last = max([_last_number(mutex), *(lease.number for lease in live(place))])
+    try:
+        number, file = _new_file(place, last)
+    except OSError as error:
+        raise NoLeases(f"{place}: no lease can be written there ({error.strerror})") from error
+    lease = OwnLease(lease_path(place, number), file, number, record)
     try:
         os.fchmod(file, 0o644)  # for the other users, whatever the umask
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file, place)
         os.pwrite(file, _content(record), 0)
-    except BaseException:
+        os.pwrite(mutex, str(number).encode().ljust(16), 0)
+    except BaseException as error:
         lease.release()
+        if isinstance(error, OSError):
+            raise NoLeases(f"{place}: no lease can be written there ({error.strerror})") from error
         raise
     return lease
+
+
+def _new_file(place: Path, last: int) -> tuple[int, int]:
+    """The file of the first number after the last one that nobody has taken."""
+    for number in itertools.chain(range(last + 1, LAST_NUMBER + 1), range(1, last + 1)):
+        path = lease_path(place, number)
+        with suppress(FileExistsError):
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            file = os.open(path, flags, 0o644)
+            _own.add(path)
+            return number, file
+    raise AssertionError("a hundred million leases")
+
+
+def _lock(file: int, path: Path) -> None:
+    """Raises BlockingIOError where another process has locked it, NoLeases where there are no
+    locks."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise BlockingIOError(error.errno, error.strerror) from error
+    except OSError as error:
+        raise _no_locks(path, error) from error
+
+
+def _no_locks(path: Path, error: OSError) -> NoLeases:
+    return NoLeases(
+        f"{path}: its file system keeps no locks ({error.strerror}); name a folder on a local disk"
+        " with LOWMEM_LEASES"
+    )
 
 
 def _content(record: Record) -> bytes:
@@ -320,81 +402,101 @@ def _lease_files(place: Path) -> list[Path]:
         return [path for path in place.iterdir() if NAME.fullmatch(path.name) and path not in _own]
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise NoLeases(
+            f"{place}: the leases there cannot be listed ({error.strerror}); name a folder that all"
+            " users share with LOWMEM_LEASES"
+        ) from error
 
 
 def _read(path: Path) -> Lease | None:
     """The lease in a file that any user may have written; None if it is not alive, or holds no
-    record of this boot of the machine."""
+    record of this boot of the machine. Raises ValidationError for one that is no record (yet)."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:  # it is gone, or no file of ours: a link, or closed to other users
         return None
     try:
-        status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or (pid := _holder(file)) is None:
+        pid, uid = _holder(file), os.fstat(file).st_uid
+        if pid is None:
             return None
-        for wait_s in (READ_AGAIN_S, READ_AGAIN_S, 0.0):
-            with suppress(ValidationError):
-                record = _adapter().validate_json(os.pread(file, RECORD_BYTES, 0), strict=True)
-                if record.boot != processes.boot_id():  # a folder that several machines share
-                    return None
-                return Lease(int(path.stem), status.st_uid, pid, record)
-            time.sleep(wait_s)
-        return None
+        record = _adapter().validate_json(os.pread(file, RECORD_BYTES, 0), strict=True)
+        if record.boot != processes.boot_id():  # a folder that several machines share
+            return None
+        return Lease(int(path.stem), uid, pid, record)
     finally:
         os.close(file)
 
 
 def _holder(file: int) -> int | None:
-    """The process that has locked the file; None: there is none."""
+    """The process that has locked a regular file for writing, and to whose user it belongs; None:
+    there is none."""
+    status, (kind, pid) = os.fstat(file), _obstacle(file)
+    if not stat.S_ISREG(status.st_mode) or kind != fcntl.F_WRLCK:
+        return None
+    try:
+        owners = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:  # in another container, or hidden from this user
+        return pid
+    uids = re.search(r"^Uid:(.*)", owners, re.MULTILINE)
+    return pid if uids is None or str(status.st_uid) in uids[1].split() else None
+
+
+def _obstacle(file: int) -> tuple[int, int]:
+    """The kind of the lock that keeps others from writing to a file, and its process; 0: it is in
+    another container."""
     query = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))
-    return None if kind == fcntl.F_UNLCK else max(pid, 0)
+    return kind, max(pid, 0)
 
 
 def _remove_if_dead(path: Path) -> None:
     """Remove the lease of an ended process, unless it is another user's."""
-    try:
+    with suppress(OSError):  # it is gone, or may not be removed
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        is_ours = os.geteuid() in (0, os.fstat(file).st_uid)
-        if is_ours and stat.S_ISREG(os.fstat(file).st_mode) and _holder(file) is None:
-            _asked_path(path).unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-    finally:
-        os.close(file)
+        try:
+            owner = os.fstat(file).st_uid
+            is_regular = stat.S_ISREG(os.fstat(file).st_mode)
+            if os.geteuid() in (0, owner) and is_regular and _holder(file) is None:
+                _remove_files(path, owner)
+        finally:
+            os.close(file)
 
 
-def _mutex(path: Path) -> int:
+def _mutex(path: Path, patience_s: float) -> int:
     """The open file that only this process has locked."""
-    until_s = time.monotonic() + MUTEX_S
+    until_s = time.monotonic() + patience_s
     while True:
-        file = _shared_file(path)
-        if file is not None:
+        try:
+            file = _shared_file(path)
+        except (FileExistsError, FileNotFoundError):
+            problem = "it is made and removed again and again"
+        except OSError as error:
+            raise NoLeases(
+                f"{path}: cannot be opened ({error.strerror}); name a folder that all users share"
+                " with LOWMEM_LEASES"
+            ) from error
+        else:
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock(file, path)
                 if os.path.samestat(os.fstat(file), path.stat()):
                     return file
                 problem = "it is replaced again and again"
-            except (BlockingIOError, PermissionError):
-                problem = f"process {_holder(file)} decides there and does not end"
+            except BlockingIOError:
+                problem = f"process {_obstacle(file)[1]} decides there and does not end"
             except FileNotFoundError:  # removed between open and lock
                 problem = "it is removed again and again"
             os.close(file)
-        else:
-            problem = "this user may not write to it"
         if time.monotonic() > until_s:
-            raise ResourceError(
+            raise NoLeases(
                 f"{path}: {problem}; end that process, or name another folder for all users with"
                 " LOWMEM_LEASES"
             )
         time.sleep(READ_AGAIN_S)
 
 
-def _shared_file(path: Path) -> int | None:
-    """A file of all users, open; None if this user may not write to it (yet).
+def _shared_file(path: Path) -> int:
+    """A file of all users, open. Raises OSError.
 
     Without O_CREAT if it is there: the kernel refuses that for another user's file in a folder
     where anybody may write (fs.protected_regular)."""
@@ -402,17 +504,12 @@ def _shared_file(path: Path) -> int | None:
     try:
         file = os.open(path, flags)
     except FileNotFoundError:
-        try:
-            file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
-            return None
+        file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
         os.fchmod(file, 0o666)
-    except OSError:
-        return None
     if stat.S_ISREG(os.fstat(file).st_mode):
         return file
     os.close(file)
-    return None
+    raise OSError(errno.EINVAL, "not a regular file")
 
 
 @cache

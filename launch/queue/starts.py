@@ -11,10 +11,11 @@ from pathlib import Path
 from launch.base.errors import DoesNotFit, ResourceError
 from launch.queue import admission, leases
 from launch.queue.admission import Supply
-from launch.queue.leases import Lease, OwnLease, Record
+from launch.queue.leases import Lease, Needs, OwnLease, Record
 
 GetSupply = Callable[[Sequence[Lease]], Supply]  # of now, beside these leases
 HELD = "python -m launch queue release {}: its user holds it"
+MUTEX_S = 5.0  # for the decision of another start, before the run says what it waits for
 POLL_S = 1.0  # between two looks at the memory and the leases
 PLAN_AGAIN_S = 30.0  # between two plans for what is free, where no lease is waited for
 
@@ -37,7 +38,7 @@ def take(
     """Take a lease, or change the start's own; or say why it cannot be had beside leases that were
     taken after the plan was made, whose numbers are not in `planned_beside`.
 
-    Raises DoesNotFit if the start would delay a run that waits."""
+    Raises DoesNotFit if a run that waits is before the start."""
     with leases.admission(place) as begin:
         granted, waiting = split(leases.live(place))
         newer = [lease for lease in granted if lease.number not in planned_beside]
@@ -47,9 +48,9 @@ def take(
                 names = ", ".join(lease.name for lease in newer)
                 return f"the plan needs {shortage}; leased meanwhile by {names}"
             ahead = [lease for lease in waiting if lease.record.priority >= record.priority]
-            if own is None and (lease := admission.delayed(record.needs, ahead, supply)):
+            if own is None and (lease := admission.ahead_of(record.needs, ahead, supply)):
                 raise DoesNotFit(
-                    f"this start would delay {lease.name}, which waits for"
+                    f"{lease.name} is before this start, and waits for"
                     f" {admission.sizes(lease.record.needs)}; wait behind it with --launch.wait"
                 )
         if own is None:
@@ -87,7 +88,7 @@ def obstacle(
             f"{shortage.of}{beside}{behind}",
             is_memory=not granted and not ahead,
         )
-    if other := admission.delayed(needs, ahead, supply):
+    if other := admission.ahead_of(needs, ahead, supply):
         text = f"{other.name} is before it, and waits for {admission.sizes(other.record.needs)}"
         return Obstacle(text, text)
     return None
@@ -107,37 +108,38 @@ def wait(
     it: other programs hold memory, and no lease does, so a plan for what is free may start sooner.
 
     `blocked` says why the run may not start yet, whatever is free. Raises ResourceError when
-    `longest_s` are over. A run that stops to wait, however, leaves no lease."""
-    began, lease = time.monotonic(), own
+    `longest_s` are over. What keeps a run from looking, such as another start that is stopped while
+    it decides, is waited for too. A run that stops to wait, however, leaves no lease."""
+    began, lease, is_in_line, no_look = time.monotonic(), own, False, ""
     try:
-        with leases.admission(place) as begin:
-            if lease is None:
-                lease = begin(replace(record, state="waiting", cards=()))
-            lease.settle_yield()
-            lease.write(state="waiting", needs=record.needs, taken=record.taken, cards=())
         while True:
-            with leases.admission(place):
-                asked = leases.read_asked(lease.path)
-                lease.write(place=asked.place)
-                why_blocked = HELD.format(lease.number) if asked.is_held else blocked(lease)
-                reason = obstacle(lease, leases.live(place), get_supply, why_blocked)
+            try:
+                with leases.admission(place, MUTEX_S) as begin:
+                    lease = lease or begin(replace(record, state="waiting", cards=()))
+                    if not is_in_line:
+                        lease.settle_yield()
+                        lease.write(
+                            state="waiting", needs=record.needs, taken=record.taken, cards=()
+                        )
+                        is_in_line = True
+                    reason = _look(place, lease, record.needs, get_supply, blocked)
                 if reason is None:
-                    cards = admission.chosen_cards(record.needs, get_supply(_granted(place)))
-                    lease.write(state="granted", cards=cards, waits_for="")
                     break
-                lease.write(state="blocked" if reason.is_own else "waiting")
                 if reason.what != lease.waits_for:
-                    lease.write(waits_for=reason.text[:500])
+                    lease.waits_for, no_look = reason.what, ""
+                    say(f"waiting as run {lease.number} for {reason.text}")
+            except (OSError, ResourceError) as error:
+                reason = Obstacle(str(error), "a look at the leases")
+                if str(error) != no_look:
+                    no_look = str(error)
+                    say(f"waiting for a look at the leases: {error}")
             waited_s = time.monotonic() - began
-            if reason.what != lease.waits_for:
-                lease.waits_for = reason.what
-                say(f"waiting as run {lease.number} for {reason.text}")
             if waited_s > longest_s:
                 raise ResourceError(
                     f"launch.wait: {longest_s / 3600:g} h are over, and this run still waits for"
                     f" {reason.text}; give it more hours, or end what it waits for"
                 )
-            if reason.is_memory and waited_s > plan_again_s:
+            if lease is not None and reason.is_memory and waited_s > plan_again_s:
                 return lease, False
             time.sleep(POLL_S)
         if lease.waits_for:
@@ -150,5 +152,23 @@ def wait(
         raise
 
 
-def _granted(place: Path) -> list[Lease]:
-    return split(leases.live(place))[0]
+def _look(
+    place: Path,
+    lease: OwnLease,
+    needs: Needs,
+    get_supply: GetSupply,
+    blocked: Callable[[OwnLease], str],
+) -> Obstacle | None:
+    """The obstacle of now, which is written into the lease; None: the lease is granted."""
+    asked, live = leases.read_asked(lease.path), leases.live(place)
+    lease.write(place=asked.place)
+    why_blocked = HELD.format(lease.number) if asked.is_held else blocked(lease)
+    reason = obstacle(lease, live, get_supply, why_blocked)
+    if reason is None:
+        cards = admission.chosen_cards(needs, get_supply(split(live)[0]))
+        lease.write(state="granted", cards=cards, waits_for="")
+    else:
+        lease.write(state="blocked" if reason.is_own else "waiting")
+        if reason.what != lease.waits_for:
+            lease.write(waits_for=reason.text[:500])
+    return reason

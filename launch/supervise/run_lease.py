@@ -9,13 +9,13 @@ from datetime import datetime
 from pathlib import Path
 
 from launch.base import files
-from launch.base.errors import ConfigError, ResourceError
+from launch.base.errors import ConfigError
 from launch.base.workspace import Workspace
 from launch.plan.planner import Choice
 from launch.probe import machine as probe_machine
 from launch.queue import admission, leases, starts
 from launch.queue.admission import Supply
-from launch.queue.leases import Lease, Needs, OwnLease, Record, Taken
+from launch.queue.leases import Lease, Needs, NoLeases, OwnLease, Record, Taken
 from launch.run_folder import disk_space
 from launch.run_folder.layout import RunDir
 from launch.schema.result import SecondStep
@@ -36,20 +36,19 @@ class RunLease:
     def take(self, choice: Choice, run: RunDir, planned_beside: Sequence[int]) -> str:
         """Lease the memory of a plan; "" or the reason why it cannot be had any more.
 
-        Raises DoesNotFit if the start would delay a run that waits."""
+        Raises DoesNotFit if a run that waits is before the start."""
         try:
-            place = leases.folder()
-        except ResourceError as error:
+            taken = starts.take(
+                leases.folder(),
+                self._record(choice, run),
+                lambda granted: self._supply(choice, run, granted),
+                planned_beside,
+                choice.recipe.launch.assume_fits,
+                self._own,
+            )
+        except NoLeases as error:
             self._say(f"this run has no lease, other starts may plan with its memory: {error}")
             return ""
-        taken = starts.take(
-            place,
-            self._record(choice, run),
-            lambda granted: self._supply(choice, run, granted),
-            planned_beside,
-            choice.recipe.launch.assume_fits,
-            self._own,
-        )
         if isinstance(taken, str):
             return taken
         self._keep(taken)

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.base import files, modules
+from launch.base import files, locks, modules
 from launch.base import processes as base_processes
 from launch.base.errors import DataError, LaunchError, ResourceError, Stopped
 from launch.base.progress import RowProgress
@@ -52,7 +52,7 @@ def ensure(
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        locks.flock(lock.fileno(), fcntl.LOCK_EX, folder)
         # verified again: another start may have made it meanwhile
         fault = token_hashes.fault(folder, goes_on) if folder.exists() else None
         if fault:
@@ -81,7 +81,7 @@ def _clear_abandoned(folder: Path) -> None:
         name = staging.name.removeprefix(".").removesuffix(STAGING)
         # another process may work on it
         with (folder / f"{name}.lock").open("w") as lock, suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locks.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, folder)
             shutil.rmtree(staging)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from launch.base import locks
 from launch.base.errors import ConfigError, ResourceError
 from launch.recipe.strict_yaml import show
 
@@ -81,7 +82,7 @@ def _changing() -> Iterator[list[bytes]]:
     home = Path.home()  # of the user, for every checkout
     lock = os.open(home if home.is_dir() else "/", os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        locks.flock(lock, fcntl.LOCK_EX, home)
         before = _read()
         lines = list(before)
         yield lines

@@ -88,11 +88,15 @@ class Status:
     ended_s: float | None = None
     exit_code: int | None = None  # None: it runs, or was killed
     error: str = ""
+    start_ticks: int | None = None  # of the process; None: an earlier version wrote this
 
     @property
     def runs(self) -> bool:
-        is_here = self.boot == processes.boot_id() and processes.is_alive(self.pid)
-        return self.exit_code is None and is_here
+        """True while the process goes on, and no other that has got its pid."""
+        if self.exit_code is not None or self.boot != processes.boot_id():
+            return False
+        now = processes.start_ticks(self.pid)
+        return now is not None and self.start_ticks in (None, now)
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,9 @@ class JobDir:
         with locks.lock(self.root / f".lock{self.part}", f"job {self.root.name}"):
             before = self.read_status()
             starts = before.starts + 1 if before else 1
-            status = Status(os.getpid(), processes.boot_id(), time.time(), starts)
+            pid = os.getpid()
+            ticks = processes.start_ticks(pid)
+            status = Status(pid, processes.boot_id(), time.time(), starts, start_ticks=ticks)
             files.write_json(self.status_file, status)
 
             def end(exit_code: int, error: str = "") -> None:

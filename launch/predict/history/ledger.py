@@ -217,7 +217,7 @@ class Ledger:
             with suppress(OSError, ResourceError):
                 file = locks.opened(self.lock_file)
                 opened.callback(os.close, file)
-                fcntl.flock(file, kind)
+                locks.flock(file, kind, self.lock_file)
             yield
 
     def _transaction(self, work: Work[Answer], writes: bool) -> Answer | None:

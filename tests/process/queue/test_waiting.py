@@ -62,7 +62,7 @@ def test_a_smaller_run_passes_one_that_waits_only_if_it_does_not_delay_it(tmp_pa
     assert "is before it, and waits for 8.00 GiB of host RAM" in line
     larger.kill()
     larger.wait()
-    assert said(hold("3")).startswith("this start would delay run 2 of ")
+    assert said(hold("3")).startswith("run 2 of ")
     assert said(hold("2")) == "holds 4"
 
 

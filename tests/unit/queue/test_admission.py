@@ -118,50 +118,66 @@ def test_the_cards_with_the_most_memory_are_chosen():
 
 
 @pytest.mark.parametrize(
-    ("leases", "free", "ahead", "asked", "is_delayed"),
+    ("leases", "free", "waiting", "asked", "first"),
     [
-        # 10 GiB, 6 of them run 1's. Run 2 waits for 8: 2 more GiB delay it no further
-        ([lease(1, 6, 6)], 4, [lease(2, 8)], 2, False),
-        ([lease(1, 6, 6)], 4, [lease(2, 8)], 3, True),
-        # two leases of 3: run 2 starts at the first end, and would need both ends
-        ([lease(1, 3, 3), lease(3, 3, 3)], 4, [lease(2, 5)], 2, False),
-        ([lease(1, 3, 3), lease(3, 3, 3)], 4, [lease(2, 5)], 3, True),
-        # run 4 can start at once, and passing it would delay run 2 by what run 4 then takes
-        ([lease(1, 6, 6)], 4, [lease(2, 8), lease(4, 2)], 2, True),
+        # 10 GiB, 6 of them run 1's. Run 2 waits for 8, and 2 fit beside it
+        ([lease(1, 6, 6)], 4, [lease(2, 8)], 2, None),
+        ([lease(1, 6, 6)], 4, [lease(2, 8)], 3, 2),
+        ([lease(0, 3, 3), lease(1, 3, 3)], 4, [lease(2, 5)], 4, None),
+        # run 3 has passed run 2, whose turn would have come without it
+        ([lease(1, 3, 3), lease(3, 3, 3)], 4, [lease(2, 5)], 1, 2),
+        ([lease(1, 3, 3), lease(3, 3, 3)], 4, [lease(2, 8)], 1, None),
+        # it is the turn of run 4
+        ([lease(1, 6, 6)], 4, [lease(2, 8), lease(4, 2)], 2, 4),
         # 6 GiB are of a program without a lease, which may end too
-        ([], 4, [lease(2, 8)], 2, False),
-        ([], 4, [lease(2, 8)], 3, True),
-        # it can never start: nothing delays it
-        ([], 10, [lease(2, 11)], 9, False),
-        ([], 10, [], 10, False),
-        ([lease(n, 1, 1) for n in range(20, 27)], 3, [lease(2, 9)], 0.5, True),
+        ([], 4, [lease(2, 8)], 2, None),
+        ([], 4, [lease(2, 8)], 3, 2),
+        # it can never start: nothing waits for it
+        ([], 10, [lease(2, 11)], 9, None),
+        ([], 10, [], 10, None),
+        # one that is before others by its priority has not passed them
+        ([lease(3, 3, 3, priority=1)], 4, [lease(2, 5)], 1, None),
     ],
 )
-def test_a_run_passes_waiting_runs_only_if_it_delays_none_in_any_order_of_ends(
-    leases, free, ahead, asked, is_delayed
+def test_a_run_passes_those_that_it_fits_beside_until_their_turn(
+    leases, free, waiting, asked, first
 ):
-    waiting = admission.delayed(needs(asked), ahead, supply(*leases, free=free))
-    assert (waiting is not None) == is_delayed
+    other = admission.ahead_of(needs(asked), waiting, supply(*leases, free=free))
+    assert (other and other.number) == first
+
+
+def test_a_run_passes_one_that_waits_for_other_cards():
+    cards = (gpu(0, uuid="A"), gpu(1, uuid="B"))
+    both = Needs(0, num_cards=2, card_bytes=15 * GIB)
+    waiting = replace(lease(2, 0), record=Record("boot", "waiting", both))
+    now = Supply(machine(cards=cards), [on_card(1, "A", needed=15)])
+    asked = needs(1, num_cards=1, card_bytes=3 * GIB)
+    assert admission.ahead_of(asked, [waiting], now) is None
+    asked = replace(asked, card_bytes=5 * GIB)
+    assert admission.ahead_of(asked, [waiting], now) is waiting
 
 
 sizes = st.integers(1, 10)
 
 
-@given(st.lists(sizes, max_size=4), st.lists(sizes, min_size=1, max_size=3), sizes, st.data())
-def test_whatever_ends_first_a_passed_run_starts_as_early_as_without_the_passing_run(
-    held, asked, passing, data
-):
-    total = sum(held) + data.draw(st.integers(0, 10))
-    leases = [lease(100 + n, size, size) for n, size in enumerate(held)]
-    ahead = [lease(n, size, state="waiting") for n, size in enumerate(asked)]
-    now = supply(*leases, free=total - sum(held), total=total)
-    if admission.shortage(needs(passing), now) or admission.delayed(needs(passing), ahead, now):
-        return
-    order = data.draw(st.permutations(leases))
-    for ends in range(len(order) + 1):
-        free = total - sum(held) + sum(each.record.needs.host_bytes // GIB for each in order[:ends])
-        if free >= asked[0]:
-            assert free - passing >= asked[0]
+@given(st.lists(st.tuples(sizes, st.booleans()), max_size=30), sizes)
+def test_no_run_starves_while_smaller_ones_come_for_ever(arrivals, asked):
+    """Run 2 waits for run 1, which ends at the 20th arrival. Others hold their memory for ever, or
+    for the time of one arrival."""
+    first = [lease(1, 6, 6)]
+    waiting, granted = lease(2, asked, state="waiting"), list[Lease]()
+    for number, (size, stays) in enumerate(arrivals, 3):
+        live = [*(first if number < 20 else []), *granted]
+        free = 10 - sum(each.record.needs.host_bytes for each in live) // GIB
+        now = supply(*live, free=free)
+        if admission.shortage(waiting.record.needs, now) is None:
+            return  # it starts
+        own = needs(size)
+        passes = not admission.shortage(own, now) and not admission.ahead_of(own, [waiting], now)
+        without_passers = 10 - 6 * (number < 20)
+        assert not (passes and without_passers >= asked)
+        if passes and stays:
+            granted.append(lease(number, size, size))
 
 
 def test_a_plan_needs_its_prediction_within_its_own_share_and_limits():
