@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from launch.base import files
@@ -45,6 +45,17 @@ def settle(environ: MutableMapping[str, str] = os.environ) -> None:
         _make_private(folder, variable)
         environ[variable] = str(folder)
     environ["TMPDIR"] = tempfile.tempdir = str(own)
+
+
+def refuse_noexec(environ: Mapping[str, str] = os.environ) -> None:
+    """Raise ResourceError for one of the settled folders from which nothing may be run."""
+    for variable in ("TMPDIR", *FOLDERS):
+        if os.statvfs(environ[variable]).f_flag & os.ST_NOEXEC:
+            raise ResourceError(
+                f"{variable} {environ[variable]}: its file system is mounted noexec, and this run"
+                f" compiles code and runs it there; set {variable} to a folder elsewhere, or mount"
+                " it with exec (docker: --tmpfs /tmp:exec)"
+            )
 
 
 def _make_private(folder: Path, variable: str) -> None:

@@ -3,10 +3,13 @@ there, and no secrets."""
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Mapping, Sequence
 
+from launch.base.errors import ConfigError
 from launch.base.secrets import SECRET_NAME, SECRET_VALUE
-from launch.base.variables import NAMES, OF_LIBRARIES, PREFIXES, WITHHELD
+from launch.base.variables import NAMES, OF_LIBRARIES, OF_MPI, PREFIXES, WITHHELD
 
 _WITHHELD = frozenset(" ".join(WITHHELD).split())
 
@@ -26,6 +29,32 @@ def passed(environ: Mapping[str, str], more: Sequence[str] = ()) -> dict[str, st
 
 def _is_needed(name: str) -> bool:
     return name in NAMES or (name.startswith(PREFIXES) and not SECRET_NAME.search(name))
+
+
+def check(environ: Mapping[str, str], backend: str | None) -> None:
+    """Raise ConfigError for a value that ranks, which talk over `backend`, cannot use here."""
+    threads = environ.get("OMP_NUM_THREADS", "1")
+    if not re.fullmatch("[1-9][0-9]*", threads):
+        raise ConfigError(
+            f"OMP_NUM_THREADS={threads}: expected a number of threads, such as 4; unset it, and"
+            " each rank has its share of the cores"
+        )
+    variables = {"gloo": ("GLOO",), "nccl": ("GLOO", "NCCL")}.get(backend or "", ())
+    there = [name for _, name in socket.if_nameindex()]
+    for variable in (f"{library}_SOCKET_IFNAME" for library in variables):
+        # NCCL's names are beginnings, "=name" is a whole one and "^name" leaves one out
+        asked = environ.get(variable, "").removeprefix("=")
+        wanted = [] if asked.startswith("^") else [name for name in asked.split(",") if name]
+        if wanted and not any(name.startswith(tuple(wanted)) for name in there):
+            raise ConfigError(
+                f"{variable}={asked}: this machine has no such interface, it has"
+                f" {', '.join(there)}; unset it, or name one of them"
+            )
+
+
+def of_another_launcher(environ: Mapping[str, str]) -> list[str]:
+    """Names of variables by which MPI tells its own ranks what they are."""
+    return sorted(name for name in environ if name.startswith(OF_MPI))
 
 
 def of_trackers(

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.base.errors import CheckpointError, ResourceError
+from launch.base.errors import CheckpointError, ConfigError, ResourceError
 
 Noun = TypeVar("Noun")
 
@@ -137,6 +137,17 @@ def damaged_file(path: Path, reason: str) -> CheckpointError:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def expanded(path: str | Path) -> Path:
+    """The path with a home folder in the place of ~. Raises ConfigError for a user without one."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{path}: {Path(path).parts[0]} is no user with a home folder here; write the whole"
+            " path, or set HOME"
+        ) from error
 
 
 def free_bytes(path: Path) -> int:

@@ -4,7 +4,6 @@ mode if the locale is not UTF-8. Standard library only, because it is imported f
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import sys
 from importlib.util import find_spec
@@ -33,11 +32,6 @@ def prepare(argv: list[str]) -> None:
     if argv[:1] != ["doctor"]:
         go_on_with_packages()
     go_on_in_utf8()
-
-
-def lowmem() -> None:
-    """Run the command of an installed package: `lowmem VERB` is `python -m launch VERB`."""
-    runpy.run_module("launch", run_name="__main__")
 
 
 def end_on_stop_signals() -> None:

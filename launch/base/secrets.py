@@ -12,35 +12,40 @@ from pathlib import Path
 # ends, "_", "-" and "."
 SECRET_NAME = re.compile(
     r"(?i)(^|[._-])((api|access|private|secret)?(token|key)|secrets?|pat|auth|authorization"
+    r"|(?-i:(API|ACCESS|PRIVATE|SECRET)?(TOKENS|KEYS))|(?<=[._-])(pw|pwd|psk)"
     r"|pass(word|wd|phrase)?|jwt|cookie|credentials?|creds?)([._-]|\Z)"
 )
+# Where a value may begin: at a word, also behind a colour's code, an escaped line break and %3D
+BEGIN = r"(?:\b|(?<=[\d;\[]m)|(?<=\\[nrt])|(?<=%[\dA-Fa-f]{2}))"
 
 # The form of values that are secrets wherever they stand, and the issuer's own description
 SECRET_VALUES = (
     # huggingface.co/docs/hub/security-tokens
-    r"\b(?:hf|api_org)_[A-Za-z0-9]{16,}",
+    rf"{BEGIN}(?:hf|api_org)_[A-Za-z0-9]{{16,}}",
     # github.blog/2021-04-05-behind-githubs-new-authentication-token-formats
-    r"\bgh[pousr]_[A-Za-z0-9]{16,}",
+    rf"{BEGIN}gh[pousr]_[A-Za-z0-9]{{16,}}",
     # docs.github.com/en/authentication/keeping-your-account-and-data-secure
-    r"\bgithub_pat_\w{20,}",
+    rf"{BEGIN}github_pat_\w{{20,}}",
     # docs.gitlab.com/security/tokens: token prefixes
-    r"\bgl(?:pat|oas|dt|rt|ptt|soat|agent)-[\w.-]{16,}",
+    rf"{BEGIN}gl(?:pat|oas|dt|rt|ptt|soat|agent)-[\w.-]{{16,}}",
     # github.blog/2021-09-23-announcing-npms-new-access-token-format
-    r"\bnpm_[A-Za-z0-9]{36}\b",
+    rf"{BEGIN}npm_[A-Za-z0-9]{{36}}\b",
     # docs.aws.amazon.com/IAM/latest/UserGuide/reference_identifiers.html
-    r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b",
+    rf"{BEGIN}(?:AKIA|ASIA)[A-Z0-9]{{16}}\b",
     # cloud.google.com/docs/authentication/api-keys: 39 characters
-    r"\bAIza[\w-]{35}",
+    rf"{BEGIN}AIza[\w-]{{35}}",
     # platform.openai.com/docs/api-reference/authentication
-    r"\bsk-[A-Za-z0-9_-]{20,}",
+    rf"{BEGIN}sk-[A-Za-z0-9_-]{{20,}}",
     # replicate.com/docs/topics/security/api-tokens: 40 characters
-    r"\br8_[A-Za-z0-9]{37}\b",
+    rf"{BEGIN}r8_[A-Za-z0-9]{{37}}\b",
     # api.slack.com/authentication/token-types
-    r"\bxox[abeprs]-[A-Za-z0-9-]{10,}",
+    rf"{BEGIN}xox[abeprs]-[A-Za-z0-9-]{{10,}}",
     # RFC 7519, JSON Web Token
-    r"\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+",
+    rf"{BEGIN}eyJ[\w-]{{10,}}\.eyJ[\w-]{{10,}}\.[\w-]+",
     # RFC 6750, section 2.1: Authorization request header
     r"(?i:\bbearer) +[\w.~+/-]{16,}=*",
+    # RFC 7617, section 2: user and password in base64
+    r"(?i:\bauthorization[\"']?: *[\"']?basic) +[\w+/-]{8,}=*",
     # RFC 7468, section 10 and 11: private keys; a cut-off one has no end
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:[\s\S]*?-----END [A-Z0-9 ]*PRIVATE KEY-----|[\s\S]*)",
     # RFC 3986, section 3.2.1: user:password of an address; without a scheme, a password has more
@@ -58,8 +63,9 @@ def _secrets() -> re.Pattern[str]:
     """SECRET_VALUE, and the secrets of this process: values in its environment, and the token that
     hf stores."""
     values = {value for name, value in os.environ.items() if SECRET_NAME.search(name)}
-    home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
-    with contextlib.suppress(OSError, UnicodeDecodeError):
+    # RuntimeError: without a home
+    with contextlib.suppress(OSError, UnicodeDecodeError, RuntimeError):
+        home = os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser()
         values.add(
             Path(os.environ.get("HF_TOKEN_PATH") or Path(home) / "token")
             .read_text(encoding="utf-8")

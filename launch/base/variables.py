@@ -101,9 +101,11 @@ NAMES = frozenset(" ".join((_SYSTEM, _LOWMEM, _HUGGING_FACE, _CUDA, _TORCH)).spl
 
 # of libraries whose variables are passed one by one
 OF_LIBRARIES = ("HF_", "TRANSFORMERS_", "CUDA_", "TORCH_")
+# Accelerate would take them for the number and the place of its own ranks
+OF_MPI = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 # of libraries that get every variable with it whose name does not say that it is a secret
 PREFIXES = (
-    *("LC_", "PYTHON", "LD_", "CONDA_", "SLURM_", "PMI_", "PMIX_", "COV_"),
+    *("LC_", "PYTHON", "LD_", "CONDA_", "SLURM_", "COV_"),
     *("NVIDIA_", "CUDNN_", "CUBLAS_", "NCCL_", "NVTE_", "ROCR_", "ROCM_", "RCCL_", "HIP_", "HSA_"),
     *("AMD_", "GPU_", "MIOPEN_", "HCC_", "ROCBLAS_", "HIPBLAS_", "HIPBLASLT_", "TENSILE_", "GLOO_"),
     *("UCX_", "FI_", "IBV_", "MLX5_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_"),

@@ -305,6 +305,11 @@ def _show_plan(
     if opened.complete:
         screen.say(f"chat with it: {ending.chat_command(recipe.output_dir)}")
         return
+    environment.check(os.environ, plan.strategy.backend)
+    if plan.strategy.compiles:
+        compile_caches.refuse_noexec()
+    if names := environment.of_another_launcher(os.environ):
+        screen.say(f"not passed to the ranks, they are of MPI's own: {', '.join(names)}")
     if names := environment.unknown(os.environ, recipe.launch.pass_env):
         screen.say(
             f"not passed to the ranks, no library is known to read it: {', '.join(names)};"

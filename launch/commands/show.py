@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.errors import ConfigError, DataError
+from launch.base.files import expanded
 from launch.commands import recipe_arguments
 from launch.commands.recipe_arguments import RecipeArguments
 from launch.data.files import shards
@@ -87,7 +88,7 @@ def _files(recipe: Recipe, asked: str | None, line: int | None) -> list[Path]:
         first = [shards.of(Path(source.path))[0] for source in recipe.data.sources]
         return first if line is None else first[:1]
     files = [file for name in recipe.data.paths for file in shards.of(name)]
-    path = Path(asked).expanduser().resolve()
+    path = expanded(asked).resolve()
     if path not in [file.resolve() for file in files]:
         names = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
         raise ConfigError(

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from launch.base.errors import ConfigError, LaunchError, ResourceError
+from launch.base.files import expanded
 from launch.base.text import suggestion
 from launch.predict import model_families, model_types
 from launch.predict import parameters as predict_parameters
@@ -80,7 +81,7 @@ def read(
         config = _named_config(model.shape, root / "configs" / "models") | changes
         config |= _asked_tie(model, config, model.shape)
         return config, *_parts(config, root / "configs" / "models" / f"{model.shape}.yaml", cache)
-    folder = root / Path(model.path or "").expanduser()
+    folder = root / expanded(model.path or "")
     config = _folder_config(folder)
     model_types.check(config, folder / "config.json")
     tensors = _tensors(folder)

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from launch.base.files import expanded
 from launch.data import chat_templates
 from launch.recipe import load, strict_yaml
 from launch.schema.model_sections import TokenizerSection
@@ -125,4 +126,4 @@ def _of_key(dotted: str, value: Any, base: Path) -> Any:
 
 
 def _join(base: Path, path: str) -> str:
-    return os.path.normpath(base / Path(path).expanduser())
+    return os.path.normpath(base / expanded(path))

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from launch.base import text as base_text
 from launch.base.errors import CheckpointError, ConfigError, ResourceError
+from launch.base.files import expanded
 from launch.base.text import suggestion
 from launch.base.workspace import Workspace
 from launch.predict.history import cache_keys
@@ -86,12 +86,12 @@ def find(workspace: Workspace, word: str) -> RunDir:
     has trained a step.
 
     Raises ResourceError."""
-    for path in (Path(word).expanduser(), workspace.runs / word):
+    for path in (expanded(word), workspace.runs / word):
         run = RunDir(path.resolve())
         if run.plan_file.is_file() and not run.is_dry_run:
             return _trained([run], word)
     runs = RunDir.all(workspace.runs)
-    place = Path(word).expanduser().resolve()
+    place = expanded(word).resolve()
     if named := [
         run
         for run in runs

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from launch.base import locks
 from launch.base.errors import CheckpointError, ResourceError
-from launch.base.files import damaged_file, read, read_or_none, write_atomic, write_json
+from launch.base.files import damaged_file, expanded, read, read_or_none, write_atomic, write_json
 from launch.base.text import shown
 from launch.base.workspace import Workspace
 from launch.data import token_cache
@@ -361,7 +361,7 @@ def as_begun(tokens: TokenCache, runs: Path, recipe: Recipe, resume: str) -> Tok
     identity = {**tokens.identity}
     identity.pop(token_cache.BESIDE_CONFIG, None)
     before = tokens.folder.with_name(token_cache.name_of(identity))
-    path = Path(resume).expanduser()
+    path = expanded(resume)
     earlier = [RunDir(path.parent.parent if path.name.startswith("checkpoint-") else path)]
     if resume == "auto":
         own = (run for run in RunDir.all(runs, recipe.name) if run.writes_to(recipe.output_dir))

@@ -82,7 +82,7 @@ def written_with(folder: Path) -> dict[str, str]:
 
 def key_file() -> Path:
     """The file of the key, outside every run folder: a run that is given away does not carry it."""
-    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    state = os.environ.get("XDG_STATE_HOME") or base_files.expanded("~/.local/state")
     return Path(state) / "lowmem" / "checkpoint.key"
 
 

@@ -70,7 +70,7 @@ def decide(
     if resume == "never":
         return Start(new_run(), "starting a new run (--resume never)")
     if resume != "auto":
-        return _from_path(Path(resume).expanduser(), recipe, plan, tokens, new_run)
+        return _from_path(base_files.expanded(resume), recipe, plan, tokens, new_run)
     begun, others = _of_this_output(runs, recipe)
     if not begun:
         return Start(new_run(), "\n".join(["starting a new run", *_unfinished(others)]))

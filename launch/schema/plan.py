@@ -128,6 +128,12 @@ class Strategy:
         return self.attn_implementation in ("flash_attention_2", "varlen_attn")
 
     @property
+    def compiles(self) -> bool:
+        """True if the ranks compile code: torch.compile, Triton's kernels, DeepSpeed's optimizers
+        on the host."""
+        return self.torch_compile or self.use_liger_kernel or self.launch_mode.offloads
+
+    @property
     def checkpointed_share(self) -> float:
         """Of the layers, those whose activations are computed again."""
         return 1 / self.every_n_layers if self.activation_checkpointing else 0.0

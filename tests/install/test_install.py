@@ -68,7 +68,8 @@ def root(tmp_path: Path) -> Iterator[Path]:
     for name in COPIED:
         unwanted = shutil.ignore_patterns("__pycache__")
         shutil.copytree(builders.CODE / name, copy / name, ignore=unwanted)
-    for name in ("requirements.txt", "requirements.lock", "pyproject.toml", "train_low_mem.py"):
+    files = ("requirements.txt", "requirements.lock", "pyproject.toml", "train_low_mem.py")
+    for name in (*files, "lowmem_command.py"):
         shutil.copy(builders.CODE / name, copy)
     yield copy
     shutil.rmtree(tmp_path)

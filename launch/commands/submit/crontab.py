@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.base import locks
+from launch.base import files, locks
 from launch.base.errors import ConfigError, ResourceError
 from launch.recipe.strict_yaml import show
 
@@ -79,7 +79,7 @@ def _changing() -> Iterator[list[bytes]]:
         raise ResourceError(
             "cron: no crontab program; install it (Debian, Ubuntu: apt install cron)"
         )
-    home = Path.home()  # of the user, for every checkout
+    home = files.expanded("~")  # of the user, for every checkout
     lock = os.open(home if home.is_dir() else "/", os.O_RDONLY)
     try:
         locks.flock(lock, fcntl.LOCK_EX, home)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.errors import ConfigError
+from launch.base.files import expanded
 from launch.base.text import nearest
 from launch.base.workspace import FILES, Workspace
 from launch.recipe import strict_yaml, training_arguments
@@ -96,7 +97,7 @@ NO_MODEL = (
 
 def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
     """(recipe, overrides, notes on differences) of the file as typed. Raises ConfigError."""
-    file = Path(config).expanduser()
+    file = expanded(config)
     if not file.exists() and not file.is_absolute() and (FILES / file).exists():
         file = FILES / file  # the guide's path, typed in another folder
     content, where = strict_yaml.read_yaml(file)

@@ -168,3 +168,24 @@ def test_a_file_in_the_place_of_a_folder_is_named(temporary):
         f"error: {file}: compiled code cannot be kept there" in done.stderr,
     ) == (3, True), done
     assert "Traceback" not in done.stderr
+
+
+def test_a_folder_from_which_nothing_may_be_run_is_named(tmp_path):
+    code = """
+from launch.base import compile_caches
+compile_caches.settle()
+try:
+    compile_caches.refuse_noexec()
+except compile_caches.ResourceError as error:
+    print(error)
+"""
+    mount = f"mount -t tmpfs -o noexec none {tmp_path} && mkdir {tmp_path}/t &&"
+    for before, said in (("", ""), (mount, "TMPDIR ")):
+        line = f"{before} TMPDIR={tmp_path} {sys.executable} -c '{code}'"
+        argv = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", line]
+        done = subprocess.run(argv, env=builders.environment(tmp_path / "w"), capture_output=True)
+        if b"unshare" in done.stderr:
+            pytest.skip("this machine lets nobody make a mount namespace")
+        assert done.returncode == 0, done.stderr
+        words = "its file system is mounted noexec, and this run compiles code"
+        assert (said in done.stdout.decode() and words in done.stdout.decode()) is bool(said)

@@ -16,7 +16,7 @@ from tests import builders
 pytestmark = pytest.mark.process
 
 INSTALLED = ("launch", "training", "configs", "config", "scripts")
-FILES = ("train_low_mem.py", "pyproject.toml", "requirements.txt")
+FILES = ("train_low_mem.py", "lowmem_command.py", "pyproject.toml", "requirements.txt")
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +36,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def lowmem(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The installed command, started in an empty folder without LOWMEM_ROOT."""
+def lowmem(
+    site: Path, folder: Path, *words: str, before: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """The installed command, started in an empty folder without LOWMEM_ROOT. `before`: what stands
+    before its folder in PYTHONPATH."""
     folder.mkdir(exist_ok=True)
-    env = builders.environment(folder, PYTHONPATH=str(site))
+    env = builders.environment(folder, PYTHONPATH=f"{before}{site}")
     del env["LOWMEM_ROOT"]
     argv = [str(site / "bin" / "lowmem"), *words]
     return subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
@@ -54,6 +57,19 @@ def test_the_installed_command_plans_from_another_folder_with_its_own_files(site
     assert planned.returncode == 0, planned.stderr
     assert planned.stdout.startswith("plan for sft_fast on ")
     assert (folder / "data" / "sft_train_small_train.parquet").is_file()
+
+
+def test_another_package_of_that_name_stands_in_nobodys_way(site, tmp_path):
+    """ROS 2 has a package `launch`, and puts its folder into PYTHONPATH."""
+    for name in ("launch", "training"):
+        (tmp_path / "ros" / name).mkdir(parents=True)
+        (tmp_path / "ros" / name / "__init__.py").write_text("raise ImportError('of ROS')")
+    ros = f"{tmp_path / 'ros'}:"
+    planned = lowmem(
+        site, tmp_path / "here", "plan", "sft_fast", "--data.max_length=32", before=ros
+    )
+    assert planned.returncode == 0, planned.stderr
+    assert planned.stdout.startswith("plan for sft_fast on ")
 
 
 def test_the_installed_command_ends_with_the_same_exit_codes(site, tmp_path):

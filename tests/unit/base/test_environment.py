@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from launch.base import environment
+from launch.base.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
@@ -46,3 +49,35 @@ def test_names_that_are_not_passed_are_told_apart_from_secrets():
     variables = dict.fromkeys(("TORCH_X", "HF_Y", "HF_TOKEN", "CUDA_KEY", "HF_HOME", "MY_VAR"), "1")
     assert environment.unknown(variables) == ["HF_Y", "TORCH_X"]
     assert environment.unknown(variables, ["HF_Y"]) == ["TORCH_X"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "backend", "message"),
+    [
+        ({"OMP_NUM_THREADS": "all"}, None, "OMP_NUM_THREADS=all: expected a number"),
+        ({"OMP_NUM_THREADS": "0"}, "gloo", "OMP_NUM_THREADS=0: expected a number"),
+        ({"OMP_NUM_THREADS": "4"}, "gloo", ""),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, "gloo", "GLOO_SOCKET_IFNAME=ib0: this machine has no"),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, "nccl", "has no such interface, it has lo, eth7; unset"),
+        ({"GLOO_SOCKET_IFNAME": "ib0"}, None, ""),  # one process has no use for it
+        ({"GLOO_SOCKET_IFNAME": "ib0,lo"}, "gloo", ""),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, "nccl", "NCCL_SOCKET_IFNAME=ib: this machine has no"),
+        ({"NCCL_SOCKET_IFNAME": "ib"}, "gloo", ""),
+        ({"NCCL_SOCKET_IFNAME": "eth"}, "nccl", ""),
+        ({"NCCL_SOCKET_IFNAME": "=eth7"}, "nccl", ""),
+        ({"NCCL_SOCKET_IFNAME": "^docker"}, "nccl", ""),
+    ],
+)
+def test_variables_of_another_machine_are_named(variables, backend, message, monkeypatch):
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
+    if not message:
+        environment.check(variables, backend)
+        return
+    with pytest.raises(ConfigError, match=message):
+        environment.check(variables, backend)
+
+
+def test_variables_of_another_launcher_are_not_passed():
+    variables = {"PMI_SIZE": "2", "PMI_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "HOME": "/h"}
+    assert environment.passed(variables) == {"HOME": "/h"}
+    assert environment.of_another_launcher(variables) == sorted({*variables} - {"HOME"})

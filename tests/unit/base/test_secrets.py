@@ -28,6 +28,28 @@ def test_a_secret_is_replaced_whole_wherever_it_stands(secret):
 
 
 @pytest.mark.parametrize(
+    "before", ["\x1b[31m", "\x1b[1;32m", r"line\n", r"tab\t", "?token%3D", "key=", "'", "\n"]
+)
+def test_a_secret_is_found_behind_a_colour_an_escape_and_a_percent_sign(before):
+    for secret in (f"hf_{A[:34]}", f"sk-{A[:30]}", "AKIAIOSFODNN7EXAMPLE", f"ghp_{A[:36]}"):
+        assert without_secrets(f"{before}{secret} behind") == f"{before}[secret] behind"
+
+
+@pytest.mark.parametrize(
+    "said", ["Authorization: Basic bWU6aHVudGVyMg==", "'Authorization': 'Basic bWU6aHVudGVyMg=="]
+)
+def test_a_basic_authorization_is_replaced(said):
+    assert without_secrets(f"{said}'") == "[secret]'" or without_secrets(f"{said}'") == "'[secret]'"
+
+
+@pytest.mark.parametrize(
+    "name", ["CONDA_PW", "WIFI_PSK", "HF_TOKENS", "OPENAI_APIKEYS", "DB_PWD", "db.pwd"]
+)
+def test_names_that_say_secret_are_secrets(name):
+    assert SECRET_NAME.search(name)
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("GET https://me:hunter2@host/x", "GET https://[secret]@host/x"),
@@ -67,7 +89,7 @@ def test_texts_without_a_secret_stay_as_they_are(text):
             "keep",
             "pad",
         ),
-        *("MONKEYPATCH", "KEYMAP", "AUTHOR", "PATH", "COMPASS", "passed"),
+        *("MONKEYPATCH", "KEYMAP", "AUTHOR", "PATH", "COMPASS", "passed", "PWD", "OLDPWD"),
     ],
 )
 def test_names_of_other_things_are_no_secrets(name):
