@@ -60,6 +60,10 @@ ALIASES = {
     ),
     **dict.fromkeys(("model", "model_path", "model_name_or_path", "base_model"), "model.path"),
     **dict.fromkeys(("tokenizer", "tokenizer_path"), "tokenizer.path"),
+    **dict.fromkeys(
+        ("template", "prompt_template", "conversation_template", "chat_format"),
+        "tokenizer.chat_template",
+    ),
     **dict.fromkeys(("output", "out"), "output_dir"),
     **dict.fromkeys(("gpus", "num_gpus", "nproc_per_node"), "launch.num_processes"),
     **dict.fromkeys(("lora", "rank", "lora_r", "lora_rank"), "lora.r"),

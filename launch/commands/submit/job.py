@@ -178,6 +178,7 @@ def freeze(
     environ: Mapping[str, str],
 ) -> JobDir:
     """Write a job whose recipe, keys, code and hashes of data stay what they are now."""
+    _check_names(workspace, facts, environ)
     job_dir = _new(workspace, f"{facts.context.recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
     recipe = load.find(typed.recipe)
     shutil.copyfile(recipe, job_dir.recipe_file)
@@ -202,6 +203,7 @@ def schedule(
 ) -> JobDir:
     """Write a job that reads recipe, data and code anew at each of its times, in place of one of
     that name."""
+    _check_names(workspace, facts, environ)
     old = JobDir(folder(workspace) / name)
     job_dir = old if (old.root / "job.json").exists() else _new(workspace, name)
     job = Job(job_dir.root.name, tuple(argv), Path.cwd(), time.time(), schedule=times)
@@ -289,6 +291,29 @@ def forget_old(workspace: Workspace) -> None:
             shutil.rmtree(code)
 
 
+def _check_names(workspace: Workspace, facts: Facts, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError for a folder or a variable of the job that is no UTF-8."""
+    folders = {"the folder of the start": str(Path.cwd()), "LOWMEM_ROOT": str(workspace.root)}
+    for name, value in (folders | _variables(facts, environ)).items():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"submit: {name} is {value!r}, which is not UTF-8 at character {error.start}; the"
+                " files of a job are: rename the folder, or set the variable anew"
+            ) from error
+
+
+def _variables(facts: Facts, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that a job keeps."""
+    passed = environment.passed(environ, facts.context.recipe.launch.pass_env)
+    return {
+        name: value
+        for name, value in passed.items()
+        if VARIABLE.fullmatch(name) and not NOT_KEPT.match(name)
+    }
+
+
 def _new(workspace: Workspace, name: str) -> JobDir:
     """The folder of a new job; a second one of this second gets a number. Raises ResourceError."""
     above = folder(workspace)
@@ -318,12 +343,7 @@ def _write(
     code: Path,
 ) -> None:
     """Write the job, and the script that starts it with these variables."""
-    pass_env = facts.context.recipe.launch.pass_env
-    variables = {
-        name: value
-        for name, value in environment.passed(environ, pass_env).items()
-        if VARIABLE.fullmatch(name) and not NOT_KEPT.match(name)
-    }
+    variables = _variables(facts, environ)
     users = (
         path for path in environ.get("PYTHONPATH", "").split(":") if path and path != str(CODE)
     )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from launch.base.errors import ResourceError
+from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES
 from launch.plan.planner import Choice
 from launch.schema.machine import GIB
@@ -108,6 +108,11 @@ def script(
         options.append(f"--array=0-{len(tasks) - 1}")
     theirs = {option.partition("=")[0] for option in more}
     ours = [option for option in options if option.partition("=")[0] not in theirs]
+    if broken := next((each for each in (*ours, *more) if re.search(r"[\r\n]", each)), None):
+        raise ConfigError(
+            f"submit slurm: {broken!r} holds a line break, and what follows it would be a line of"
+            " the script; start it in a folder, and with options, without one"
+        )
     body = SCRIPT.read_text("utf-8").partition(BEGIN)[2]
     lines = "".join(f"#SBATCH {_quoted(option)}\n" for option in (*ours, *more))
     return f"#!/usr/bin/env bash\n{lines}{BEGIN}{_arguments(command, request, tasks)}{body}"

@@ -187,3 +187,35 @@ def test_a_job_behind_a_link_stays(tmp_path, workspace):
     (workspace / "submitted" / "job").symlink_to(elsewhere)
     job.remove(job.JobDir(workspace / "submitted" / "job"))
     assert elsewhere.is_dir()
+
+
+def test_a_folder_with_a_line_break_makes_no_line_of_a_script(capsys, tmp_path, monkeypatch):
+    path = builders.recipe(tmp_path, launch={"num_processes": 1})
+    folder = tmp_path / "a\ntouch found"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    words = ("--print", str(path), "--gpu", "RTX 3090", "--gpus", "1", "--ram", "64")
+    code, said = submit(capsys, "slurm", *words)
+    assert code == 2 and "holds a line break" in said and "#!" not in said
+    monkeypatch.chdir(tmp_path)
+    code, said = submit(capsys, "slurm", *words, '--sbatch=--comment="a\ntouch"')
+    assert code == 2 and "holds a line break" in said and "#!" not in said
+
+
+def test_names_that_are_no_utf_8_are_refused_before_a_job_is_made(
+    capsys, tmp_path, workspace, monkeypatch, crontab_file
+):
+    path = builders.recipe(tmp_path, launch={"num_processes": 1})
+    folder = Path(os.fsdecode(bytes(tmp_path) + b"/gr\xfc\xdfe"))
+    folder.mkdir()
+    for start in (("cron", "@daily"), ("local",), ("slurm",)):
+        monkeypatch.chdir(folder)
+        code, said = submit(capsys, *start, str(path))
+        assert code == 2 and "the folder of the start is" in said and said.count("\n") == 1, said
+        monkeypatch.chdir(tmp_path)
+        with monkeypatch.context() as changed:
+            changed.setenv("PATH", os.fsdecode(b"/b\xfcn:") + os.environ["PATH"])
+            code, said = submit(capsys, *start, str(path))
+        assert code == 2 and "PATH is " in said and said.count("\n") == 1, said
+    assert not list(workspace.glob("submitted/*"))
+    assert not crontab_file.exists()
