@@ -41,7 +41,7 @@ SECRET_VALUES = (
     # api.slack.com/authentication/token-types
     rf"{BEGIN}xox[abeprs]-[A-Za-z0-9-]{{10,}}",
     # RFC 7519, JSON Web Token
-    rf"{BEGIN}eyJ[\w-]{{10,}}\.eyJ[\w-]{{10,}}\.[\w-]+",
+    rf"{BEGIN}(?<!-)eyJ[\w-]{{10,}}\.eyJ[\w-]{{10,}}\.[\w-]+",
     # RFC 6750, section 2.1: Authorization request header
     r"(?i:\bbearer) +[\w.~+/-]{16,}=*",
     # RFC 7617, section 2: user and password in base64
@@ -51,7 +51,7 @@ SECRET_VALUES = (
     # RFC 3986, section 3.2.1: user:password of an address; without a scheme, a password has more
     # than letters, unlike what stands in front of a mail address
     r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)",
-    r"(?<![\w/.:-])[\w.+-]+:(?=[^\s@]*[^\sA-Za-z@])[^\s/@:\"']{6,}(?=@[\w-]+(?:\.[\w-]+)+)",
+    r"(?<![\w/.:+-])[\w.+-]+:(?=[^\s@]*[^\sA-Za-z@])[^\s/@:\"']{6,}(?=@[\w-]+(?:\.[\w-]+)+)",
 )
 SECRET_VALUE = re.compile("|".join(SECRET_VALUES))
 

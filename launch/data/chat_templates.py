@@ -21,9 +21,9 @@ TAG = re.compile(
     r"<\|[^|<>{}'\"\s]{1,40}\|>|<｜[^｜<>{}'\"\s]{1,40}｜>|\[/?[A-Z]{2,}(?:_[A-Z]+)*\]|\[gMASK\]|<sop>"
     r"|<(?:start|end)_of_[a-z]+>"
 )
-COMMENT = re.compile(r"{#.*?#}", re.DOTALL)
+COMMENT = re.compile(r"{#.*?(?:#}|\Z)", re.DOTALL)  # one that is open hides all behind it
 # the object whose name a template reads: a message, or a function that is called
-NAME = re.compile(r"""(\w+)(?:['"]\])?(?:\.name\b|\[['"]name['"]\]|\.get\(['"]name['"])""")
+NAME = re.compile(r"""(?<!\w)(\w+)(?:['"]\])?(?:\.name\b|\[['"]name['"]\]|\.get\(['"]name['"])""")
 FUNCTIONS = frozenset({"function", "tool", "tool_call", "call", "tc", "func", "fn"})
 TOKENIZER_FILES = ("tokenizer.json", "added_tokens.json", "tokenizer_config.json", "vocab.json")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ TRAINER_FILES = {
     "scheduler.pt",
     "scaler.pt",
 }  # and rng_state*.pth
+MAX_LAYERS = 10_000  # the deepest models have some hundred
+MAX_TENSORS = 500_000  # of a file; DeepSeek-V3 has 92,000 in all
+LAYERS = re.compile(r"(^|_)(num|n)_(\w+_)?layers?$")
 OTHER_ELEMENTS = 1.02  # weights may hold tables that are no parameters, and lack tied copies
 DTYPE_BITS = {
     "BOOL": 8,
@@ -310,6 +314,9 @@ def _checked(config: Any, file: Path, error: type[LaunchError]) -> dict[str, Any
     """The config, if it is a mapping that neither runs nor downloads code."""
     if not isinstance(config, dict):
         raise error(f"{file}: holds {type(config).__name__}, not a mapping of keys to values")
+    for key, value in config.items():
+        if LAYERS.search(str(key)) and isinstance(value, int) and value > MAX_LAYERS:
+            raise error(f"{file}: {key} is {value:,}, expected at most {MAX_LAYERS:,}; mend it")
     if not isinstance(config.get("model_type"), str):
         raise error(f"{file}: has no model_type; add it, e.g. model_type: llama")
     if "quantization_config" in config:
@@ -462,6 +469,11 @@ def _header(file: Path) -> dict[str, Tensor]:
         raise ResourceError(f"{file}: its header is damaged ({error}); copy it again") from error
     if not tensors:
         raise ResourceError(f"{file}: holds no tensors; copy it again")
+    if len(tensors) > MAX_TENSORS:
+        raise ResourceError(
+            f"{file}: its header names {len(tensors):,} tensors, expected at most {MAX_TENSORS:,};"
+            " copy it again"
+        )
     spans = sorted((tensor.start, tensor.end) for tensor in tensors.values())
     if spans[-1][1] > size:
         raise ResourceError(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from launch.base.secrets import SECRET_NAME, holds_secret, without_secrets
 from launch.base.text import shown
 
 pytestmark = pytest.mark.unit
+
+LONG_S = 10.0  # of processor time
 
 A = "aB3dE5gH7jK9mN1pQ3sT5vX7zB9dF1hJ3lN5pR7"  # letters and figures of no secret
 KEY = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----"
@@ -94,3 +98,14 @@ def test_texts_without_a_secret_stay_as_they_are(text):
 )
 def test_names_of_other_things_are_no_secrets(name):
     assert not SECRET_NAME.search(name)
+
+
+@pytest.mark.parametrize(
+    "unit",
+    ["+", "eyJ-", "a+", "a.b+", "x:", "://", "hf_", "\\n", "%3D", "bearer  ", "-----BEGIN A"],
+)
+def test_texts_that_a_pattern_nearly_matches_take_no_time_by_their_square(unit):
+    """200,000 characters took minutes of processor time; they take less than a second."""
+    before = time.process_time()
+    shown(unit * (200_000 // len(unit)))
+    assert time.process_time() - before < LONG_S

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 
@@ -203,3 +204,24 @@ def test_a_name_stays_a_name_and_a_file_becomes_absolute(tmp_path):
     assert resolved("qwen2.5") == "qwen2.5"
     assert resolved("mine.jinja") == f"{tmp_path}/mine.jinja"
     assert resolved("folder/mine") == f"{tmp_path}/folder/mine"
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 100_000, "{# " * 30_000, "tool.name " * 10_000, "[A" * 50_000]
+)
+def test_a_template_of_one_long_word_is_read_in_no_time(tmp_path, text):
+    """100,000 letters took minutes."""
+    (tmp_path / "a.jinja").write_text(text)
+    recipe = builders.recipe_of(tokenizer={"chat_template": str(tmp_path / "a.jinja")})
+    before = time.process_time()
+    chat_templates.unread_keys(recipe)
+    chat_templates.missing_tags(recipe)
+    assert time.process_time() - before < 10
+
+
+def test_what_stands_behind_an_open_comment_is_none_of_the_template(tmp_path):
+    (tmp_path / "a.jinja").write_text("{# a #}{{ message.name }}{# {{ other.name }}")
+    recipe = builders.recipe_of(tokenizer={"chat_template": str(tmp_path / "a.jinja")})
+    assert chat_templates.unread_keys(recipe) == ()
+    (tmp_path / "a.jinja").write_text("{# {{ message.name }}")
+    assert chat_templates.unread_keys(recipe) == ("name",)

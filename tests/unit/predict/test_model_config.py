@@ -319,6 +319,14 @@ def test_an_adapters_folder_is_recognised(folder):
         (b"[]", r"holds list, not a mapping"),
         (b"{}", r"has no model_type"),
         (b'{"model_type": 3}', r"has no model_type"),
+        (
+            b'{"model_type": "llama", "num_hidden_layers": 1000000000}',
+            r"num_hidden_layers is 1,000,",
+        ),
+        (
+            b'{"model_type": "gpt2", "n_layer": 10001}',
+            r"n_layer is 10,001, expected at most 10,000",
+        ),
         (b" " * (11 << 20), r"has 11,534,336 bytes, more than a config can have"),
     ],
     ids=lambda value: str(value)[:30],
@@ -474,6 +482,16 @@ def test_a_file_cut_in_its_data_is_named(folder, missing):
         ResourceError,
         match=rf"is cut: its header promises {size:,} bytes, it has {size - missing:,}",
     ):
+        load_folder(folder)
+
+
+def test_a_header_of_a_million_tensors_is_refused(folder):
+    """It took a minute, and then said that config.json describes others."""
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps(dict.fromkeys(map(str, range(600_000)), empty)).encode()
+    content = struct.pack("<Q", len(header)) + header
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ResourceError, match=r"safetensors: its header names 600,000 tensors"):
         load_folder(folder)
 
 
