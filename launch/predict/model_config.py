@@ -464,16 +464,16 @@ def _header(file: Path) -> dict[str, Tensor]:
     try:
         header = json.loads(raw)
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        if len(entries) > MAX_TENSORS:
+            raise ResourceError(
+                f"{file}: its header names {len(entries):,} tensors, expected at most"
+                f" {MAX_TENSORS:,}; copy it again"
+            )
         tensors = {name: _tensor(entry, file, 8 + length) for name, entry in entries}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ResourceError(f"{file}: its header is damaged ({error}); copy it again") from error
     if not tensors:
         raise ResourceError(f"{file}: holds no tensors; copy it again")
-    if len(tensors) > MAX_TENSORS:
-        raise ResourceError(
-            f"{file}: its header names {len(tensors):,} tensors, expected at most {MAX_TENSORS:,};"
-            " copy it again"
-        )
     spans = sorted((tensor.start, tensor.end) for tensor in tensors.values())
     if spans[-1][1] > size:
         raise ResourceError(
