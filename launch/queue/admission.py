@@ -214,13 +214,13 @@ def ahead_of(needs: Needs, waiting: Sequence[Lease], supply: Supply) -> Lease | 
             {lease.number for lease in supply.leases if lease.turn > other.turn},
         )
         places = (alone(supply.machine, supply.leases), empty(supply.machine))
-        room = next((on for on in places if not shortage(of_other, Supply(on, ()))), None)
-        if room is None:
+        later = next((on for on in places if not shortage(of_other, Supply(on, ()))), None)
+        if later is None:
             continue
-        cards = chosen_cards(of_other, Supply(room, ()))
+        cards = chosen_cards(of_other, Supply(later, ()))
         granted = replace(other, record=replace(other.record, cards=cards))
         is_its_turn = shortage(of_other, supply, passing) is None
-        if is_its_turn or shortage(needs, Supply(room, [granted])):
+        if is_its_turn or shortage(needs, Supply(later, [granted])):
             return other
     return None
 

@@ -210,12 +210,12 @@ def folder() -> Path:
 
 def live(place: Path) -> list[Lease]:
     """Every lease in the folder that is alive, without those of this process. Raises NoLeases."""
-    found, paths = [], _lease_files(place)
+    alive, paths = [], _lease_files(place)
     for wait_s in (READ_AGAIN_S, READ_AGAIN_S, 0.0):
         unread = []
         for path in paths:
             try:
-                found.append(_read(path))
+                alive.append(_read(path))
             except ValidationError:
                 unread.append(path)
             except OSError as error:
@@ -224,7 +224,7 @@ def live(place: Path) -> list[Lease]:
             break
         time.sleep(wait_s)
         paths = unread
-    return sorted((lease for lease in found if lease), key=lambda lease: lease.number)
+    return sorted((lease for lease in alive if lease), key=lambda lease: lease.number)
 
 
 @contextmanager

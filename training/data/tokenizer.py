@@ -169,18 +169,18 @@ def difference(by_file: Any, by_auto: Any, texts: Iterable[str]) -> str | None:
         ]
         this = f"row {number} has {tokens[0]} by tokenizer.json, {tokens[1]} by AutoTokenizer"
         of_file, of_auto = (
-            _words(each.decode(own, clean_up_tokenization_spaces=False))
+            _parts_of(each.decode(own, clean_up_tokenization_spaces=False))
             for each, own in zip(readers, ids, strict=True)
         )
-        whole = (of_file, _words(text))
-        fewest = min(map(len, whole))
-        if "".join(of_auto) not in map("".join, whole) or len(of_auto) < fewest:
+        expected = (of_file, _parts_of(text))
+        fewest = min(map(len, expected))
+        if "".join(of_auto) not in map("".join, expected) or len(of_auto) < fewest:
             raise ResourceError(f"{this}, which loses characters of it")
         line = line or this
     return line
 
 
-def _words(text: str) -> list[str]:
+def _parts_of(text: str) -> list[str]:
     """The words of a text, in characters that normalisers keep."""
     return unicodedata.normalize("NFKC", text).split()
 

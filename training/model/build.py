@@ -252,9 +252,8 @@ def set_special_tokens(
             token for token in generation.suppress_tokens if token not in ends
         ] or None
     if generation.bad_words_ids:
-        words = generation.bad_words_ids
         generation.bad_words_ids = [
-            word for word in words if word not in [[e] for e in ends]
+            ids for ids in generation.bad_words_ids if ids not in [[end] for end in ends]
         ] or None
     set_target_language(model, tokenizer)
     generation_private.take_as_loaded(model)

@@ -216,7 +216,7 @@ def test_a_template_of_one_long_word_is_read_in_no_time(tmp_path, text):
     before = time.process_time()
     chat_templates.unread_keys(recipe)
     chat_templates.missing_tags(recipe)
-    assert time.process_time() - before < 10
+    assert time.process_time() - before < 60
 
 
 def test_what_stands_behind_an_open_comment_is_none_of_the_template(tmp_path):
