@@ -121,6 +121,11 @@ def train(
                 logs += layout.log_files(start.workspace.root, run, start.recipe)
             start_logging(logs, args.process_index)
             _say(args, engine_line)
+            for package, version, file in manifest.imported_from_elsewhere():
+                logger.warning(
+                    "rank %d imports %s %s from %s, not the one that is installed here",
+                    *(args.process_index, package, version, file.parent),
+                )
             args.output_dir = str(run.checkpoints)
             os.environ["TENSORBOARD_LOGGING_DIR"] = str(run.tensorboard)
             if args.process_index == 0:

@@ -10,9 +10,11 @@ import logging
 import os
 import re
 import stat
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -297,19 +299,31 @@ def strike_commit(checkpoints: Path, folder_name: str) -> None:
 # ---- libraries
 # ---------------------------------------------------------------------------
 
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
 # another major.minor of these may read a file differently
 WRITE_FILES = ("torch", "transformers", "deepspeed")
 
 
 def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
+    """The version of each package that is imported from elsewhere, and of the installed others."""
     installed = {}
     for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            installed[package] = version(package)
-    return installed
+        with suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
+    return installed | {package: version for package, version, _ in imported_from_elsewhere()}
+
+
+def imported_from_elsewhere() -> Iterator[tuple[str, str, Path]]:
+    """Packages that this process has imported from another folder than the one in which they are
+    installed, such as one of PYTHONPATH, with their version and file."""
+    for package in PACKAGES:
+        module = sys.modules.get(package)
+        if module is None or not (file := getattr(module, "__file__", None)):
+            continue
+        with suppress(metadata.PackageNotFoundError):
+            place = Path(str(metadata.distribution(package).locate_file(package))).resolve()
+            if not Path(file).resolve().is_relative_to(place):
+                yield package, str(getattr(module, "__version__", "unknown")), Path(file)
 
 
 def version_changes(then: Mapping[str, str]) -> Iterator[tuple[str, bool]]:

@@ -1,0 +1,28 @@
+"""A checkpoint records the packages that a rank has imported, wherever they came from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from launch.base.workspace import CODE
+
+READ = """
+import peft, datasets
+from launch.run_folder import manifest
+print(manifest.versions()["peft"], [(name, version) for name, version, _ in
+    manifest.imported_from_elsewhere()])
+"""
+
+
+def test_a_package_of_pythonpath_is_recorded_with_its_own_version(tmp_path):
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft" / "__init__.py").write_text("__version__ = '0.0.1'\n")
+    said = []
+    for path in (f"{tmp_path}:{CODE}", str(CODE)):
+        env = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run([sys.executable, "-P", "-c", READ], env=env, capture_output=True)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.decode().strip())
+    assert said[0] == "0.0.1 [('peft', '0.0.1')]"
+    assert said[1].endswith(" []") and not said[1].startswith("0.0.1")
