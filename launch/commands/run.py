@@ -30,7 +30,7 @@ from launch.recipe.guides import gpt2_variables
 from launch.recipe.strict_yaml import show
 from launch.render import write
 from launch.report import first_screen, text
-from launch.run_folder import disk_space, layout
+from launch.run_folder import disk_space, layout, manifest
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RunDir
 from launch.schema.result import RunResult
@@ -305,6 +305,8 @@ def _show_plan(
     if opened.complete:
         screen.say(f"chat with it: {ending.chat_command(recipe.output_dir)}")
         return
+    if note := manifest.key_note():
+        screen.say(note)
     environment.check(os.environ, plan.strategy.backend)
     if plan.strategy.compiles:
         compile_caches.refuse_noexec()

@@ -3,6 +3,7 @@ the list of our own."""
 
 from __future__ import annotations
 
+import errno
 import fnmatch
 import hmac
 import json
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from launch.base import files as base_files
-from launch.base.errors import CheckpointError, ResourceError
+from launch.base.errors import CheckpointError, ConfigError, ResourceError
+from launch.base.workspace import Workspace
 
 logger = logging.getLogger("lowmem")
 
@@ -28,7 +30,7 @@ COMMITS = "commits.json"  # beside the checkpoints: those that we have committed
 NAME = re.compile(r"^checkpoint-\d{6,}$")
 # all that is written beside checkpoints: unfinished ones, those that are being removed, the list
 WRITTEN = re.compile(r"(tmp-([a-z]+-)?)?checkpoint-\d{6,}|commits\.(json|damaged)")
-KEY_BYTES = 32
+KEY_BYTES, KEY_NAME = 32, "checkpoint.key"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # What transformers, Accelerate and DeepSpeed look for in a checkpoint by name or pattern, and then
 # load.
@@ -83,57 +85,119 @@ def written_with(folder: Path) -> dict[str, str]:
 
 
 def key_file() -> Path:
-    """The file of the key, outside every run folder: a run that is given away does not carry it."""
-    state = os.environ.get("XDG_STATE_HOME") or base_files.expanded("~/.local/state")
-    return Path(state) / "lowmem" / "checkpoint.key"
+    """The file that another machine or user needs to continue what is sealed here."""
+    named, of_root, of_home = _key_files()
+    return named or (of_root if of_root.exists() or of_home is None else of_home)
 
 
 def key() -> bytes:
-    """The user's secret, made at its first use. Raises ResourceError."""
-    path = key_file()
+    """The user's secret, made at its first use: in the file that LOWMEM_KEY names, else in the home
+    folder, with a copy beside the runs, which another machine with that disk finds. Raises
+    ResourceError."""
+    named, of_root, of_home = _key_files()
     try:
-        if not path.exists():
-            _make_key(path)
-        status = path.lstat()
-        content = path.read_bytes()
+        if named:
+            return _read_key(named) or _made_key(named, os.urandom(KEY_BYTES))
+        if content := _read_key(of_root):
+            return content
+        if of_home is None:
+            return _made_key(of_root, os.urandom(KEY_BYTES))
+        content = _read_key(of_home) or _made_key(of_home, os.urandom(KEY_BYTES))
     except OSError as error:
         raise ResourceError(
-            f"{path}: {error.strerror}; the key that seals checkpoints is kept there, set"
-            " XDG_STATE_HOME to a folder of your own that can be written to"
+            f"{error.filename}: {error.strerror}; the key that seals checkpoints is kept there;"
+            " name another file, which can be written to, with LOWMEM_KEY"
         ) from error
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    with suppress(OSError):  # of a disk that keeps no owner: key_note() says so
+        _made_key(of_root, content)
+    return content
+
+
+def key_note() -> str:
+    """A line for runs whose disk does not carry the key; "" for others."""
+    named, of_root, of_home = _key_files()
+    if named or _read_key(of_root):
+        return ""
+    return (
+        f"{of_root.parents[1]} keeps no owner and mode of a file, so that the key which seals"
+        f" checkpoints is in {of_home}: another machine continues this run with"
+        " LOWMEM_KEY=a copy of that file"
+    )
+
+
+def _key_files() -> tuple[Path | None, Path, Path | None]:
+    """The files of this user's keys: named by LOWMEM_KEY, beside the runs, in the home folder.
+
+    None is in a run's folder: a run that is given away does not carry it."""
+    named, of_home = os.environ.get("LOWMEM_KEY"), None
+    with suppress(ConfigError):  # without a home
+        state = os.environ.get("XDG_STATE_HOME") or base_files.expanded("~/.local/state")
+        of_home = Path(state) / "lowmem" / KEY_NAME
+    of_root = Workspace.here().root / ".lowmem" / KEY_NAME
+    return base_files.expanded(named) if named else None, of_root, of_home
+
+
+def _read_key(path: Path) -> bytes | None:
+    """The key in a file; None without one, or beside the runs of another user. Raises
+    ResourceError for one that is not this user's alone, and OSError."""
+    try:
+        status = path.stat()
+        if path.parent.name == ".lowmem" and status.st_uid != os.geteuid():
+            return None
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError:
+        if path.parent.name == ".lowmem":
+            return None
+        raise
+    is_own = status.st_uid in (os.geteuid(), 0)  # root's: a mounted secret
+    if not (stat.S_ISREG(status.st_mode) and is_own) or status.st_mode & 0o077:
         raise ResourceError(
             f"{path}: the key that seals checkpoints must be yours alone; chmod 600, or remove it"
         )
-    if len(content) != KEY_BYTES:
+    if len(content) < KEY_BYTES:
         raise ResourceError(
             f"{path}: found {len(content)} bytes, expected {KEY_BYTES}; remove it to make a new key"
         )
     return content
 
 
-def _make_key(path: Path) -> None:
+def _made_key(path: Path, content: bytes) -> bytes:
+    """The key that the file holds now, which is made. Raises OSError, also where the file's owner
+    and mode are not kept."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(os.urandom(KEY_BYTES))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.link(aside, path)  # not over one that another process has made meanwhile
-    except FileExistsError:
-        return
+            status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise OSError(errno.EPERM, "its disk keeps no owner and mode", str(path))
+        with suppress(FileExistsError):  # not over one that another process has made meanwhile
+            os.link(aside, path)
     finally:
         aside.unlink()
+    return path.read_bytes()
 
 
-def seal(described: Mapping[str, Any]) -> str:
+def _seals(described: Mapping[str, Any]) -> Iterator[str]:
+    """The seals of a manifest under each of the caller's keys."""
+    for path in filter(None, _key_files()):
+        with suppress(OSError, ResourceError):
+            if content := _read_key(path):
+                yield seal(described, content)
+
+
+def seal(described: Mapping[str, Any], content: bytes | None = None) -> str:
     """HMAC-SHA256 of a manifest, without its seal, under the user's key."""
     text = json.dumps(
         {field: value for field, value in described.items() if field != "seal"}, sort_keys=True
     )
-    return hmac.new(key(), text.encode(), "sha256").hexdigest()
+    return hmac.new(content or key(), text.encode(), "sha256").hexdigest()
 
 
 # ---- faults
@@ -158,12 +222,14 @@ def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str
         return f"{folder.name} has no {FILE}: it was not finished"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return f"{folder.name}/{FILE} cannot be read"
-    if "seal" not in allow and not hmac.compare_digest(sealed, seal(described)):
+    if "seal" not in allow and not any(
+        hmac.compare_digest(sealed, ours) for ours in _seals(described)
+    ):
         return (
             f"{folder.name}/{FILE} does not have the seal of your key: it was changed, or written"
             " by another user or machine. Checkpoints hold pickles, which can run code: only if"
-            f" you trust where it comes from, copy {key_file()} from there, or add"
-            " --resume.allow=seal"
+            " you trust where it comes from, set LOWMEM_KEY to a copy of the key from there"
+            f" ({key_file()}), or add --resume.allow=seal"
         )
     if problem := _untrusted(folder, files, checks_modes):
         return problem

@@ -282,8 +282,8 @@ def test_a_pickle_in_the_newest_checkpoint_is_not_opened_and_the_one_before_it_i
 def test_a_pickle_under_the_seal_of_another_key_is_refused_and_never_run_where_it_is_allowed(
     copied, canary, tmp_path, monkeypatch, name
 ):
-    state_home = os.environ["XDG_STATE_HOME"]
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "theirs"))
+    own = os.environ["LOWMEM_KEY"]
+    monkeypatch.setenv("LOWMEM_KEY", str(tmp_path / "theirs"))
     for checkpoint in checkpoints(copied):
         plant_pickle(checkpoint, name, canary)
         described = manifest.read(checkpoint)
@@ -292,7 +292,7 @@ def test_a_pickle_under_the_seal_of_another_key_is_refused_and_never_run_where_i
         described["seal"] = manifest.seal(described)
         files.write_json(checkpoint / manifest.FILE, described)
         assert manifest.fault(checkpoint) is None, "it is no valid seal of their key"
-    monkeypatch.setenv("XDG_STATE_HOME", state_home)
+    monkeypatch.setenv("LOWMEM_KEY", own)
     refused = again(copied)
     assert refused.returncode == 5, refused.stdout + refused.stderr
     assert refused.stderr.startswith("error: ")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from training.checkpoints import commit
 @pytest.fixture(autouse=True)
 def state(tmp_path_factory, monkeypatch) -> Path:
     folder = tmp_path_factory.mktemp("state")
-    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    monkeypatch.setenv("LOWMEM_KEY", str(folder / "lowmem" / "checkpoint.key"))
     return folder
 
 
@@ -150,12 +151,12 @@ def test_a_run_from_elsewhere_is_refused_with_both_ways_out_and_the_copied_key_o
 ):
     folder = committed(tmp_path, 1)
     elsewhere = tmp_path / "elsewhere"
-    monkeypatch.setenv("XDG_STATE_HOME", str(elsewhere))
+    monkeypatch.setenv("LOWMEM_KEY", str(elsewhere))
     fault = manifest.fault(folder)
-    assert f"copy {elsewhere}/lowmem/checkpoint.key from there" in fault
+    assert f"set LOWMEM_KEY to a copy of the key from there ({elsewhere})" in fault
     assert "--resume.allow=seal" in fault
     assert manifest.fault(folder, allow=["seal"]) is None
-    manifest.key_file().write_bytes((state / "lowmem/checkpoint.key").read_bytes())
+    shutil.copy(state / "lowmem/checkpoint.key", elsewhere)
     assert manifest.fault(folder) is None
 
 
@@ -166,6 +167,64 @@ def test_the_key_is_made_once_and_is_nobody_elses(tmp_path, state):
     assert [path.name for path in (state / "lowmem").iterdir()] == ["checkpoint.key"]
     assert manifest.key_file().stat().st_mode & 0o777 == 0o600
     manifest.key_file().chmod(0o640)
+    with pytest.raises(ResourceError, match="must be yours alone"):
+        manifest.key()
+
+
+@pytest.fixture
+def machines(tmp_path, monkeypatch):
+    """A function that goes to a machine with a home of its own and the same disk of runs."""
+    monkeypatch.delenv("LOWMEM_KEY")
+    monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path / "disk"))
+    (tmp_path / "disk").mkdir()
+
+    def go(home: str, **variables: str) -> None:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / home))
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return go
+
+
+def test_another_machine_with_the_disk_of_the_runs_goes_on(tmp_path, machines):
+    machines("home")
+    folder = committed(tmp_path / "disk" / "runs", 1)
+    assert (tmp_path / "disk/.lowmem/checkpoint.key").stat().st_mode & 0o777 == 0o600
+    machines("rented")
+    assert manifest.fault(folder) is None and manifest.key_note() == ""
+    other = committed(tmp_path / "disk" / "others", 1)
+    machines("home")
+    assert manifest.fault(other) is None
+    assert not (tmp_path / "rented").exists()
+    # another folder of runs of the first machine has the same key
+    machines("home", LOWMEM_ROOT=str(tmp_path / "second"))
+    assert manifest.fault(folder) is None
+
+
+def test_a_disk_that_keeps_no_owner_has_no_key_and_the_start_says_so(tmp_path, machines):
+    (tmp_path / "disk" / ".lowmem").write_text("no folder can be made here")
+    machines("home")
+    folder = committed(tmp_path / "disk" / "runs", 1)
+    note = manifest.key_note()
+    assert f"{tmp_path}/disk keeps no owner" in note and "LOWMEM_KEY=" in note
+    machines("rented")
+    assert "does not have the seal of your key" in manifest.fault(folder)
+    secret = tmp_path / "secret"
+    shutil.copy(tmp_path / "home/lowmem/checkpoint.key", secret)
+    machines("rented", LOWMEM_KEY=str(secret))
+    assert manifest.fault(folder) is None and manifest.key_note() == ""
+
+
+def test_a_key_of_another_user_beside_the_runs_is_none_of_ours(tmp_path, machines):
+    machines("home")
+    manifest.key()
+    theirs = tmp_path / "disk/.lowmem/checkpoint.key"
+    theirs.write_bytes(b"x" * 32)
+    if os.geteuid() == 0:
+        os.chown(theirs, 65534, -1)
+        assert manifest.key() == (tmp_path / "home/lowmem/checkpoint.key").read_bytes()
+    os.chown(theirs, os.geteuid(), -1)
+    theirs.chmod(0o620)
     with pytest.raises(ResourceError, match="must be yours alone"):
         manifest.key()
 
