@@ -23,8 +23,8 @@ SYSTEM_GIB = 2  # of host RAM, for all that runs there besides
 PACKAGES_GIB = 30  # of disk, for .venv and caches
 GO_ON = 75
 NO_VOLUME = (
-    "# A preempted machine goes on from its last checkpoint if this volume outlives it. Where the\n"
-    "# volume keeps no owner of a file (a bucket), set LOWMEM_KEY to a mounted secret of 32 bytes.\n"
+    "# A preempted machine goes on from its last checkpoint if this volume outlives it. Where it\n"
+    "# keeps no owner of a file (a bucket), set LOWMEM_KEY to a mounted secret of 32 bytes.\n"
 )
 
 
