@@ -54,6 +54,11 @@ def size(count: int) -> str:
     return f"{count / MIB:.1f} MiB" if count >= MIB else f"{count / (1 << 10):.1f} KiB"
 
 
+def pace(step_s: float) -> str:
+    """The time of a step as people read it."""
+    return f"{step_s:.3g} s a step" if step_s < 100 else f"{duration(step_s)} a step"
+
+
 def duration(seconds: float) -> str:
     """A time as people read it."""
     if seconds < 90:

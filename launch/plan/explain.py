@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from launch.base.text import size
+from launch.base.text import pace, size
 from launch.plan import candidates, kernels
 from launch.plan.candidates import LaunchConstraints
 from launch.predict import target_counts
@@ -197,7 +197,7 @@ def _idle_why(
     if fitting:
         best = min(fitting, key=lambda other: other.seconds)
         ratio = f", {best.seconds / chosen.seconds:.2f} x as long" if chosen.time else ""
-        yield f"{label}: {describe(best.candidate)} would take {best.seconds:.3g} s a step{ratio}"
+        yield f"{label}: {describe(best.candidate)} would take {pace(best.seconds)}{ratio}"
     else:
         nearest, _ = min(more, key=lambda pair: pair[0].excess)
         yield f"{label}: more processes do not fit: {describe(nearest.candidate)}: {nearest.misses}"
@@ -243,7 +243,7 @@ def _trace_why(context: PlanContext, chosen: Judged) -> Iterator[str]:
     if context.traces is not None and context.traces.failure:
         yield f"activations are not predicted: {context.traces.failure}"
     if chosen.time:
-        yield f"time: {chosen.time.step_s:.3g} s a step predicted ({chosen.time.reason})"
+        yield f"time: {pace(chosen.time.step_s)} predicted ({chosen.time.reason})"
 
 
 def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -> Iterator[Change]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launch.base.text import size
 from launch.predict.budgets import host_budget_bytes
-from launch.report.text import batch, length_text, notes, time_text
+from launch.report.text import HOPELESS_S, batch, length_text, notes, time_text
 from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan
 from launch.schema.recipe import Recipe
@@ -19,7 +19,6 @@ LINES, COLUMNS, LABEL = 14, 100, 13
 NAME_COLUMNS = 36  # of a model; of a longer path its last part
 SHOWN_OF_A_CAUSE = 3  # changes; a preset makes a dozen
 VALUE_COLUMNS = 24  # of a requested or effective value; a longer one is shortened
-FARTHEST_END_S = 100 * 365 * 86400.0  # beyond it no date is given
 
 
 def lines(
@@ -169,7 +168,7 @@ def _host_memory(recipe: Recipe, machine: Machine, plan: Plan) -> str:
 def _time(recipe: Recipe, plan: Plan, now: datetime, finished_steps: int) -> str:
     """Seconds a step, steps, hours and the end, as far as they are known before training."""
     text, seconds = time_text(recipe, plan, finished_steps)
-    if seconds is None or seconds > FARTHEST_END_S:
+    if seconds is None or seconds > HOPELESS_S:
         return text
     # minutes are rounded up: a start at 10:00 that takes 10 s ends at 10:01
     end = (now + timedelta(seconds=seconds + 59)).replace(second=0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from launch.base.text import duration, size
+from launch.base.text import duration, pace, size
 from launch.schema.machine import Machine
 from launch.schema.plan import MULTIPLE, Change, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -18,6 +18,7 @@ WORTH_A_WORD = 0.1  # of what a step computes, saved
 # Of QLoRA (arXiv:2305.14314, table 9: 7B and 13B) and LoRA (arXiv:2106.09685, GPT-3). "LoRA Without
 # Regret" (Thinking Machines, 2025) finds ten times the rate of a full fine-tune.
 LORA_RATE = 2e-4
+HOPELESS_S = 90 * 86400.0  # of a training
 STATES = ("weights", "gradients", "optimizer")
 
 
@@ -100,13 +101,14 @@ def time_text(recipe: Recipe, plan: Plan, finished_steps: int = 0) -> tuple[str,
     if plan.seconds_per_step is None:
         count = "" if steps is None else f"{steps:,} steps; "
         return f"{count}seconds a step are not known yet: no step of this kind was traced", None
-    pace = f"{plan.seconds_per_step:.3g} s a step predicted"
+    each = f"{pace(plan.seconds_per_step)} predicted"
     if steps is None:
-        return f"{pace}; steps and end are not known before the rows are counted", None
+        return f"{each}; steps and end are not known before the rows are counted", None
     steps_left = max(steps - finished_steps, 0)
     seconds = plan.seconds_per_step * steps_left
     count = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
-    return f"{pace} x {count} = {duration(seconds)}", seconds
+    hopeless = "; hopeless on this machine" if seconds > HOPELESS_S else ""
+    return f"{each} x {count} = {duration(seconds)}{hopeless}", seconds
 
 
 def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:

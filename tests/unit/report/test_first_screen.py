@@ -34,10 +34,10 @@ def value(lines: list[str], label: str) -> str:
     [
         (1.0, 0, "1 s a step predicted x 60 steps = 60 s: ends about 22:11"),
         (60.0, 0, "60 s a step predicted x 60 steps = 60 min: ends about 23:10"),
-        (240.0, 0, "240 s a step predicted x 60 steps = 4.0 h: ends about 2026-03-06 02:10"),
-        (240.0, 45, "240 s a step predicted x 15 of 60 steps left = 60 min: ends about 23:10"),
-        (28.0 * 500, 0, "1.4e+04 s a step predicted x 60 steps = 9.7 days: ends about 2026-03-15"),
-        (1e9, 0, "1e+09 s a step predicted x 60 steps = 694,444.4 days"),
+        (240.0, 0, "4 min a step predicted x 60 steps = 4.0 h: ends about 2026-03-06 02:10"),
+        (240.0, 45, "4 min a step predicted x 15 of 60 steps left = 60 min: ends about 23:10"),
+        (28.0 * 500, 0, "3.9 h a step predicted x 60 steps = 9.7 days: ends about 2026-03-15"),
+        (1e9, 0, "11,574.1 days a step predicted x 60 steps = 694,444.4 days; hopeless on"),
         (None, 0, "60 steps; seconds a step are not known yet: no step of this kind was traced"),
     ],
 )
