@@ -19,9 +19,11 @@ os.environ["LOWMEM_TRACES"] = str(
     Path(__file__).resolve().parent.parent / ".cache" / "traces-of-tests"
 )
 # Nor does the key that seals checkpoints; the user's own is left alone.
-os.environ["LOWMEM_KEY"] = str(
-    Path(__file__).resolve().parent.parent / ".cache" / "state-of-tests" / "checkpoint.key"
+os.environ["XDG_STATE_HOME"] = str(
+    Path(__file__).resolve().parent.parent / ".cache" / "state-of-tests"
 )
+# of tests in this process, whose LOWMEM_ROOT may be the checkout
+os.environ["LOWMEM_KEY"] = os.environ["XDG_STATE_HOME"] + "/lowmem/checkpoint.key"
 # Nor do the leases of starts: those of other programs of this machine are left alone too.
 os.environ["LOWMEM_LEASES"] = str(
     Path(__file__).resolve().parent.parent / ".cache" / "leases-of-tests"

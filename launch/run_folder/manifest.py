@@ -217,6 +217,7 @@ def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str
             for relative, entry in described["files"].items()
         }
         sealed, checks_modes = str(described.get("seal", "")), described.get("keeps_modes", True)
+        checks_owners = described.get("keeps_owners", True)  # a share may give all files one owner
         missing = _missing_part(described, files)
     except FileNotFoundError:
         return f"{folder.name} has no {FILE}: it was not finished"
@@ -231,7 +232,7 @@ def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str
             " you trust where it comes from, set LOWMEM_KEY to a copy of the key from there"
             f" ({key_file()}), or add --resume.allow=seal"
         )
-    if problem := _untrusted(folder, files, checks_modes):
+    if problem := _untrusted(folder, files, checks_modes, checks_owners):
         return problem
     for relative, (expected_bytes, _) in files.items():
         path = folder / relative
@@ -275,14 +276,16 @@ def _missing_part(described: Mapping[str, Any], files: Collection[str]) -> str |
     return None
 
 
-def _untrusted(folder: Path, files: Collection[str], checks_modes: bool) -> str | None:
+def _untrusted(
+    folder: Path, files: Collection[str], checks_modes: bool, checks_owners: bool
+) -> str | None:
     """The file through which somebody else could have put something into the checkpoint that
     resuming would load."""
     for path in (folder, *sorted(folder.rglob("*"))):
         status, shown = path.lstat(), path.relative_to(folder.parent)
         if stat.S_ISLNK(status.st_mode):
             return f"{shown} is a symbolic link, which no checkpoint of ours has; remove it"
-        if status.st_uid not in (os.geteuid(), 0):
+        if checks_owners and status.st_uid not in (os.geteuid(), 0):
             return f"{shown} belongs to user {status.st_uid}, not to you; chown it if you trust it"
         if checks_modes and status.st_mode & WRITABLE_BY_OTHERS:
             return f"{shown} can be written to by others; chmod go-w it if you trust it"

@@ -238,6 +238,7 @@ def commit(
         "step": step,
         "versions": manifest.versions(),
         "files": dict(sorted(files.items())),
+        "keeps_owners": staged.stat().st_uid == os.geteuid(),
         "keeps_modes": _close_to_others([*(staged / relative for relative in files), *folders]),
     }
     described["seal"] = manifest.seal(described)

@@ -47,7 +47,7 @@ time.sleep(600)
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A folder of leases where each user may write."""
-    folder = Path(tempfile.mkdtemp(prefix="leases-"))
+    folder = Path(tempfile.mkdtemp(prefix="leases-", dir="/tmp"))
     folder.chmod(0o1777)
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
