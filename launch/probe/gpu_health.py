@@ -81,11 +81,17 @@ class XidWatch:
         self._listen([gpu for gpu in gpus if gpu.vendor == "nvidia"])
 
     def read(self) -> tuple[Xid, ...]:
-        """The Xids so far, in the order of their reports, each number once; ends listening."""
+        """The Xids so far, in the order of their reports, each number once; ends listening. The
+        kernel's line takes the place of NVML's, which has no words, and the newest of 154, which
+        is the driver's advice."""
         xids: dict[int, Xid] = {}
-        from_kernel = kernel_xids(self._kernel_log, self._since_s, self._on_bus)
-        for xid in (*self._from_nvml(), *from_kernel):
+        for xid in self._from_nvml():
             xids.setdefault(xid.number, xid)
+        of_nvml = set(xids)
+        for xid in kernel_xids(self._kernel_log, self._since_s, self._on_bus):
+            if xid.number not in xids or xid.number in of_nvml or xid.number == 154:
+                xids[xid.number] = xid
+                of_nvml.discard(xid.number)
         return tuple(xids.values())
 
     def _listen(self, gpus: Sequence[Gpu]) -> None:

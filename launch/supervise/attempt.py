@@ -26,7 +26,7 @@ from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 from launch.supervise.watch import Ended, RankWatcher
 
-LOG_TAIL_BYTES = 64 << 10
+LOG_TAIL_BYTES = 1 << 20  # a cause and the stacks of eight ranks after it, at 98 KiB each
 # Variables by which launchers configure their ranks. Those of a launcher around this one, or
 # exported by hand, would change what ours starts: ACCELERATE_USE_CPU drops DeepSpeed, RANK and
 # WORLD_SIZE change the number of ranks.
@@ -105,7 +105,7 @@ def result_of(
     record = AttemptRecord(
         returncode=ended.returncode,
         rank_errors=rank_errors,
-        log_tail=_tail(attempt.log_file),
+        log_tail=log_tail(attempt.log_file),
         oom_kills=machine.oom_kills() - beginning.oom_kills,
         host_limit_bytes=host_limit_bytes,
         host_peak_bytes=host_peak_bytes,
@@ -188,14 +188,15 @@ def last_vram(events: Path) -> dict[str, int]:
     """The GPU memory of the last step that was logged; the rank may have died while it wrote
     another."""
     names = ("vram_reserved_bytes", "vram_total_bytes")
-    for line in reversed(_tail(events).splitlines()):
+    for line in reversed(log_tail(events).splitlines()):
         with suppress(ValueError, KeyError, TypeError):
             step = json.loads(line)
             return {name: int(step[name]) for name in names}
     return {}
 
 
-def _tail(path: Path) -> str:
+def log_tail(path: Path) -> str:
+    """The end of a file: of an attempt's log, in which its cause is looked for."""
     if not path.exists():
         return ""
     with path.open("rb") as file:

@@ -63,13 +63,15 @@ class Pattern:
 
 def full_line(match: re.Match[str]) -> str:
     """The line of the text in which the match ends."""
-    before, after = match.string[: match.end()], match.string[match.end() :]
-    return before.rpartition("\n")[2] + after.partition("\n")[0]
+    begin = match.string.rfind("\n", 0, match.end()) + 1
+    end = match.string.find("\n", match.end())
+    return match.string[begin : end if end >= 0 else None]
 
 
-# Xids of a card or its driver that no program causes, in the words of NVIDIA's catalog
-# (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html)
+# Xids after which a card, its driver or its link is at fault, in the words of NVIDIA's catalog
+# (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html; 175: nverror.h of the open driver)
 HARDWARE_XIDS = {
+    8: "the GPU stopped processing",
     48: "double bit ECC error",
     62: "internal micro-controller halt",
     64: "row remapper failure",
@@ -77,14 +79,30 @@ HARDWARE_XIDS = {
     79: "the GPU has fallen off the bus",
     94: "contained memory error",
     95: "uncontained memory error",
+    109: "context switch timeout",
     119: "GSP RPC timeout",
     120: "GSP error",
     140: "unrecovered ECC error",
+    143: "GPU initialization error",
+    154: "GPU recovery action changed",
+    158: "GPU fatal timeout",
+    167: "PCIe fatal timeout",
+    171: "uncorrectable DRAM error",
+    172: "uncorrectable SRAM error",
+    175: "memory subsystem error",
 }
 
 # The first that a text has is its cause: special words before general ones, the card's own before
 # what follows.
 PATTERNS = (
+    Pattern(
+        "library",
+        3,
+        "the optimizer of bitsandbytes touched memory that is not its own",
+        "choose another training.optim, one that is not paged or has 32 bits; or install another"
+        " version (`pip install -U bitsandbytes`)",
+        (r"bitsandbytes/optim/\S{1,40}, line \d+, in [\s\S]{0,400}?CUDA error: an illegal memory",),
+    ),
     Pattern(
         "gpu_broken",
         3,
@@ -98,14 +116,17 @@ PATTERNS = (
             r"HSA_STATUS_ERROR_(?!OUT_OF_RESOURCES|INVALID_ISA)\w+:",
             r"Memory access fault by GPU node",
             (
-                r"hipErrorIllegalAddress|HIP error: (an illegal memory access|unspecified launch"
-                r" failure)"
+                r"hipErrorIllegalAddress|hipErrorLaunchFailure|HIP error: (an illegal memory"
+                r" access|unspecified launch failure)"
             ),
             (
-                r"CUDA error: (an illegal memory access was|misaligned address|an illegal"
+                r"CUDA( driver)? error: (an illegal memory access was|misaligned address|an illegal"
                 r" instruction was)"
             ),
-            r"CUDA error: (unspecified launch failure|unknown error|hardware stack error)",
+            (
+                r"CUDA( driver)? error: (unspecified launch failure|unknown error|hardware stack"
+                r" error)"
+            ),
             (
                 r"(Cuda|HIP) failure \d* ?'(an illegal memory access was|unspecified launch"
                 r" failure|unknown error)"
@@ -123,10 +144,37 @@ PATTERNS = (
             r"driver on your system is too old",
             (
                 r"Found no NVIDIA driver|No (CUDA|HIP) GPUs are available|no (CUDA|ROCm)-capable"
-                r" device is detected"
+                r" device is detected|CUDA driver initialization failed|CUDA_ERROR_NO_DEVICE"
             ),
             r"Torch not compiled with CUDA enabled",
             r"Failed to initialize NVML: Driver/library version mismatch",
+            r"device kernel image is invalid",
+        ),
+    ),
+    Pattern(
+        "driver",
+        3,
+        "a rank asks for a GPU that is not there",
+        "`nvidia-smi -L` lists the GPUs: see CUDA_VISIBLE_DEVICES and launch.num_processes; if one"
+        " is missing there, restart the machine",
+        (r"invalid device ordinal|device < num_gpus INTERNAL ASSERT FAILED",),
+    ),
+    Pattern(
+        "driver",
+        3,
+        "the driver of the GPUs does not start, or refuses what torch asks of it",
+        "restart the machine after an update of the driver; with NVSwitch (error 802) `systemctl"
+        " start nvidia-fabricmanager`; for error 804 unset LD_LIBRARY_PATH; for an invalid argument"
+        " unset PYTORCH_CUDA_ALLOC_CONF",
+        (
+            r"Unexpected error from (cuda|hip)GetDeviceCount\(\)",
+            (
+                r"(CUDA|Cuda|HIP) (error: |failure \d* ?')(initialization error|system (not yet"
+                r" initialized|has unsupported)|forward compatibility was)|cuda runtime error"
+                r" \((3|80[234])\)"
+            ),
+            r"CUDA unknown error - this may be due to",
+            r"CUDA driver error: (?!out of memory)",
         ),
     ),
     Pattern(
@@ -150,6 +198,22 @@ PATTERNS = (
                 r" file"
             ),
             r"hipErrorInvalidDeviceFunction|hipErrorNoBinaryForGpu|HSA_STATUS_ERROR_INVALID_ISA",
+        ),
+    ),
+    Pattern(
+        "gpu_unsupported",
+        3,
+        "a kernel, or the compiler that builds it, does not serve the GPU",
+        "leave out what the traceback names: --training.torch_compile=false,"
+        " --training.use_liger_kernel=false or --model.attn_implementation=sdpa; for a new card"
+        " TRITON_PTXAS_PATH names a newer ptxas",
+        (
+            r"ptxas fatal\s*: Value 'sm_\w+' is not defined",
+            r"too old to be supported by the triton",
+            rf"{EXCEPTION}OutOfResources: out of resource",
+            rf"{EXCEPTION}RuntimeError: PassManager::run failed",
+            r"only supports? Ampere GPUs or newer",
+            r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ARCH_MISMATCH",
         ),
     ),
     Pattern(
@@ -201,15 +265,17 @@ PATTERNS = (
         "the GPU ran out of memory",
         SMALLER,
         (
-            r"(CUDA|HIP) out of memory\. Tried",
-            # torch 2.14, at a limit of the allocator
-            r"(CUDA|HIP) out of memory\. Allocation was preemptively rejected",
+            # the second of torch 2.14, at a limit of the allocator
+            r"(CUDA|HIP) out of memory\. (Tried|Allocation was preemptively rejected)",
             r"(CUDA|HIP)( driver)? error: out of memory",
             r"hipErrorOutOfMemory|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY",
             r"(CUBLAS|HIPBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|miopenStatusAllocFailed",
             r"(Cuda|HIP) failure (2\b|'out of memory')|Failed to CUDA (c|m)alloc",
             r"Triton Error \[(CUDA|HIP)\]: out of memory",
             r"Error out of memory at line \d+ in file",
+            rf"{EXCEPTION}OutOfMemoryError: ",
+            # torch's allocator, when it asks how much is free, and with expandable segments
+            r"(NVML_SUCCESS == r|handles_\.at\(i\)) INTERNAL ASSERT FAILED",
         ),
     ),
     Pattern(
@@ -221,6 +287,10 @@ PATTERNS = (
         (
             r"is killed by signal: Bus error|Unexpected bus error encountered in worker",
             r"unable to (allocate|resize|mmap).{0,40}shared memory",
+            (
+                r"unable to (write to|resize|mmap \d+ bytes from) file </torch_\w+>(?!: Cannot"
+                r" allocate)"
+            ),
             r"unable to open shared memory object .*: (No space left|Permission denied|Read-only)",
             (
                 r"SemLock\([\s\S]{0,300}?(No space left on device|Read-only file system|Permission"
@@ -249,6 +319,35 @@ PATTERNS = (
             rf"{EXCEPTION}BlockingIOError: \[Errno 11\] Resource temporarily unavailable",
             r"Too many open files",
         ),
+    ),
+    Pattern(
+        "configuration",
+        2,
+        "the folder for temporary files does not serve: programs may not run there (noexec), or"
+        " its path is too long",
+        "set TMPDIR to a folder with a short path on another mount (`export TMPDIR=/var/tmp`), or"
+        " allow programs there: `mount -o remount,exec`",
+        (
+            # glibc 2.36 gives no reason; a lack of memory strikes big libraries first
+            r"(inductor|triton|extensions)[/_](?!_C/)[^\s:]{0,300}: failed to map segment",
+            r"failed to map segment from shared object: Operation not permitted",
+            r"AF_UNIX path too long",
+        ),
+    ),
+    Pattern(
+        "configuration",
+        2,
+        "the user of the run has no name on this machine",
+        "`export USER=me LOGNAME=me`; a container gets the names with `-v"
+        " /etc/passwd:/etc/passwd:ro`",
+        (rf"{EXCEPTION}(KeyError: 'getpwuid|OSError: No username set in the environment)",),
+    ),
+    Pattern(
+        "configuration",
+        2,
+        "BNB_CUDA_VERSION names a build of bitsandbytes that is not installed",
+        "unset BNB_CUDA_VERSION",
+        (r"Configured \w+ binary not found at",),
     ),
     Pattern(
         "host_oom",
@@ -281,6 +380,7 @@ PATTERNS = (
             rf"{EXCEPTION}OSError: \[Errno 5\] Input/output error",
             # torch.save
             r"inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing file",
+            r"SafetensorError: Error while serializing: I/?O ?error",
         ),
     ),
     Pattern(
@@ -294,11 +394,15 @@ PATTERNS = (
     Pattern(
         "disk",
         10,
-        "a network file system or a mount was lost under the run",
-        f"mount it again (`mount`, `umount -l` first), then {AGAIN}",
+        "a network file system was lost under the run, or does not do what is asked of it",
+        "see the server and its network; mount it again (`umount -l`, `mount`; NFS without locks:"
+        f" `-o nolock`), or write elsewhere (output_dir, TMPDIR), then {AGAIN}",
         (
             r"Stale (NFS )?file handle",
-            rf"{EXCEPTION}OSError: \[Errno 107\] Transport endpoint is not connected",
+            rf"{EXCEPTION}(OS|BrokenPipe)Error: \[Errno (37|107|108|112|121|524)\] ",
+            r"fcntl\.f?lockf?\(.*\s.{0,20}OSError: \[Errno (38|95)\] ",
+            # of a file; without its name it may be a socket
+            rf"{EXCEPTION}(OS|Timeout)Error: \[Errno (16|110)\] [\w ]+: '(?!\S*\.nfs)",
         ),
     ),
     Pattern(
@@ -337,6 +441,14 @@ PATTERNS = (
         "see launch.main_process_ip, /etc/hosts and the name server (`getent hosts NAME`); an"
         " address in numbers needs neither",
         (rf"{EXCEPTION}gaierror: \[Errno -\d+\]",),
+    ),
+    Pattern(
+        "join",
+        11,
+        "the network interface that a variable names is not on this machine",
+        "`ip -br addr` lists the interfaces: unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or"
+        " name one of them on each machine",
+        (r"Unable to find address for: |no socket interface found",),
     ),
     Pattern(
         "join",
@@ -404,6 +516,37 @@ PATTERNS = (
         "consequence",
     ),
     Pattern(
+        "library",
+        3,
+        "a library of the GPU refused or failed a call: mixed versions most often, else the driver"
+        " or the card",
+        "unset LD_LIBRARY_PATH and `pip install --force-reinstall -r requirements.txt`; `python -m"
+        " launch doctor` tries the card; CUDA_LAUNCH_BLOCKING=1 shows which call it is",
+        (
+            r"\b(CUBLAS|HIPBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_[A-Z_]+",
+            r"unable to find an engine to execute|No (valid )?execution plans",
+        ),
+        "consequence",
+    ),
+    Pattern(
+        "library",
+        3,
+        "code for the GPU or the CPU cannot be compiled here, or a compiled kernel failed",
+        "--training.torch_compile=false goes without it; or install what the log names: gcc and"
+        " g++, Python's headers (python3-dev), triton, a newer ptxas (TRITON_PTXAS_PATH)",
+        (
+            r"fatal error: Python\.h: No such file",
+            r"Failed to find C compiler|No working C\+\+ compiler found",
+            r"libcuda\.so cannot found|cannot find -lcuda",
+            r"(PTXAS error|Triton PTX codegen error|`ptxas` failed with error)",
+            r"CppCompileError: |Cannot find a working triton installation",
+            rf"{EXCEPTION}CalledProcessError: Command '\[.{{0,80}}\b(gcc|cc|clang|g\+\+)\b",
+            rf"{EXCEPTION}(InductorError|BackendCompilerFailed): |torch\._dynamo\.exc\.\w+: ",
+            r"Triton Error \[(CUDA|HIP)\]: ",
+        ),
+        "consequence",
+    ),
+    Pattern(
         "nccl",
         11,
         "NCCL or RCCL, the link between the GPUs, failed",
@@ -412,7 +555,10 @@ PATTERNS = (
         (
             r"ncclUnhandledCudaError|unhandled cuda error",
             r"ncclSystemError|unhandled system error",
-            r"ncclInternalError: Internal check failed",
+            (
+                r"ncclInternalError: Internal check failed(?![\s\S]{0,90}(closed by remote"
+                r" peer|Call to \w+ from \S+ failed))"
+            ),
             r"ncclInvalidUsage|Duplicate GPU detected",
         ),
         "consequence",
@@ -426,7 +572,17 @@ PATTERNS = (
         (
             r"Watchdog caught collective operation timeout",
             r"wait timeout after \d+ms, keys",
+            r"timed out in blocking wait",
         ),
+        "consequence",
+    ),
+    Pattern(
+        "collective_timeout",
+        11,
+        "a call of NCCL or CUDA did not return, and torch's watchdog waited for it in vain",
+        "see ranks/*/stacks.txt, and `dmesg` for Xids; where a rank is only slow, raise"
+        " TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+        (r"watchdog got stuck for|Heartbeat monitor timed out",),
         "consequence",
     ),
     Pattern(
@@ -436,6 +592,7 @@ PATTERNS = (
         f"{AGAIN}; if it repeats, train on one process with --launch.num_processes=1",
         (
             r"ncclRemoteError|remote process exited or there was a network error",
+            r"Call to (recv|send)\w* (from|to) \S+ failed",
             r"connectFullMesh failed",
             r"Connection refused",
             r"Connection (was )?(closed|reset) by (remote )?peer",
@@ -445,6 +602,14 @@ PATTERNS = (
                 r" recv, got 0 bytes"
             ),
         ),
+        "consequence",
+    ),
+    Pattern(
+        "collective_timeout",
+        11,
+        "an operation of NCCL failed or was not over in time",
+        "see which rank is behind in ranks/*/stacks.txt; NCCL_DEBUG=WARN shows more",
+        (r"Timeout at NCCL work|Some NCCL operations have failed or timed out",),
         "consequence",
     ),
 )

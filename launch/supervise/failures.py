@@ -55,12 +55,21 @@ SIGNAL_FIX = (
 )
 # Lines that are no failure: warnings, and lines that two step lines follow.
 WARNING = re.compile(
-    r"\b(WARNING|INFO|DEBUG)\b|(?<!NCCL )\bWARN\b|\w*Warning: |^(\[rank\d+\]:)?\[[WI]\d*"
+    r"\b(WARNING|INFO|DEBUG)\b|(?<!NCCL )\bWARN\b|Warning: |^(\[rank\d+\]:)?\[[WI]\d*"
     r" |^\s*(warn|logger|raise|#)"
 )
 STEP = re.compile(r"  step \d+/\d+  epoch ")
 # kinds that a card's failure leaves behind
-OF_A_CARD = ("hang", "crash", "unknown", "signal", "nccl", "collective_timeout", "driver")
+OF_A_CARD = (
+    *("hang", "crash", "unknown", "signal", "nccl", "collective_timeout", "driver"),
+    "library",  # kernels of cuBLAS, cuDNN, Triton, bitsandbytes
+)
+# The driver's words in Xid 154, which sums up the Xids before it
+ADVICE = re.compile(r"GPU recovery action changed from .+ to 0x\w+ \((?!None)(.+?)\)")
+ADVISED = (
+    "do what the driver asks, after the programs on that card have ended: `sudo nvidia-smi"
+    " --gpu-reset` resets it, `sudo reboot` restarts the machine"
+)
 STOPPED = "Stopped"  # errors.Stopped, as ranks write it
 YIELDED = "yielded"  # the kind of an end that waits for memory again
 CONTINUE = "run the same line again to continue"
@@ -75,14 +84,19 @@ def classify(record: AttemptRecord) -> Failure | None:
 def _with_xid(failure: Failure, xids: Sequence[Xid]) -> Failure:
     """The failure with the Xid that explains it: a broken card's, or that of a card that left the
     ranks behind it waiting or falling."""
+    xids = [xid for xid in xids if not xid.line.endswith("(None)")]  # the card has recovered
     hardware = [xid for xid in xids if xid.number in HARDWARE_XIDS]
+    hardware.sort(key=lambda xid: xid.number == 154)
+    advice = next((match[1] for xid in xids if (match := ADVICE.search(xid.line))), "")
+    says = f"; the driver says: {advice}" if advice else ""
     if failure.kind == "gpu_broken" and xids:
-        xid = (hardware or xids)[0]
-        return replace(failure, cause=f"{failure.cause}: {_described(xid)}")
+        cause = f"{failure.cause}: {_described((hardware or xids)[0])}{says}"
+        return replace(failure, cause=cause, fix=ADVISED if advice else failure.fix)
     if failure.kind in OF_A_CARD and hardware:
         broken = next(row for row in PATTERNS if row.kind == "gpu_broken")
-        cause = f"{broken.cause}: {_described(hardware[0])}; {failure.cause}"
-        return Failure(broken.kind, broken.exit_code, cause, hardware[0].line, broken.fix)
+        cause = f"{broken.cause}: {_described(hardware[0])}{says}; {failure.cause}"
+        fix = ADVISED if advice else broken.fix
+        return Failure(broken.kind, broken.exit_code, cause, hardware[0].line, fix)
     return failure
 
 
