@@ -9,7 +9,7 @@ import os
 import re
 import resource
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -127,15 +127,23 @@ def host_available(root: Path = Path("/"), env: Mapping[str, str] | None = None)
     return min(free, key=_size)
 
 
-def oom_kills(root: Path = Path("/")) -> int:
-    """The oom_kill counter of the nearest cgroup that has such a counter, else 0. Version 2 counts
-    descendants, version 1 does not."""
+@dataclass(frozen=True)
+class OomKills:
+    """A counter of the kernel's kills for memory."""
+
+    count: int | None  # None: none can be read
+    is_of_machine: bool = False  # of all programs, not of a cgroup's alone
+
+
+def oom_kills(root: Path = Path("/")) -> OomKills:
+    """The oom_kill counter of the nearest cgroup that has such a counter, else that of the machine:
+    in the root cgroup, and under WSL2. Version 2 counts descendants, version 1 does not."""
     for version, folder in _cgroups(root, "memory"):
         name = "memory.events" if version == 2 else "memory.oom_control"
         counters = _counters(root, f"{folder}/{name}")
         if "oom_kill" in counters:
-            return counters["oom_kill"]
-    return 0
+            return OomKills(counters["oom_kill"])
+    return OomKills(_counters(root, "proc/vmstat").get("oom_kill"), is_of_machine=True)
 
 
 def cpus(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> tuple[int, str]:

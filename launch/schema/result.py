@@ -232,11 +232,13 @@ class AttemptRecord:
     returncode: int  # of the launcher; negative: the signal that killed it
     rank_errors: tuple[RankError, ...]  # earliest first
     log_tail: str
-    oom_kills: int  # growth of the cgroup's oom_kill counter during the attempt
+    # growth of the kernel's oom_kill counter during the attempt; None: it cannot be read here
+    oom_kills: int | None
     host_limit_bytes: int
     host_peak_bytes: int
     completed: bool  # rank 0 wrote its outcome and reached the last step
     stopped_by: int | None = None  # signal number that the user sent to the supervisor
+    oom_kills_of_machine: bool = False  # other programs count too
     preempted: Outcome | None = None  # of ranks that agreed to stop
     hang: str = ""  # the silent rank, the section that it was in, and for how long
     # why the host's RAM was about to run out, if the ranks were stopped for that

@@ -83,7 +83,7 @@ class Beginning:
     """The moment at which an attempt began, to compare its end with."""
 
     monotonic_s: float = field(default_factory=time.monotonic)
-    oom_kills: int = field(default_factory=machine.oom_kills)
+    oom_kills: machine.OomKills = field(default_factory=machine.oom_kills)
     xids: XidWatch | None = None  # None: no ranks
 
 
@@ -106,7 +106,8 @@ def result_of(
         returncode=ended.returncode,
         rank_errors=rank_errors,
         log_tail=log_tail(attempt.log_file),
-        oom_kills=machine.oom_kills() - beginning.oom_kills,
+        oom_kills=_grown(beginning.oom_kills, oom_kills := machine.oom_kills()),
+        oom_kills_of_machine=oom_kills.is_of_machine,
         host_limit_bytes=host_limit_bytes,
         host_peak_bytes=host_peak_bytes,
         completed=completed,
@@ -193,6 +194,11 @@ def last_vram(events: Path) -> dict[str, int]:
             step = json.loads(line)
             return {name: int(step[name]) for name in names}
     return {}
+
+
+def _grown(before: machine.OomKills, now: machine.OomKills) -> int | None:
+    """The growth of a counter; None where it cannot be read."""
+    return None if now.count is None or before.count is None else now.count - before.count
 
 
 def log_tail(path: Path) -> str:

@@ -30,6 +30,7 @@ REPORTED_KILL = re.compile(
 # ranks that torchrun reports as failed, and processes that it ends itself
 REPORTED = re.compile(r"^\s*rank\s*:\s*(\d+) ", re.MULTILINE)
 CLOSED = re.compile(r"Sending process (\d+) closing signal")
+WORKER_KILLED = "is killed by signal: Killed"  # of a data loader
 KILLED_FIRST = re.compile(r"exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>")
 CRASHED = re.compile(
     r"exitcode\s*:\s*-(?!(?:9|15|2|1|10)\b)(\d+)|died with <Signals\.(?!SIGKILL|SIGTERM)\w+: (\d+)>"
@@ -108,7 +109,8 @@ def _described(xid: Xid) -> str:
 def _cause(record: AttemptRecord) -> Failure:
     """The cause of an attempt's end, from everything but Xids."""
     record = replace(record, log_tail=_without_ours(record))
-    if record.oom_kills > 0:
+    was_killed = _is_killed(record) or WORKER_KILLED in record.log_tail
+    if record.oom_kills and (was_killed or not record.oom_kills_of_machine):
         return _oom_kill(record)
     if record.pressure:
         return Failure(
@@ -173,7 +175,8 @@ def _oom_kill(record: AttemptRecord) -> Failure:
         "host_oom",
         6,
         f"the kernel killed a process of the run: host RAM limit {limit:.2f} GiB{measured}",
-        f"the cgroup's oom_kill counter grew by {record.oom_kills}",
+        f"the {'machine' if record.oom_kills_of_machine else 'cgroup'}'s oom_kill counter grew by"
+        f" {record.oom_kills}",
         f"{SMALLER}, or give the run more memory",
     )
 
@@ -181,7 +184,7 @@ def _oom_kill(record: AttemptRecord) -> Failure:
 def _fallen(record: AttemptRecord) -> Failure:
     """The failure of ranks that nobody stopped: a mistake that a rank names itself, a kill, or a
     cause in what the ranks and the libraries printed."""
-    is_killed = record.returncode == -9 or bool(KILLED_FIRST.search(record.log_tail))
+    is_killed = _is_killed(record)
     is_crashed = is_killed or bool(CRASHED.search(record.log_tail))
     # the launcher stops the other ranks once a rank has failed
     first = record.rank_errors[0] if record.rank_errors and not is_crashed else None
@@ -196,11 +199,21 @@ def _fallen(record: AttemptRecord) -> Failure:
         return Failure(
             "killed",
             1,
-            "a process of the run was killed with SIGKILL, but not by the kernel's OOM killer",
+            "a process of the run was killed with SIGKILL,"
+            + (
+                " nobody can say by whom: no counter of the kernel's OOM kills can be read here"
+                if record.oom_kills is None
+                else " but not by the kernel's OOM killer"
+            ),
             _killed(record.log_tail),
             CONTINUE,
         )
     return _from_texts(record, rank_errors)
+
+
+def _is_killed(record: AttemptRecord) -> bool:
+    """True if SIGKILL ended the launcher, or the rank that failed first."""
+    return record.returncode == -9 or bool(KILLED_FIRST.search(record.log_tail))
 
 
 def _killed(log: str) -> str:

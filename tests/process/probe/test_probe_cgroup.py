@@ -112,7 +112,7 @@ import subprocess, sys
 from launch.probe import machine as probe
 before = probe.oom_kills()
 eater = subprocess.run([sys.executable, "-c", "held = b'x' * (1 << 30)"])
-print(eater.returncode, probe.oom_kills() - before)
+print(eater.returncode, probe.oom_kills().count - before.count)
 """
     assert run_inside(code) == "-9 1"
 

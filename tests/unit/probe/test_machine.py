@@ -11,6 +11,7 @@ import pytest
 from launch.base.errors import ConfigError, ResourceError
 from launch.probe import described
 from launch.probe import machine as probe_machine
+from launch.probe.machine import OomKills
 from launch.schema.machine import GIB, Machine
 
 pytestmark = pytest.mark.unit
@@ -238,10 +239,15 @@ def test_oom_kills_are_read_from_the_nearest_cgroup_that_counts_them(tmp_path):
         "a/memory.events": "low 0\nmax 9\noom 4\noom_kill 3\noom_group_kill 0",
         "a/b/x": 0,
     }
-    assert probe_machine.oom_kills(tree(tmp_path / "v2", [V2_MOUNT], ["0::/a/b"], files)) == 3
+    found = probe_machine.oom_kills(tree(tmp_path / "v2", [V2_MOUNT], ["0::/a/b"], files))
+    assert found == OomKills(3)
     files = {"memory/a/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 2"}
-    assert probe_machine.oom_kills(tree(tmp_path / "v1", [V1_MOUNT], ["4:memory:/a"], files)) == 2
-    assert probe_machine.oom_kills(tree(tmp_path / "none", [V2_MOUNT], ["0::/"], {})) == 0
+    found = probe_machine.oom_kills(tree(tmp_path / "v1", [V1_MOUNT], ["4:memory:/a"], files))
+    assert found == OomKills(2)
+    root = tree(tmp_path / "none", [V2_MOUNT], ["0::/"], {})
+    assert probe_machine.oom_kills(root) == OomKills(None, is_of_machine=True)
+    (root / "proc/vmstat").write_text("nr_free_pages 7\noom_kill 5\n")
+    assert probe_machine.oom_kills(root) == OomKills(5, is_of_machine=True)
 
 
 # ---- CPUs, /dev/shm, disk

@@ -118,6 +118,10 @@ def test_what_the_supervisor_ended_hides_no_other_cause(end, left, kind):
         (evidence(rank_errors=(error("CUDA error: out of memory"),)), "device_oom", 12),
         (evidence(rank_errors=(error(ALLOCATOR),)), "host_oom", 6),
         (evidence(oom_kills=1, log_tail=KILLED), "host_oom", 6),
+        (evidence(oom_kills=1, oom_kills_of_machine=True, log_tail=KILLED), "host_oom", 6),
+        # of another program
+        (evidence(oom_kills=1, oom_kills_of_machine=True, log_tail=CUDA), "device_oom", 12),
+        (evidence(oom_kills=None, log_tail=KILLED), "killed", 1),
         (evidence(log_tail=KILLED), "killed", 1),
         (evidence(log_tail=ALONE), "killed", 1),
         (
@@ -177,3 +181,10 @@ def test_the_proof_of_an_unknown_end_is_a_line_with_words():
     failure = failures.classify(evidence(log_tail="ValueError: odd\n======\n"))
     assert failure is not None
     assert failure.proof == "ValueError: odd"
+
+
+def test_a_kill_of_which_no_counter_can_be_read_is_nobodys():
+    failure = failures.classify(evidence(oom_kills=None, log_tail=KILLED))
+    assert failure is not None and "nobody can say by whom" in failure.cause
+    failure = failures.classify(evidence(log_tail=KILLED))
+    assert failure is not None and "not by the kernel's OOM killer" in failure.cause
