@@ -140,6 +140,7 @@ def test_a_lease_counts_only_with_the_process_of_its_user(place, neighbour):
     dead, locked = place / "7.lease", place / "8.lease"
     for path in (dead, locked):
         path.write_text(json.dumps(asdict(record)))
+        path.chmod(0o644)  # whatever the umask
     locked.chmod(0o666)
     neighbour.locks("7.lease", kind="read")
     neighbour.locks("8.lease")
