@@ -46,7 +46,7 @@ VERBS = {
 }
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
 NO_THREAD = "can't start new thread"  # Python's words
-PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP}
+PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EEXIST}
 EXIT_CODES = """
 exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint;
             6 out of host RAM; 7 hang; 8 numbers that are not finite; 9 run in use; 10 storage;

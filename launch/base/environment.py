@@ -7,10 +7,11 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 
-from launch.base.errors import ConfigError
+from launch.base.errors import ConfigError, NetworkError
 from launch.base.secrets import SECRET_NAME, SECRET_VALUE
 from launch.base.variables import NAMES, OF_LIBRARIES, OF_MPI, PREFIXES, WITHHELD
 
+CONNECTION_S = 60.0  # on a busy machine
 _WITHHELD = frozenset(" ".join(WITHHELD).split())
 
 
@@ -50,6 +51,18 @@ def check(environ: Mapping[str, str], backend: str | None) -> None:
                 f"{variable}={asked}: this machine has no such interface, it has"
                 f" {', '.join(there)}; unset it, or name one of them"
             )
+
+
+def check_loopback() -> None:
+    """Raise NetworkError without the address at which the ranks of one machine meet."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=CONNECTION_S).close()
+    except OSError as error:
+        raise NetworkError(
+            f"127.0.0.1, at which the ranks of this machine meet, cannot be used ({error});"
+            " `ip link set lo up`, or train on one process with --launch.num_processes=1"
+        ) from error
 
 
 def of_another_launcher(environ: Mapping[str, str]) -> list[str]:

@@ -202,6 +202,11 @@ def check_output(folder: Path) -> None:
         raise ResourceError(
             f"output_dir {folder}: holds files that no run of ours wrote; choose another folder"
         )
+    if folder.is_mount():
+        raise ResourceError(
+            f"output_dir {folder}: is a mount point, and the model's folder is replaced as a whole;"
+            " give a folder below it"
+        )
     if folder.exists() and not folder.is_dir():
         raise ResourceError(f"output_dir {folder}: is a file; choose another folder")
     for ending in ("tmp", "old"):  # export.py's

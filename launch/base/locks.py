@@ -81,10 +81,10 @@ def opened(path: Path) -> int:
         if stat.S_ISREG(os.fstat(file).st_mode):
             return file
         os.close(file)
-        reason = "it is not a regular file"
+        reason = "it is not a regular file; remove it"
     except OSError as error:
-        reason = str(error.strerror)
-    raise ResourceError(f"{path}: cannot be locked ({reason}); remove it")
+        reason = f"{error.strerror}; make it writable, or set LOWMEM_ROOT to another folder"
+    raise ResourceError(f"{path}: cannot be locked: {reason}")
 
 
 def flock(file: int, operation: int, path: Path) -> None:

@@ -308,6 +308,8 @@ def _show_plan(
     if note := manifest.key_note():
         screen.say(note)
     environment.check(os.environ, plan.strategy.backend)
+    if plan.strategy.num_processes > 1 and plan.strategy.num_machines == 1:
+        environment.check_loopback()
     if plan.strategy.compiles:
         compile_caches.refuse_noexec()
     if names := environment.of_another_launcher(os.environ):

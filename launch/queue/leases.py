@@ -506,10 +506,11 @@ def _shared_file(path: Path) -> int:
     except FileNotFoundError:
         file = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
         os.fchmod(file, 0o666)
-    if stat.S_ISREG(os.fstat(file).st_mode):
+    status = os.fstat(file)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
         return file
     os.close(file)
-    raise OSError(errno.EINVAL, "not a regular file")
+    raise OSError(errno.EINVAL, "not a regular file of this name alone")
 
 
 @cache

@@ -30,7 +30,7 @@ COMMITS = "commits.json"  # beside the checkpoints: those that we have committed
 NAME = re.compile(r"^checkpoint-\d{6,}$")
 # all that is written beside checkpoints: unfinished ones, those that are being removed, the list
 WRITTEN = re.compile(r"(tmp-([a-z]+-)?)?checkpoint-\d{6,}|commits\.(json|damaged)")
-KEY_BYTES, KEY_NAME = 32, "checkpoint.key"
+KEY_BYTES, MOST_KEY_BYTES, KEY_NAME = 32, 4096, "checkpoint.key"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # What transformers, Accelerate and DeepSpeed look for in a checkpoint by name or pattern, and then
 # load.
@@ -119,8 +119,8 @@ def key_note() -> str:
     if named or _read_key(of_root):
         return ""
     return (
-        f"{of_root.parents[1]} keeps no owner and mode of a file, so that the key which seals"
-        f" checkpoints is in {of_home}: another machine continues this run with"
+        f"{of_root.parents[1]} is another user's, or keeps no owner and mode of a file, so that the"
+        f" key which seals checkpoints is in {of_home}: another machine continues this run with"
         " LOWMEM_KEY=a copy of that file"
     )
 
@@ -144,21 +144,26 @@ def _read_key(path: Path) -> bytes | None:
         status = path.stat()
         if path.parent.name == ".lowmem" and status.st_uid != os.geteuid():
             return None
-        content = path.read_bytes()
+        if not stat.S_ISREG(status.st_mode):
+            raise ResourceError(
+                f"{path}: is no file, and the key that seals checkpoints should be one; remove it"
+            )
+        with path.open("rb") as file:
+            content = file.read(MOST_KEY_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError:
         if path.parent.name == ".lowmem":
             return None
         raise
-    is_own = status.st_uid in (os.geteuid(), 0)  # root's: a mounted secret
-    if not (stat.S_ISREG(status.st_mode) and is_own) or status.st_mode & 0o077:
-        raise ResourceError(
-            f"{path}: the key that seals checkpoints must be yours alone; chmod 600, or remove it"
-        )
     if len(content) < KEY_BYTES:
         raise ResourceError(
             f"{path}: found {len(content)} bytes, expected {KEY_BYTES}; remove it to make a new key"
+        )
+    is_own = status.st_uid in (os.geteuid(), 0)  # root's: a mounted secret
+    if not is_own or status.st_mode & 0o077:
+        raise ResourceError(
+            f"{path}: the key that seals checkpoints must be yours alone; chmod 600, or remove it"
         )
     return content
 
@@ -167,6 +172,9 @@ def _made_key(path: Path, content: bytes) -> bytes:
     """The key that the file holds now, which is made. Raises OSError, also where the file's owner
     and mode are not kept."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    is_theirs = path.parent.lstat().st_uid != os.geteuid() or path.parent.is_symlink()
+    if path.parent.name == ".lowmem" and is_theirs:
+        raise OSError(errno.EPERM, "its folder is another user's", str(path))
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

@@ -180,18 +180,22 @@ def test_requests_of_others_count_nothing_and_stand_in_nobodys_way(place, neighb
     assert {path.stat().st_uid for path in left} == {NOBODY}
 
 
-@pytest.mark.parametrize("kind", ["folder", "link", "pipe"])
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe", "second name"])
 def test_a_mutex_that_is_no_file_is_a_line_at_once(place, kind):
     path = place / "admission"
     if kind == "folder":
         path.mkdir()
     elif kind == "link":
         path.symlink_to("/etc/passwd")
-    else:
+    elif kind == "pipe":
         os.mkfifo(path)
+    else:
+        (place / "victim").write_text("important")
+        os.link(place / "victim", path)
     with pytest.raises(NoLeases, match=r"admission: cannot be opened \(.*\); name a folder that"):
         leases.admission(place, patience_s=1e9).__enter__()
     assert leases.last_number(place) == 0
+    assert kind != "second name" or (place / "victim").read_text() == "important"
 
 
 @needs_root

@@ -37,5 +37,5 @@ def test_checkpoints_of_such_a_share_are_continued_and_rotated(tmp_path):
     assert done.returncode == 0, done.stderr
     verified, note, left = done.stdout.splitlines()
     assert verified == "1024 [None, None, None]" and os.geteuid() != 1024
-    assert f"{disk} keeps no owner and mode of a file" in note
+    assert f"{disk} is another user's, or keeps no owner and mode of a file" in note
     assert left == "['checkpoint-000002', 'checkpoint-000003', 'commits.json']"

@@ -206,13 +206,36 @@ def test_a_disk_that_keeps_no_owner_has_no_key_and_the_start_says_so(tmp_path, m
     machines("home")
     folder = committed(tmp_path / "disk" / "runs", 1)
     note = manifest.key_note()
-    assert f"{tmp_path}/disk keeps no owner" in note and "LOWMEM_KEY=" in note
+    assert f"{tmp_path}/disk is another user's, or keeps no owner" in note
+    assert "LOWMEM_KEY=" in note
     machines("rented")
     assert "does not have the seal of your key" in manifest.fault(folder)
     secret = tmp_path / "secret"
     shutil.copy(tmp_path / "home/lowmem/checkpoint.key", secret)
     machines("rented", LOWMEM_KEY=str(secret))
     assert manifest.fault(folder) is None and manifest.key_note() == ""
+
+
+def test_a_key_that_is_no_file_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    """A pipe was waited for without end, and /dev/zero took all of the memory."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", tmp_path):
+        monkeypatch.setenv("LOWMEM_KEY", str(path))
+        with pytest.raises(ResourceError, match="is no file, and the key"):
+            manifest.key()
+    (tmp_path / "empty").touch()
+    monkeypatch.setenv("LOWMEM_KEY", str(tmp_path / "empty"))
+    with pytest.raises(ResourceError, match="found 0 bytes, expected 32"):
+        manifest.key()
+
+
+def test_no_key_is_written_into_a_folder_of_another_user(tmp_path, machines):
+    machines("home")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "disk/.lowmem").symlink_to(tmp_path / "elsewhere")
+    manifest.key()
+    assert not any((tmp_path / "elsewhere").iterdir())
+    assert "is another user's, or keeps no owner" in manifest.key_note()
 
 
 def test_a_key_of_another_user_beside_the_runs_is_none_of_ours(tmp_path, machines):
