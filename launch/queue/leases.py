@@ -146,6 +146,18 @@ class OwnLease:
             self.record = record
             os.pwrite(self._file, _content(record), 0)
 
+    def check_seen(self) -> None:
+        """Raise NoLeases where others cannot see the lease: its folder was removed or replaced."""
+        try:
+            is_there = os.path.samestat(os.fstat(self._file), self.path.lstat())
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise NoLeases(
+                f"{self.path}: the lease of this run is gone, and others cannot see it; put its"
+                " folder back, or start the run again"
+            )
+
     def is_yielded(self) -> bool:
         """True if its user has asked it to give its memory to those that wait."""
         return read_asked(self.path).is_yielded

@@ -160,6 +160,7 @@ def _look(
     blocked: Callable[[OwnLease], str],
 ) -> Obstacle | None:
     """The obstacle of now, which is written into the lease; None: the lease is granted."""
+    lease.check_seen()
     asked, live = leases.read_asked(lease.path), leases.live(place)
     lease.write(place=asked.place)
     why_blocked = HELD.format(lease.number) if asked.is_held else blocked(lease)

@@ -280,6 +280,30 @@ def test_an_error_of_a_look_is_waited_for_and_said_once(place, monkeypatch):
     own.release()
 
 
+def test_a_run_whose_folder_of_leases_is_replaced_does_not_start(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(starts, "POLL_S", 0.01)
+    moved, lines = tmp_path / "moved", list[str]()
+
+    def blocked(own: OwnLease) -> str:
+        if not moved.exists() and not lines[1:]:
+            place.rename(moved)
+            place.mkdir()
+            return "the next look"
+        return ""
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if "is gone" in line:
+            shutil.rmtree(place)
+            moved.rename(place)
+
+    record = leases.boot_record(state="granted", needs=Needs(1))
+    supply = starts.Supply(builders.machine(), ())
+    own, _ = starts.wait(place, record, lambda _: supply, blocked, say)
+    assert [("is gone, and others cannot see it" in line) for line in lines[:2]] == [False, True]
+    own.release()
+
+
 def test_a_lease_of_the_version_before_is_counted(place):
     """Its record has these keys; another version reads ours by the same."""
     code = f"""
