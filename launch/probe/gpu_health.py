@@ -81,18 +81,9 @@ class XidWatch:
         self._listen([gpu for gpu in gpus if gpu.vendor == "nvidia"])
 
     def read(self) -> tuple[Xid, ...]:
-        """The Xids so far, in the order of their reports, each number once; ends listening. The
-        kernel's line takes the place of NVML's, which has no words, and the newest of 154, which
-        is the driver's advice."""
-        xids: dict[int, Xid] = {}
-        for xid in self._from_nvml():
-            xids.setdefault(xid.number, xid)
-        of_nvml = set(xids)
-        for xid in kernel_xids(self._kernel_log, self._since_s, self._on_bus):
-            if xid.number not in xids or xid.number in of_nvml or xid.number == 154:
-                xids[xid.number] = xid
-                of_nvml.discard(xid.number)
-        return tuple(xids.values())
+        """The Xids so far, in the order of their reports, each number once; ends listening."""
+        of_kernel = kernel_xids(self._kernel_log, self._since_s, self._on_bus)
+        return merged([*self._from_nvml()], of_kernel)
 
     def _listen(self, gpus: Sequence[Gpu]) -> None:
         if not gpus:
@@ -132,6 +123,16 @@ class XidWatch:
         pynvml.nvmlEventSetFree(self._events)
         pynvml.nvmlShutdown()
         self._cards = {}
+
+
+def merged(of_nvml: Sequence[Xid], of_kernel: Sequence[Xid]) -> tuple[Xid, ...]:
+    """Each number once, in the order of the reports. The kernel's line takes the place of NVML's,
+    which has no words; of 154, the driver's advice, the newest line counts."""
+    xids = {xid.number: xid for xid in reversed(of_nvml)}
+    xids |= {xid.number: xid for xid in reversed(of_kernel)}
+    xids |= {xid.number: xid for xid in of_kernel if xid.number == 154}
+    numbers = dict.fromkeys(xid.number for xid in (*of_nvml, *of_kernel))
+    return tuple(xids[number] for number in numbers)
 
 
 def _address(handle: Any) -> int:

@@ -40,6 +40,17 @@ def test_a_log_that_may_not_be_read_says_nothing(tmp_path: Path):
     assert gpu_health.kernel_xids(tmp_path / "dev/kmsg", 0.0, {(0, 0x44): "GPU 1"}) == []
 
 
+def test_the_kernels_words_take_the_place_of_nvmls_number_and_the_newest_advice_counts():
+    def advice(action: str) -> Xid:
+        return Xid(154, "GPU 0", f"NVRM: Xid 154, GPU recovery action changed to {action}")
+
+    silent = [Xid(number, "GPU 0", f"NVML: Xid {number} on GPU 0") for number in (154, 45, 154)]
+    lost, twice = Xid(79, "GPU 0", OFF_THE_BUS), Xid(79, "GPU 1", OFF_THE_BUS)
+    reset, reboot = advice("GPU Reset Required"), advice("Node Reboot Required")
+    assert gpu_health.merged(silent, []) == tuple(silent[:2])
+    assert gpu_health.merged(silent, [lost, reset, twice, reboot]) == (reboot, silent[1], lost)
+
+
 class NVMLError(Exception):
     pass
 
