@@ -39,7 +39,7 @@ def test_an_engine_keeps_every_promise(tmp_path: Path, mode, ranks, family, lora
 
 
 def share_traces(workspace: Path) -> None:
-    """What another test has traced is not traced again: modes.launch() passes no LOWMEM_TRACES."""
+    """Share the traces of other tests: modes.launch() passes no LOWMEM_TRACES."""
     shared = Path(builders.TRACES["LOWMEM_TRACES"])
     shared.mkdir(parents=True, exist_ok=True)
     (workspace / ".cache").mkdir(parents=True)
@@ -47,7 +47,7 @@ def share_traces(workspace: Path) -> None:
 
 
 def one_process(folder: Path, family: str, lora: bool) -> dict[str, Any]:
-    """What a plain process trains, as modes.measure() compares with. It fits as well."""
+    """Figures of a plain process, with which modes.measure() compares. It fits as well."""
     case = Case("cpu", 1, family, lora)
     run, _ = modes.launch(folder, case)
     estimate = modes.read(run / "plan.json")["estimate"]

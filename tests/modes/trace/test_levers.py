@@ -59,33 +59,33 @@ class LastingChild(TracingChild):
 
 
 @dataclass(frozen=True)
-class Kept:
+class TraceCache:
     """The place of traces, and the child that makes them."""
 
     folder: Path
     child: TracingChild
 
 
-def kept_in(folder: Path) -> Iterator[Kept]:
+def cache_in(folder: Path) -> Iterator[TraceCache]:
     child = LastingChild(folder)
-    yield Kept(folder, child)
+    yield TraceCache(folder, child)
     child.end()
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TraceCache]:
     """For tests whose choices are the same whatever has been traced before."""
-    yield from kept_in(tmp_path_factory.mktemp("traces"))
+    yield from cache_in(tmp_path_factory.mktemp("traces"))
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[Kept]:
+def own(tmp_path: Path) -> Iterator[TraceCache]:
     """For tests that say what is traced."""
-    yield from kept_in(tmp_path / "traces")
+    yield from cache_in(tmp_path / "traces")
 
 
 def planning(
-    kept: Kept,
+    cache: TraceCache,
     free_gib: float,
     no_every_n_layers: str | None = None,
     attention: str | None = "sdpa",
@@ -95,7 +95,7 @@ def planning(
     may_expand: bool = False,
     **training: Any,
 ) -> tuple[PlanContext, LaunchConstraints]:
-    """What is known of a card with so much free memory. `most_targets` of tokenised rows;
+    """Facts of a card with so much free memory. `most_targets` of tokenised rows;
     `may_expand`: the card can grow the allocator's segments."""
     recipe = Recipe.model_validate(
         {
@@ -129,30 +129,30 @@ def planning(
         lengths = {"tokens": 1000 * LENGTH, "lengths": [(LENGTH, LENGTH)]}
         counts |= {**lengths, "most_targets": list(most_targets)}
         context = replace(context, counts=counts, lengths=(LENGTH, LENGTH))
-    traces = Traces(recipe, context.model, context.lora_targets, kept.folder, child=kept.child)
+    traces = Traces(recipe, context.model, context.lora_targets, cache.folder, child=cache.child)
     return (
         replace(context, traces=traces, may_expand=may_expand),
         LaunchConstraints(no_every_n_layers=no_every_n_layers, no_varlen_attn=None),
     )
 
 
-def chosen(kept: Kept, free_gib: float, *given: Any, **more: Any) -> Choice:
+def chosen(cache: TraceCache, free_gib: float, *given: Any, **more: Any) -> Choice:
     """The plan of planning()."""
-    return planner.choose(*planning(kept, free_gib, *given, **more))
+    return planner.choose(*planning(cache, free_gib, *given, **more))
 
 
-def what_nothing_fits_by(kept: Kept, free_gib: float, **more: Any) -> str:
+def what_nothing_fits_by(cache: TraceCache, free_gib: float, **more: Any) -> str:
     """By what each candidate of planning() exceeds a budget. Ways out, each of which would be
     traced, are those of test_advice."""
-    context, constraints = planning(kept, free_gib, **more)
+    context, constraints = planning(cache, free_gib, **more)
     judged: list[tuple[Judged, str]] = []
     possible, _ = candidates.possible(context, constraints)
     assert search.search(context, possible, constraints, judged) is None
     return "; ".join(f"{estimate.describe(each.candidate)}: {each.misses}" for each, _ in judged)
 
 
-def test_fewer_layers_are_checkpointed_the_more_memory_there_is(kept):
-    choices = [chosen(kept, free_gib) for free_gib in (10, 8, 6.5, 5)]
+def test_fewer_layers_are_checkpointed_the_more_memory_there_is(cache):
+    choices = [chosen(cache, free_gib) for free_gib in (10, 8, 6.5, 5)]
     strategies = [choice.plan.strategy for choice in choices]
     assert [each.checkpointed_share for each in strategies] == [0, 1 / 4, 1 / 2, 1]
     seconds = [choice.plan.seconds_per_step for choice in choices]
@@ -181,21 +181,21 @@ def test_a_single_sample_checkpoints_fewer_layers_than_more_rows_that_fit(own):
     assert len(set(own.folder.glob("*.json")) - traced) == 1
 
 
-def test_a_transformers_that_cannot_leave_layers_out_checkpoints_all_and_the_plan_says_so(kept):
+def test_a_transformers_that_cannot_leave_layers_out_checkpoints_all_and_the_plan_says_so(cache):
     why = "transformers 5.13 checkpoints all layers or none; 5.23 can choose"
-    plan = chosen(kept, 8, why).plan
+    plan = chosen(cache, 8, why).plan
     assert plan.strategy.checkpointed_share == 1
     (recompute,) = (each for each in plan.switches if each.name == "recompute")
     assert recompute.why.endswith(why)
 
 
-def test_activations_are_kept_on_the_host_where_nothing_else_fits(kept):
+def test_activations_are_kept_on_the_host_where_nothing_else_fits(cache):
     parts = {"num_output_chunks": 64, "tiled_mlp_num_shards": 1}
-    on_card = chosen(kept, 3, **parts).plan
+    on_card = chosen(cache, 3, **parts).plan
     least = on_card.estimate.device_bytes
     assert not on_card.strategy.activation_offloading
     free_gib = (least - 64 * MIB) / 0.95 / GIB  # launch.vram_fraction
-    choice = chosen(kept, free_gib, **parts)
+    choice = chosen(cache, free_gib, **parts)
     on_host = choice.plan
     assert on_host.strategy.activation_offloading
     layers, of_layer = 24, 8 * LENGTH * 896 * 2
@@ -208,11 +208,11 @@ def test_activations_are_kept_on_the_host_where_nothing_else_fits(kept):
     values = {change.key: change.effective for change in on_host.changes}
     assert values["training.activation_checkpointing_kwargs"] == '{"offload": true}'
     assert what_nothing_fits_by(
-        kept, free_gib, **parts, activation_checkpointing_kwargs={"offload": False}
+        cache, free_gib, **parts, activation_checkpointing_kwargs={"offload": False}
     )
 
 
-def test_packed_rows_fit_without_the_mask_of_sdpa(kept):
+def test_packed_rows_fit_without_the_mask_of_sdpa(cache):
     """A mask has a byte for each pair of tokens, and 2 bytes where it is added to scores."""
     length, rows = 8192, 2
     parts: dict[str, Any] = {
@@ -223,24 +223,24 @@ def test_packed_rows_fit_without_the_mask_of_sdpa(kept):
         "activation_checkpointing_kwargs": {"offload": False},
         "tiled_mlp_num_shards": 1,
     }
-    with_mask = chosen(kept, 19, **parts).plan
+    with_mask = chosen(cache, 19, **parts).plan
     least, mask = with_mask.estimate.device_bytes, rows * length**2 * 2
     free_gib = (least - mask // 2) / 0.95 / GIB
-    assert what_nothing_fits_by(kept, free_gib, **parts)
-    without = chosen(kept, free_gib, attention=None, **parts).plan
+    assert what_nothing_fits_by(cache, free_gib, **parts)
+    without = chosen(cache, free_gib, attention=None, **parts).plan
     assert without.strategy.attn_implementation == "varlen_attn"
     assert least - without.estimate.device_bytes > mask
     (attention,) = (each for each in without.switches if each.name == "attention")
     assert attention.why.endswith("no mask, no padding between them")
 
 
-def test_logits_at_targets_fit_where_those_of_all_positions_do_not(kept):
+def test_logits_at_targets_fit_where_those_of_all_positions_do_not(cache):
     fixed = {"num_output_chunks": 1, "activation_checkpointing": False}
     targets = [LENGTH // 4, *[LENGTH // 8] * 20]  # of 8 rows: less than an eighth of the positions
     most = sum(targets[:8])
-    open_rows = chosen(kept, 70, **fixed)
-    everywhere = chosen(kept, 70, **fixed, most_targets=targets, logits_at_targets=False)
-    short = chosen(kept, 70, **fixed, most_targets=targets)
+    open_rows = chosen(cache, 70, **fixed)
+    everywhere = chosen(cache, 70, **fixed, most_targets=targets, logits_at_targets=False)
+    short = chosen(cache, 70, **fixed, most_targets=targets)
     vocabulary, positions = 151_936, 8 * LENGTH
     less = everywhere.plan.estimate.allocated_bytes - short.plan.estimate.allocated_bytes
     # float32 logits, their gradient and the logits under autocast, at least
@@ -258,38 +258,38 @@ def test_logits_at_targets_fit_where_those_of_all_positions_do_not(kept):
     assert "less" in line
     assert "faster" in line
     free_gib = (short.plan.estimate.device_bytes + 64 * MIB) / 0.95 / GIB  # launch.vram_fraction
-    assert chosen(kept, free_gib, **fixed, most_targets=targets).plan.strategy.logits_at_targets
+    assert chosen(cache, free_gib, **fixed, most_targets=targets).plan.strategy.logits_at_targets
     for refused in ({}, {"most_targets": targets, "logits_at_targets": False}):
-        assert what_nothing_fits_by(kept, free_gib, **fixed, **refused)
+        assert what_nothing_fits_by(cache, free_gib, **fixed, **refused)
 
 
-def test_segments_that_grow_fit_where_those_of_fixed_size_do_not(kept):
+def test_segments_that_grow_fit_where_those_of_fixed_size_do_not(cache):
     """The number of targets varies, so that no later step fits into the segments of the first."""
     fixed: dict[str, Any] = {"num_output_chunks": 1, "activation_checkpointing": False}
     fixed["most_targets"] = [LENGTH // 4, *[LENGTH // 8] * 20]
-    plain, grows = (chosen(kept, 70, **fixed, may_expand=grow).plan for grow in (False, True))
+    plain, grows = (chosen(cache, 70, **fixed, may_expand=grow).plan for grow in (False, True))
     assert (plain.allocator_settings, grows.allocator_settings) == ("", EXPANDABLE)
     assert grows.estimate.fragmentation_bytes < plain.estimate.fragmentation_bytes - 32 * MIB
     assert grows.estimate.allocated_bytes == pytest.approx(plain.estimate.allocated_bytes, rel=0.01)
     free_gib = (grows.estimate.device_bytes + 16 * MIB) / 0.95 / GIB  # launch.vram_fraction
-    choice = chosen(kept, free_gib, **fixed, may_expand=True)
+    choice = chosen(cache, free_gib, **fixed, may_expand=True)
     assert choice.plan.allocator_settings == EXPANDABLE
     # though cached blocks would be given back
-    assert what_nothing_fits_by(kept, free_gib, **fixed)
+    assert what_nothing_fits_by(cache, free_gib, **fixed)
 
 
-def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(kept):
+def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(cache):
     long: dict[str, Any] = {
         "data": {"max_length": 8192},
         "per_device_train_batch_size": 1,
         "num_output_chunks": 64,  # the logits are not the peak
         "activation_checkpointing_kwargs": {"offload": False},
     }
-    at_once = chosen(kept, 5, **long).plan
+    at_once = chosen(cache, 5, **long).plan
     assert at_once.strategy.tiled_mlp_num_shards == 1
     assert not any("MLPs in" in line for line in at_once.table)  # nor was it traced
     free_gib = (at_once.estimate.device_bytes - 256 * MIB) / 0.95 / GIB  # launch.vram_fraction
-    parts = chosen(kept, free_gib, **long).plan
+    parts = chosen(cache, free_gib, **long).plan
     assert parts.strategy.tiled_mlp_num_shards == 8
     saved = at_once.estimate.allocated_bytes - parts.estimate.allocated_bytes
     inner = 8192 * 4864 * 2  # a tensor of the MLP's inner size
@@ -303,15 +303,15 @@ def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(kept):
     assert "less" in line
     (switch,) = (each for each in parts.switches if each.name == "mlp")
     assert switch.runs == "tokens in 8 parts"
-    missed = what_nothing_fits_by(kept, free_gib, **long, tiled_mlp_num_shards=1)
+    missed = what_nothing_fits_by(cache, free_gib, **long, tiled_mlp_num_shards=1)
     assert re.search(r"checkpointing, .* GiB in backward, budget", missed), missed
-    asked = chosen(kept, free_gib, **long, tiled_mlp_num_shards=6).plan
+    asked = chosen(cache, free_gib, **long, tiled_mlp_num_shards=6).plan
     assert asked.strategy.tiled_mlp_num_shards == 6
     assert not any(change.key == "training.tiled_mlp_num_shards" for change in asked.changes)
 
 
 def test_mlps_in_parts_are_not_traced_where_all_that_a_layer_makes_is_less_than_what_is_missing(
-    kept,
+    cache,
 ):
     long: dict[str, Any] = {
         "data": {"max_length": 8192},
@@ -319,7 +319,7 @@ def test_mlps_in_parts_are_not_traced_where_all_that_a_layer_makes_is_less_than_
         "num_output_chunks": 64,
         "activation_checkpointing": True,
     }
-    choice = chosen(kept, 5, **long)
+    choice = chosen(cache, 5, **long)
     judged = estimate.judge(choice.context, choice.plan.strategy, exact=False)
     assert judged.memory.peak is not None
     of_layer = judged.memory.peak.parts["temporaries"]
@@ -334,20 +334,20 @@ def test_mlps_in_parts_are_not_traced_where_all_that_a_layer_makes_is_less_than_
     assert tiled(of_layer) is None
 
 
-def test_mlps_in_parts_are_not_traced_where_logits_are_the_peak(kept):
+def test_mlps_in_parts_are_not_traced_where_logits_are_the_peak(cache):
     long: dict[str, Any] = {"data": {"max_length": 8192}, "per_device_train_batch_size": 1}
-    plan = chosen(kept, 4, **long).plan
+    plan = chosen(cache, 4, **long).plan
     assert plan.strategy.activation_offloading
     assert not any("MLPs in" in line for line in plan.table)
 
 
-def with_lora(kept: Kept, length: int, cards: int, shape: str = "qwen2.5-7b") -> PlanContext:
+def with_lora(cache: TraceCache, length: int, cards: int, shape: str = "qwen2.5-7b") -> PlanContext:
     """LoRA of a model on cards of 24 GB."""
     recipe = fit.recipe_of(shape, "lora", length, half=False, gpus=cards)
     on = described.from_words("RTX 4090", cards, 64)
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
     context = plan_context.build(recipe, on, config, parameters, family, DATA)
-    traces = Traces(recipe, context.model, context.lora_targets, kept.folder, child=kept.child)
+    traces = Traces(recipe, context.model, context.lora_targets, cache.folder, child=cache.child)
     return replace(context, traces=traces)
 
 
@@ -372,8 +372,8 @@ def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(own):
     assert min(each.seconds for each in judged) > plan.seconds_per_step * AS_FAST
 
 
-def test_full_copies_that_sharded_ones_may_beat_are_compared_before_one_is_replayed(kept):
-    context = with_lora(kept, 2048, 2)
+def test_full_copies_that_sharded_ones_may_beat_are_compared_before_one_is_replayed(cache):
+    context = with_lora(cache, 2048, 2)
     judged: list[tuple[Judged, str]] = []
     possible, _ = candidates.possible(context, NO_CONSTRAINTS)
     two = [each for each in possible if each.num_processes == 2]
@@ -396,17 +396,17 @@ def test_what_the_activations_of_a_layer_take_is_traced_of_full_copies_alone(tmp
     assert len([*(tmp_path / "t").glob("*.json")]) == 5
 
 
-def test_some_layers_keep_activations_where_logits_at_once_are_traced_with_checkpointing(kept):
+def test_some_layers_keep_activations_where_logits_at_once_are_traced_with_checkpointing(cache):
     """Without checkpointing, logits at once are too much for the card, and are not traced."""
-    context = with_lora(kept, 8192, 1, "qwen2.5-1.5b")
+    context = with_lora(cache, 8192, 1, "qwen2.5-1.5b")
     plan = planner.choose(context).plan
     assert plan.strategy.every_n_layers > 1
     assert plan.strategy.num_output_chunks == candidates.OUTPUT_CHUNKS
 
 
-def test_a_step_takes_at_least_what_the_work_of_another_mode_says(kept):
+def test_a_step_takes_at_least_what_the_work_of_another_mode_says(cache):
     """Without checkpointing beside with it, and with logits in parts beside at once, each way."""
-    context = with_lora(kept, 2048, 2)
+    context = with_lora(cache, 2048, 2)
     possible, _ = candidates.possible(context, NO_CONSTRAINTS)
     both = [
         split

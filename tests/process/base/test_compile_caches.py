@@ -185,6 +185,7 @@ except compile_caches.ResourceError as error:
         argv = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", line]
         done = subprocess.run(argv, env=builders.environment(tmp_path / "w"), capture_output=True)
         if b"unshare" in done.stderr:
+            # a kernel without user namespaces; CI has them
             pytest.skip("this machine lets nobody make a mount namespace")
         assert done.returncode == 0, done.stderr
         words = "its file system is mounted noexec, and this run compiles code"

@@ -1,4 +1,4 @@
-"""What another user can put into the folder of leases: nobody else's start ends, waits for ever, or
+"""Files of another user in the folder of leases: nobody else's start ends, waits for ever, or
 writes where it should not."""
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from tests.process.queue.holders import said
 
 NOBODY = 65534
 LONG_S = 60.0  # of processor time; thousands of locked files took minutes
+# CI is root, and runs them; no other user can start a process of a second one
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can start a process of another user"
 )
@@ -40,7 +41,7 @@ for name in names:
     files.append(os.open(name, os.O_RDONLY if read else os.O_RDWR | os.O_CREAT, 0o644))
     fcntl.lockf(files[-1], fcntl.LOCK_SH if read else fcntl.LOCK_EX)
 print("holds", flush=True)
-time.sleep(600)
+time.sleep(600)  # a test kills it long before; one whose test died ends by itself
 """
 
 
@@ -96,7 +97,7 @@ def taken(place: Path) -> OwnLease:
 
 
 def seen(place: Path) -> str:
-    """What `queue` says to others."""
+    """The list that `queue` shows to others."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", "launch", "queue"],
@@ -220,6 +221,7 @@ for look in (lambda: leases.live(place), begin):
     if kind == "full":
         mount = ["mount", "-t", "tmpfs", "-o", "size=4k,mode=1777", "none", str(place)]
         if subprocess.run(mount, capture_output=True).returncode:
+            # a container without the right to mount; CI has it
             pytest.skip("this machine lets no file system be mounted")
     else:
         place.chmod(0o700 if kind == "closed" else 0o755)
@@ -245,6 +247,7 @@ for look in (lambda: leases.live(place), begin):
 
 @needs_root
 def test_who_waits_goes_on_waiting_for_a_start_that_never_decides(place, neighbour, monkeypatch):
+    # pauses alone: what is waited for is real
     monkeypatch.setattr(starts, "MUTEX_S", 0.2)
     monkeypatch.setattr(starts, "POLL_S", 0.05)
     (place / "admission").touch()
@@ -264,7 +267,7 @@ def test_who_waits_goes_on_waiting_for_a_start_that_never_decides(place, neighbo
 
 
 def test_an_error_of_a_look_is_waited_for_and_said_once(place, monkeypatch):
-    monkeypatch.setattr(starts, "POLL_S", 0.01)
+    monkeypatch.setattr(starts, "POLL_S", 0.01)  # a pause alone
     looks: list[int] = []
 
     def supply(granted):
@@ -281,7 +284,7 @@ def test_an_error_of_a_look_is_waited_for_and_said_once(place, monkeypatch):
 
 
 def test_a_run_whose_folder_of_leases_is_replaced_does_not_start(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(starts, "POLL_S", 0.01)
+    monkeypatch.setattr(starts, "POLL_S", 0.01)  # a pause alone
     moved, lines = tmp_path / "moved", list[str]()
 
     def blocked(own: OwnLease) -> str:
@@ -319,7 +322,7 @@ file = os.open({str(place / "4.lease")!r}, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0
 fcntl.lockf(file, fcntl.LOCK_EX)
 os.pwrite(file, json.dumps(record).encode().ljust(8192), 0)
 print(json.dumps(record), flush=True)
-time.sleep(600)
+time.sleep(600)  # a test kills it long before; one whose test died ends by itself
 """
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:

@@ -69,6 +69,7 @@ def test_names_that_are_not_passed_are_told_apart_from_secrets():
     ],
 )
 def test_variables_of_another_machine_are_named(variables, backend, message, monkeypatch):
+    # interfaces of a machine of which each name is known
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
     if not message:
         environment.check(variables, backend)

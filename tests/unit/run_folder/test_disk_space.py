@@ -28,6 +28,7 @@ def checked(tmp_path, monkeypatch):
         def is_model(path: Path) -> bool:
             return free_there is not None and "models" in path.parts
 
+        # disks of exact sizes, which nobody can fill to the byte here
         monkeypatch.setattr(
             files, "free_bytes", lambda path: free_there if is_model(path) else free
         )
