@@ -208,17 +208,16 @@ def ahead_of(needs: Needs, waiting: Sequence[Lease], supply: Supply) -> Lease | 
     It passes a run that it fits beside, on each card and in host RAM, and only until the turn of
     that run would have come without those that have passed it. A run that the machine is too small
     for holds nobody up."""
+    # when the leases of now have ended; else when other programs have, too
+    machines = (alone(supply.machine, supply.leases), empty(supply.machine))
     for other in waiting:
-        of_other, passing = (
-            other.record.needs,
-            {lease.number for lease in supply.leases if lease.turn > other.turn},
-        )
-        places = (alone(supply.machine, supply.leases), empty(supply.machine))
-        later = next((on for on in places if not shortage(of_other, Supply(on, ()))), None)
+        of_other = other.record.needs
+        later = next((on for on in machines if not shortage(of_other, Supply(on, ()))), None)
         if later is None:
             continue
         cards = chosen_cards(of_other, Supply(later, ()))
         granted = replace(other, record=replace(other.record, cards=cards))
+        passing = {lease.number for lease in supply.leases if lease.turn > other.turn}
         is_its_turn = shortage(of_other, supply, passing) is None
         if is_its_turn or shortage(needs, Supply(later, [granted])):
             return other

@@ -5,8 +5,8 @@ lock: child processes do not inherit it, it ends with its process however that e
 names the process to others. A lease counts only if its file belongs to the user of that process. Of
 another user's lease only sizes, state and place in the order are read, each within bounds.
 
-Every user may write into the folder: a file of another user there is never opened for writing, and
-never stops a start."""
+Every user may write into the folder. Of files of other users only the mutex, which all share, is
+opened for writing, and none of them stops a start."""
 
 from __future__ import annotations
 
