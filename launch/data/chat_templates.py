@@ -15,7 +15,8 @@ from launch.schema.recipe import Recipe
 
 FOLDER = FILES / "configs" / "chat_templates"
 SUFFIXES = (".jinja", ".j2", ".txt")  # of a file; other values without a slash are names
-MAX_BYTES = 1 << 20  # the longest template of a model has 20 kB
+MAX_BYTES = 1 << 18  # the longest template of a model has 20 kB
+TOO_LONG = f"has more than {MAX_BYTES >> 10} KiB, more than a chat template can have"
 # control tags, which a model reads as a token each; <think> and <tool_call> are often plain text
 TAG = re.compile(
     r"<\|[^|<>{}'\"\s]{1,40}\|>|<｜[^｜<>{}'\"\s]{1,40}｜>|\[/?[A-Z]{2,}(?:_[A-Z]+)*\]|\[gMASK\]|<sop>"
@@ -63,7 +64,7 @@ def read(template: str) -> str:
     file = file_of(template)
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise DataError(f"{file}: has more than 1 MiB, more than a chat template can have")
+            raise DataError(f"{file}: {TOO_LONG}")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: cannot be read as text: {error}") from error
@@ -84,14 +85,20 @@ def check(text: str, source: object) -> None:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+    if len(text) > MAX_BYTES:
+        raise DataError(f"{source}: {TOO_LONG}")
     try:
-        ImmutableSandboxedEnvironment(extensions=[Generation, "jinja2.ext.loopcontrols"]).compile(
-            text
-        )
-    except jinja2.TemplateSyntaxError as error:
+        # not optimized: that would compute {{ 10**10**8 }}
+        ImmutableSandboxedEnvironment(
+            optimized=False, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        ).compile(text)
+    except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError, MemoryError) as error:
+        reason = f"{type(error).__name__}: {error}"  # by Python's compiler: nested too deeply
+        if isinstance(error, jinja2.TemplateSyntaxError):
+            reason = f"line {error.lineno}: {error.message}"
         raise DataError(
-            f"{source}: line {error.lineno}: {error.message}; this chat template cannot be read:"
-            " mend it, or name another with --tokenizer.chat_template=FILE|NAME"
+            f"{source}: {reason}; this chat template cannot be read: mend it, or name another with"
+            " --tokenizer.chat_template=FILE|NAME"
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,13 @@ def encoded(
     if done.returncode in ERRORS:
         raise ERRORS[done.returncode](done.stdout.decode())
     sys.stderr.write(shown(done.stderr.decode(errors="replace")))
+    if done.returncode < 0:
+        section, model = tokens.recipe.tokenizer, tokens.recipe.model
+        raise ResourceError(
+            f"{section.path or model.path or files[0]}: the process that encodes the first rows"
+            f" was ended by {signal.Signals(-done.returncode).name}, see above: its tokenizer takes"
+            " all memory, or a file of it is damaged; name another with --tokenizer.path=FOLDER"
+        )
     raise LaunchError(f"the child that encodes rows ended with {done.returncode}, see above")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from operator import neg
 from pathlib import Path
@@ -22,6 +22,7 @@ from training.data import stored_rows, tokenizer
 from training.data.chat import rendering
 from training.data.chat.loss_spans import ConversationRenderer, Rendered
 from training.data.chat.span_tokens import SpanEncoder
+from training.data.tokenizer import NAME as TOKENIZER_NAME
 
 if TYPE_CHECKING:
     from training.data.packing import Packer
@@ -63,6 +64,7 @@ class Encoder:
     # None: of conversations, but not of rows that are one text
     split_special_tokens: bool | None = None
     template_name: str = rendering.NAME  # in errors
+    tokenizer_name: str = TOKENIZER_NAME  # in errors
     # pairs get the tokens of the tokenizer's own call, and not an end token alone
     own_call: bool = True
 
@@ -90,7 +92,10 @@ class Encoder:
         if not texts:
             return []
         options = {"add_special_tokens": False, "split_special_tokens": splits_special_tokens}
-        return self.tokenizer(**{argument: texts}, **options)["input_ids"]
+        call = partial(self.tokenizer, **{argument: texts}, **options)
+        is_fast = self.tokenizer.is_fast
+        character_s = tokenizer.CHARACTER_S if is_fast else tokenizer.SLOW_CHARACTER_S
+        return tokenizer.called(call, texts, self.tokenizer_name, character_s)["input_ids"]
 
     def render(self, sample: Sample) -> RenderedSample:
         """The texts that a sample is trained as. Raises DataError for a bad row."""
@@ -133,7 +138,7 @@ class Encoder:
 
     @cached_property
     def _spans(self) -> SpanEncoder:
-        return SpanEncoder(self.tokenizer, self.renderer.protected)
+        return SpanEncoder(self.tokenizer, self.renderer.protected, self.tokenizer_name)
 
     @cached_property
     def _beginning(self) -> list[int]:

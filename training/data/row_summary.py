@@ -20,6 +20,7 @@ from launch.data.rows import IGNORED, BadRows, Place, Slice, placed_samples
 from launch.data.token_cache import BESIDE_CONFIG, TokenCache
 from launch.schema.plan import DataFormat
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
+from training.data import tokenizer
 from training.data.encode import (
     BATCH_CHARACTERS,
     TRUNCATED,
@@ -80,6 +81,7 @@ class RowSummary:
             truncation_side=tokens.recipe.data.truncation_side,
             split_special_tokens=tokens.recipe.tokenizer.split_special_tokens,
             template_name=chat_templates.name_of(tokens.recipe),
+            tokenizer_name=tokenizer.name_of(tokens.recipe),
             own_call=BESIDE_CONFIG in tokens.identity,
         )
         limit = tokens.recipe.data.max_bad_rows if max_bad_rows is None else max_bad_rows

@@ -54,6 +54,7 @@ class Job:
     truncation_side: Literal["right", "left"] = "right"
     split_special_tokens: bool | None = None
     template_name: str = rendering.NAME
+    tokenizer_name: str = tokenizer.NAME
     # of each slice of each unit, if the part takes some rows only: the number of its first row
     row_offsets: tuple[tuple[int, ...], ...] = ()
     own_call: bool = False  # of encode.Encoder
@@ -85,6 +86,7 @@ class Job:
             self.truncation_side,
             self.split_special_tokens,
             self.template_name,
+            self.tokenizer_name,
             self.own_call,
         )
 
@@ -160,6 +162,7 @@ def job(tokens: TokenCache, sources: tuple[Source, ...], folder: Path, part: Par
         data.truncation_side,
         recipe.tokenizer.split_special_tokens,
         chat_templates.name_of(recipe),
+        tokenizer.name_of(recipe),
         own_call=BESIDE_CONFIG in tokens.identity,
     )
 

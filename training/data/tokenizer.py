@@ -3,8 +3,12 @@ will be read beside the exported model."""
 
 from __future__ import annotations
 
+import threading
+import time
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,13 +17,16 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from launch.base import files
-from launch.base.errors import ConfigError, ResourceError
+from launch.base.errors import ConfigError, DataError, ResourceError
 from launch.base.text import suggestion
 from launch.data import chat_templates
 from launch.schema.model_sections import TokenizerLoading, TokenizerSection
 from launch.schema.recipe import Recipe
 from launch.schema.result import ExportedModel
 
+NAME = "the tokenizer"  # in errors, if its folder is not known
+# of CPU time: for a call, and for a character; ten times as much as slow tokenizers take
+CALL_S, CHARACTER_S, SLOW_CHARACTER_S = 5.0, 1e-5, 2e-4
 PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = [
     "<|pad|>",
     "<|end|>",
@@ -106,6 +113,47 @@ def loading_of_recipe(recipe: Recipe) -> TokenizerLoading:
     return loading_of(Path(folder), recipe.tokenizer.loading) if folder else "auto"
 
 
+def name_of(recipe: Recipe) -> str:
+    """The tokenizer of a recipe in errors of rows."""
+    folder = recipe.tokenizer.path or recipe.model.path
+    return f"the tokenizer of {folder}" if folder else NAME
+
+
+def called(
+    call: Callable[[], Any], texts: Sequence[str], name: str, character_s: float = CHARACTER_S
+) -> Any:
+    """The result of a tokenizer's call with texts. Raises DataError if it does not end, or
+    panics, as regular expressions of a tokenizer.json can."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001  pyo3's PanicException is one
+            result.set_exception(error)
+
+    limit_s = CALL_S + character_s * sum(map(len, texts))
+    began = time.process_time()
+    # Rust code cannot be interrupted; a daemon does not keep the process from ending
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive() and (left_s := began + limit_s - time.process_time()) > 0:
+        thread.join(left_s)
+    reason = f"did not end within {limit_s:.0f} s of CPU time"
+    if result.done():
+        error = result.exception()
+        if error is None:
+            return result.result()
+        if isinstance(error, Exception):
+            raise error
+        reason = f"panicked: {error}"
+    raise DataError(
+        f"{name} {reason}, with the text that begins with {texts[0][:40]!r} or one of"
+        f" {len(texts) - 1:,} behind it; is a regular expression of its tokenizer.json too slow?"
+        " Mend it, or name another tokenizer with --tokenizer.path=FOLDER"
+    )
+
+
 def _files(folder: Path) -> str:
     """The files that hold a folder's tokens."""
     names = (*chat_templates.TOKENIZER_FILES, "config.json")
@@ -156,7 +204,10 @@ def difference(by_file: Any, by_auto: Any, texts: Iterable[str]) -> str | None:
     line = None
     for number, text in enumerate(texts, 1):
         readers = (by_file, by_auto)
-        ids = [each(text, add_special_tokens=False)["input_ids"] for each in readers]
+        ids = [
+            called(partial(each, text, add_special_tokens=False), [text], NAME)["input_ids"]
+            for each in readers
+        ]
         if ids[0] == ids[1]:
             continue
         first = next(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 
@@ -233,3 +236,43 @@ def test_a_dry_run_and_show_end_with_4_where_no_row_is_trained(
     assert refused.returncode == 4
     said = f"error: {file}: no row has a target to train on ({count} read; {count}: {reason}); "
     assert refused.stderr.splitlines()[-1].startswith(said)
+
+
+def changed(folder, normalizer):
+    """A tokenizer folder whose tokenizer.json has another normalizer."""
+    section = TokenizerSection(split="character")
+    data_tokenizer.train(iter(["one two three"] * 9), section, 400).save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": normalizer}))
+    return folder
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 64}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "said"),
+    [
+        pytest.param(
+            {**REPLACE, "pattern": {"Regex": "([a-z]+)+ "}},
+            "panicked: Onig: .*retry-limit",
+            marks=pytest.mark.modes,
+        ),
+        ({"type": "Sequence", "normalizers": [REPLACE] * 12}, "was ended by SIGABRT"),
+    ],
+)
+def test_a_tokenizer_that_gives_up_or_takes_all_memory_is_named(recipe, tmp_path, normalizer, said):
+    folder = changed(tmp_path / "hostile", normalizer)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "e" * 60, "response": "e"}) + "\n")
+    words = ("show", str(recipe), f"--tokenizer.path={folder}", f"--data.train_file={rows}")
+    command = shlex.join([sys.executable, "-m", "launch", *words])
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -d {2 << 20}; exec {command}"],
+        env=builders.environment(recipe.parent),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in {3, 4}, done.stderr
+    assert re.search(rf"{re.escape(str(folder))}.* {said}", done.stderr), done.stderr

@@ -71,6 +71,27 @@ def test_a_mistake_in_the_syntax_names_file_and_line(tmp_path, folder):
         tokenizer.load(folder)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "Error: "),
+        ("{% for a in b %}" * 50 + "{% endfor %}" * 50, "SyntaxError: too many statically nested"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "RecursionError: "),
+        ("{{ " + "+".join(["1"] * 30_000) + " }}", "RecursionError: "),
+        ("a" * 300_000, "has more than 256 KiB"),
+    ],
+)
+def test_a_template_that_nests_too_deeply_is_named(text, said):
+    with pytest.raises(DataError, match=rf"^mine\.jinja: .*{said}"):
+        chat_templates.check(text, "mine.jinja")
+
+
+def test_a_check_computes_nothing():
+    before = time.process_time()
+    chat_templates.check("{{ 10**10**10 > 1 }}", "mine.jinja")
+    assert time.process_time() - before < 60
+
+
 @pytest.mark.parametrize("mark", ["{% generation %}{{ 'a' }}{% endgeneration %}", "{% break %}"])
 def test_words_that_transformers_adds_to_jinja_are_no_mistake(mark):
     chat_templates.check("{% for message in messages %}" + mark + "{% endfor %}", "here")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 from typing import Any
 
 import pytest
@@ -524,16 +525,36 @@ def test_a_template_that_does_not_end_is_stopped():
 
 
 @pytest.mark.parametrize(
-    "where", ["true", "add_generation_prompt", "messages[0].content != 'who?'"]
+    ("where", "place"),
+    [
+        ("true", ""),
+        ("messages[0].content == 'who?' and add_generation_prompt", "a.jsonl:7: "),
+        ("messages[0].content == 'who?'", "a.jsonl:7: "),
+    ],
 )
-def test_a_template_that_does_not_end_is_named_with_the_row(where):
-    """Wherever it hangs: in each render, in prompts, or with the characters that are followed."""
+def test_a_template_that_does_not_end_is_named_with_the_row_that_it_is_tried_with(where, place):
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     tokenizer = made(f"{{% if {where} %}}{loop}{{% endif %}}" + CHANGED)
-    renderer = ConversationRenderer(tokenizer, name="the chat template mine.jinja", limit_s=0.2)
-    message = r"^a\.jsonl:7: the chat template mine\.jinja did not end within 0\.2 s"
+    message = rf"^{place}the chat template mine\.jinja did not end within 0\.2 s"
     with pytest.raises(DataError, match=message):
-        renderer.render(TALK, place="a.jsonl:7")
+        ConversationRenderer(tokenizer, name="the chat template mine.jinja", limit_s=0.2).render(
+            TALK, place="a.jsonl:7"
+        )
+
+
+@pytest.mark.parametrize(
+    "grows",
+    [
+        "{{ ('a' * (15000000000 + messages|length))|length }}",
+        "{% set ns = namespace(a='aaaaaaaaaa') %}{% for i in range(60) %}"
+        "{% set ns.a = ns.a ~ ns.a %}{% endfor %}{{ ns.a }}",
+    ],
+)
+def test_a_template_that_takes_all_memory_is_stopped(grows):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(DataError, match=r"a:1: .*does not take this conversation: MemoryError"):
+        rendering.render(grows, TALK, None, {}, place="a:1")
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_the_template_of_a_recipe_is_named_in_errors_of_rows():

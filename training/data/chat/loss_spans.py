@@ -103,7 +103,7 @@ class ConversationRenderer:
         talk = [{"role": role, "content": text} for role, text in zip(roles, PROBE, strict=True)]
         try:
             texts = [self.text(talk[:2]), self.text(talk)]
-        except DataError:  # raised again for the first row, with its place
+        except TemplateRefusal:  # raised again for the first row, with its place
             return []
         contents = [[c for c in text if c in PROBE] for text in texts]
         return texts if contents == [[*PROBE[:2]], [*PROBE]] else []
@@ -114,7 +114,7 @@ class ConversationRenderer:
         talk = [{"role": role, "content": "a", "name": PROBE[0]} for role in ("user", "assistant")]
         try:
             return PROBE[0] not in self.text(talk)
-        except DataError:
+        except TemplateRefusal:
             return False
 
     def _drops_call(self, content: str | None, tools: Any) -> bool:
@@ -132,7 +132,7 @@ class ConversationRenderer:
             ]
             try:
                 self._calls_dropped[kind] = PROBE[2] not in self.text(talk, tools)
-            except DataError:  # raised again for the row, with its place
+            except TemplateRefusal:  # raised again for the row, with its place
                 self._calls_dropped[kind] = False
         return self._calls_dropped[kind]
 

@@ -1,12 +1,15 @@
-"""Render a chat template as transformers does, with a limit on its time. Errors of a template are
-DataErrors that name the row."""
+"""Render a chat template as transformers does, with limits on its time and memory. Errors of a
+template are DataErrors that name the row."""
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -15,11 +18,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from launch.base.errors import DataError
 
 NAME = "the tokenizer's chat template"  # in errors, if its source is not known
-LIMIT_S = 10.0  # of CPU time; the longest conversations take milliseconds
-GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
-# blocks whose output is not written where it is made: transformers counts the marks in them wrongly
-CAPTURES = re.compile(
-    r"{%-?\s*(?P<end>end)?(?:macro|call|filter|set(?=\s*-?%}|\s+\w+\s*(?:\|[^%]*)?-?%}))\b"
+LIMIT_S = 5.0  # of CPU time; the longest conversations take milliseconds
+LIMIT_BYTES = 1 << 30  # of memory; the longest conversations take some MiB
+# marks, and blocks whose output is not written where it is made: transformers counts the marks in
+# them wrongly
+BLOCKS = re.compile(
+    r"{%-?\s*(?:(?P<mark>generation)\s*-?%}"
+    r"|(?P<end>end)?(?:macro|call|filter|set(?=\s*-?%}|\s+\w+\s*(?:\|[^%]*)?-?%}))\b)"
 )
 Span = tuple[int, int]  # of characters: start, end
 
@@ -35,15 +40,15 @@ class _TooSlow(Exception):
 def has_marks(template: str) -> bool:
     """True if the template marks what the assistant writes with {% generation %}, in places that
     can be counted."""
-    first = GENERATION.search(template)
-    if first is None:
-        return False
-    return not any(_captures(template[: mark.start()]) for mark in GENERATION.finditer(template))
-
-
-def _captures(before: str) -> bool:
-    num_open = sum(-1 if block["end"] else 1 for block in CAPTURES.finditer(before))
-    return num_open > 0
+    num_open = num_marks = 0
+    for block in BLOCKS.finditer(template):
+        if not block["mark"]:
+            num_open += -1 if block["end"] else 1
+        elif num_open > 0:
+            return False
+        else:
+            num_marks += 1
+    return num_marks > 0
 
 
 def render(
@@ -95,15 +100,28 @@ def _where(place: object) -> str:
 
 @contextmanager
 def _limited(limit_s: float) -> Iterator[None]:
-    """Raise _TooSlow in this process's main thread after so much CPU time."""
+    """Raise _TooSlow in this process's main thread after so much CPU time, and MemoryError beyond
+    LIMIT_BYTES."""
 
     def stop(*_: Any) -> None:
         raise _TooSlow
 
     before = signal.signal(signal.SIGVTALRM, stop)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    _, _, _, _, _, data, _ = os.pread(_statm(os.getpid()), 256, 0).split()  # proc(5), in pages
+    if soft == resource.RLIM_INFINITY:
+        most = int(data) * resource.getpagesize() + LIMIT_BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
     signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+@cache
+def _statm(pid: int) -> int:
+    """The open file of this process's memory: a row's template is rendered several times."""
+    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)

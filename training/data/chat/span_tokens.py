@@ -6,7 +6,7 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -15,6 +15,7 @@ from launch.base.errors import DataError
 from launch.data.rows import IGNORED
 from training.data.chat.loss_spans import Rendered
 from training.data.chat.rendering import Span
+from training.data.tokenizer import called
 
 NAMES = 0xF0000  # private-use characters: names of special tokens that texts cannot hold
 
@@ -26,7 +27,7 @@ class SpanEncoder:
     its characters is in a span, so a token that spans the end of a prompt and the beginning of its
     answer is one."""
 
-    def __init__(self, tokenizer: Any, protected: Collection[str]) -> None:
+    def __init__(self, tokenizer: Any, protected: Collection[str], name: str) -> None:
         if not tokenizer.is_fast:
             raise DataError(
                 f"the tokenizer is a {type(tokenizer).__name__}, which does not say which"
@@ -34,13 +35,14 @@ class SpanEncoder:
                 " --tokenizer.path=FOLDER"
             )
         self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self._name = name  # in errors
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self._id_of = {content: vocabulary[content] for content in protected}
         self._special = set(self._id_of.values())
 
     def encode(self, rendered: Sequence[Rendered]) -> Iterator[tuple[list[int], list[int]]]:
         texts = [sample.text for sample in rendered if not sample.plain]
-        encodings = iter(_encodings(self._backend, texts))
+        encodings = iter(_encodings(self._backend, texts, self._name))
         for sample in rendered:
             if sample.plain:
                 yield self._with_plain(sample)
@@ -68,7 +70,7 @@ class SpanEncoder:
             )
             for start, end in sample.targets
         ]
-        (encoding,) = _encodings(copy, ["".join(pieces)])
+        (encoding,) = _encodings(copy, ["".join(pieces)], self._name)
         if any(token in self._special and token not in ids for token in encoding.ids):
             raise DataError(
                 f"{sample.place}: a text of the row holds a special token, which this tokenizer"
@@ -110,7 +112,7 @@ class SpanEncoder:
         return copy, ids, names, re.compile("|".join(map(re.escape, longest_first)))
 
 
-def _encodings(backend: Tokenizer, texts: list[str]) -> list[Any]:
+def _encodings(backend: Tokenizer, texts: list[str], name: str) -> list[Any]:
     """Encode texts with all their characters: a post-processor takes blanks from a token's
     offsets."""
     post_processor = backend.post_processor
@@ -118,6 +120,7 @@ def _encodings(backend: Tokenizer, texts: list[str]) -> list[Any]:
     backend.no_truncation()
     backend.no_padding()
     try:
-        return backend.encode_batch(texts, add_special_tokens=False)
+        encode = partial(backend.encode_batch, texts, add_special_tokens=False)
+        return called(encode, texts, name)
     finally:
         backend.post_processor = post_processor

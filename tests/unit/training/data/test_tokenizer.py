@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from functools import partial
 
 import pytest
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 
 from launch.base import files
-from launch.base.errors import ResourceError
+from launch.base.errors import DataError, ResourceError
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.result import ExportedModel
 from training.data import tokenizer
@@ -138,3 +140,18 @@ def test_a_reading_that_loses_characters_is_refused(tmp_path):
     by_file, by_auto = tokenizer.load(tmp_path, loading="file"), tokenizer.load(tmp_path)
     with pytest.raises(ResourceError, match=r"row 1 .* by AutoTokenizer, which loses characters"):
         tokenizer.difference(by_file, by_auto, ["which year is 2014 二"])
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "said"),
+    [
+        ("(a+)+b", "a" * 40, "panicked: Onig"),
+        ("(?:a|aa|b)+c", ("a" * 24 + "d") * 400, r"did not end within \d+ s of CPU time"),
+    ],
+)
+def test_a_tokenizer_whose_regular_expression_is_too_slow_is_named(regex, text, said, monkeypatch):
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(regex), "isolated")
+    monkeypatch.setattr(tokenizer, "CALL_S", 0.3)
+    with pytest.raises(DataError, match=rf"^the tokenizer of m {said}.*begins with 'aaa.*json"):
+        tokenizer.called(partial(made.encode_batch, [text]), [text], "the tokenizer of m")
