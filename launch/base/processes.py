@@ -12,7 +12,9 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -132,6 +134,27 @@ def settle_process() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it was closed
             stream.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def memory_limit(more_bytes: int) -> Iterator[None]:
+    """Raise MemoryError where this process takes so many bytes more. A limit of its user's own
+    stays."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == resource.RLIM_INFINITY:
+        pages = os.pread(_statm(os.getpid()), 256, 0).split()[5]  # proc(5): data and stack
+        most = int(pages) * resource.getpagesize() + more_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+@cache
+def _statm(pid: int) -> int:
+    """The open file of a process's memory, which is read for each row."""
+    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def check_threads() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -17,7 +16,6 @@ from launch.base.processes import limit_of_processes
 from launch.data import threads, untrained
 from launch.data.conversation import Sample
 from launch.data.files import delimited, folders, json_array, shards, utf8
-from launch.data.files.decoded_bytes import RowGroup, rows_of
 from launch.data.files.shards import MAX_ROW_BYTES
 from launch.data.normalise import OPENAI, SHAREGPT, RowReader, unique_keys
 from launch.schema.plan import DataFormat
@@ -132,15 +130,6 @@ def numbered_rows(
 
 def _items(of: Slice, file_type: str, choice: ColumnChoice, at_once: int) -> Items:
     """The rows of a slice: columns, or the reason why they cannot be read."""
-    last = None
-    try:
-        for last, row in _items_of_type(of, file_type, choice, at_once):
-            yield last, row
-    except shards.Unpacked as error:
-        raise DataError(f"{error} (after {last or 'the beginning'})") from error
-
-
-def _items_of_type(of: Slice, file_type: str, choice: ColumnChoice, at_once: int) -> Items:
     if file_type == "parquet":
         return _parquet_rows(of, choice, at_once)
     if file_type == "arrow":
@@ -247,20 +236,13 @@ def _parquet_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
             columns = choice(file.schema_arrow)
             numbers = range(file.metadata.num_row_groups)[: of.end]
             number = sum(file.metadata.row_group(i).num_rows for i in numbers[: of.start])
-            groups = [
-                RowGroup(of.path, i, file.metadata.row_group(i), columns)
-                for i in numbers[of.start :]
-            ]
-            for group in groups:
-                names = group.kept_dictionaries
-                with opened(read_dictionary=names) if names else nullcontext(file) as reader:
-                    for batch in reader.iter_batches(
-                        group.rows_at_once(at_once), row_groups=[group.number], columns=columns
-                    ):
-                        for rows in rows_of(batch, group.where, number, group.stored_bytes):
-                            for row in rows:
-                                number += 1
-                                yield Place(of, number), row
+            for group in numbers[of.start :]:
+                rows = file.metadata.row_group(group)
+                size = _rows_at_once(rows.num_rows, rows.total_byte_size, at_once)
+                batches = file.iter_batches(size, row_groups=[group], columns=columns)
+                for row in _table_rows_of(of.path, number, batches):
+                    number += 1
+                    yield Place(of, number), row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(of.path, number, error) from error
 
@@ -275,16 +257,41 @@ def _arrow_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
             columns = choice(schema)
             number = sum(batch.num_rows for batch in islice(batches, of.start))
             last = None if of.end is None else of.end - of.start
-            for count, batch in enumerate(islice(batches, last), of.start + 1):
-                for begin in range(0, batch.num_rows, at_once):
-                    part = batch.select(columns).slice(begin, at_once)
-                    part.validate(full=True)  # wrong offsets would end the process
-                    for rows in rows_of(part, f"{of.path}: batch {count}", number, part.nbytes):
-                        for row in rows:
-                            number += 1
-                            yield Place(of, number), row
+            for batch in islice(batches, last):
+                size = _rows_at_once(batch.num_rows, batch.nbytes, at_once)
+                batch.validate(full=True)  # wrong offsets would end the process
+                rows = batch.select(columns)
+                parts = (rows.slice(begin, size) for begin in range(0, batch.num_rows, size))
+                for row in _table_rows_of(of.path, number, parts):
+                    number += 1
+                    yield Place(of, number), row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(of.path, number, error) from error
+
+
+def _rows_at_once(num_rows: int, num_bytes: int, most: int) -> int:
+    """The rows of a table that are Python objects at a time."""
+    return max(min(shards.BATCH_BYTES * num_rows // max(num_bytes, 1), most), 1)
+
+
+def _table_rows_of(path: Path, number: int, parts: Iterator[Any]) -> Iterator[dict[str, Any]]:
+    """The rows of parts of a table, of which the first is behind row `number`. Raises DataError for
+    a row that is longer than MAX_ROW_BYTES."""
+
+    def lists() -> Iterator[list[dict[str, Any]]]:
+        first = number
+        for part in parts:
+            if part.nbytes > MAX_ROW_BYTES:
+                for row in range(part.num_rows):
+                    if (num_bytes := part.slice(row, 1).nbytes) > MAX_ROW_BYTES:
+                        raise DataError(
+                            f"{path}: row {first + row + 1:,} has {num_bytes:,} bytes, over"
+                            f" {MAX_ROW_BYTES >> 20} MiB; write shorter rows"
+                        )
+            first += part.num_rows
+            yield part.to_pylist()
+
+    return chain.from_iterable(shards.within_memory(path, lists()))
 
 
 def _unreadable(path: Path, number: int, error: Exception) -> DataError | ResourceError:

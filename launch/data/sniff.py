@@ -66,7 +66,6 @@ def read(
             raise DataError(
                 f"{path}: 0 rows: the file has columns ({', '.join(columns) or 'none'}) but no data"
             )
-        shards.check_unpacked(path)
         beginning = Slice(path, end=SAMPLE_GROUPS if file_type in TABLES else MAX_ROW_BYTES)
         choice = partial(_columns_of_messages, names=messages_columns)
         rows = data_rows.read_rows(beginning, file_type, bad, choice, SAMPLE_ROWS)

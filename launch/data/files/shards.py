@@ -7,6 +7,7 @@ import contextlib
 import glob
 import hashlib
 import io
+import itertools
 import json
 import re
 import tarfile
@@ -14,23 +15,25 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from launch.base import files as base_files
+from launch.base import processes
 from launch.base.errors import DataError
-from launch.data.files import arrow_messages, folders
+from launch.base.text import size
+from launch.data.files import folders
 from launch.data.files.folders import COMPRESSIONS
 
-UNPACKED_RATIO = 1000  # text is packed to a tenth, the most repetitive rows to a hundredth
-UNPACKED_BYTES = 256 << 20  # fewer are unpacked from any file
-SMALL_BYTES = 1 << 20  # compressed; text of 10 MiB
+T = TypeVar("T")
+END = object()  # of what is read
+MAX_BATCH_BYTES = 2 << 30  # that a batch of rows takes, with its Python objects
+BATCH_BYTES = 64 << 20  # of rows that are Python objects at a time, by the sizes of their file
 TABLES = ("parquet", "arrow")  # with a schema
 MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parquet file on average
 # WebDataset: the key of a sample, and what of it this is
 MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 TEXT_MEMBERS, JSON_MEMBER = ("txt", "text"), "json"
 ARROW_FILE = b"ARROW1"  # the first bytes of the random access format; the stream format has none
-FIRST_MESSAGE = 8  # in it: its place
 UNIT_BYTES = 16 << 20  # 5 to 10 s of one CPU
 STREAM_PROCESSES = 2  # that tokenise while the ranks train
 # of a shard, which stand for its content where reading all of it takes too long
@@ -71,53 +74,31 @@ def of(path: Path) -> tuple[Path, ...]:
 
 
 def opened(path: Path) -> BinaryIO:
-    """The file's bytes, unpacked while they are read. Reading raises Unpacked for a small file of
-    very many bytes."""
+    """The file's bytes, unpacked while they are read."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
     import pyarrow as pa
 
-    stream = pa.input_stream(str(path), compression=compression)
-    return io.BufferedReader(_Unpacking(path, stream), 1 << 18)
+    return io.BufferedReader(pa.input_stream(str(path), compression=compression), 1 << 18)
 
 
-def check_unpacked(path: Path) -> None:
-    """Read a small compressed file to its end, which takes milliseconds. Raises Unpacked for one of
-    very many bytes, of which the first rows say nothing."""
-    if path.suffix.lower() in COMPRESSIONS and path.stat().st_size <= SMALL_BYTES:
-        with contextlib.suppress(OSError), opened(path) as file:  # a cut one is named by its row
-            while file.read(SMALL_BYTES):
-                pass
-
-
-class Unpacked(DataError):
-    """A compressed file unpacks to far more bytes than text does."""
-
-
-class _Unpacking(io.RawIOBase):
-    """The unpacked bytes of a file, counted."""
-
-    def __init__(self, path: Path, stream: Any) -> None:
-        self._path, self._stream, self._bytes = path, stream, 0
-        self._limit = max(UNPACKED_BYTES, UNPACKED_RATIO * path.stat().st_size)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        count = self._stream.readinto(buffer)
-        self._bytes += count
-        if self._bytes > self._limit:
-            raise Unpacked(
-                f"{self._path}: its {self._path.stat().st_size:,} bytes unpack to more than"
-                f" {self._limit:,}; is it damaged? If it is meant so, unpack the file"
-            )
-        return count
-
-    def close(self) -> None:
-        self._stream.close()
-        super().close()
+def within_memory(path: Path, items: Iterator[T]) -> Iterator[T]:
+    """Batches of rows as they are read. Raises DataError for one that takes far more memory than
+    rows do: a small file may hold a long text many times."""
+    for number in itertools.count(1):
+        try:
+            with processes.memory_limit(MAX_BATCH_BYTES):
+                item = next(items, END)
+        except MemoryError as error:
+            raise DataError(
+                f"{path}: batch {number:,} of its rows takes more memory than the"
+                f" {size(MAX_BATCH_BYTES)} that reading may take; is it damaged? If it is meant so,"
+                " write shorter rows, smaller row groups or smaller batches"
+            ) from error
+        if item is END:
+            return
+        yield item  # pyright: ignore[reportReturnType]
 
 
 @contextlib.contextmanager
@@ -127,18 +108,14 @@ def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
 
     with pa.memory_map(str(path)) as mapped:
         is_stream = mapped.read(len(ARROW_FILE)) != ARROW_FILE
-        mapped.seek(0 if is_stream else FIRST_MESSAGE)
-        arrow_messages.check(path, mapped)
         mapped.seek(0)
         if is_stream:
             with pa.ipc.open_stream(mapped) as reader:
-                yield reader.schema, iter(reader)
+                yield reader.schema, within_memory(path, iter(reader))
         else:
             with pa.ipc.open_file(mapped) as reader:
-                yield (
-                    reader.schema,
-                    (reader.get_batch(number) for number in range(reader.num_record_batches)),
-                )
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+                yield reader.schema, within_memory(path, batches)
 
 
 def stored_bytes(path: Path) -> int:

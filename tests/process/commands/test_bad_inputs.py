@@ -406,8 +406,13 @@ def data_cases(workspace: Workspace) -> list[Case]:
     array = workspace.file("data/array.json", b"[" + GOOD + b",\n{]")
     return [
         *found,
-        _data_case(workspace, "data: 70 MiB in a small file", bomb, "row group 1 unpacks to 73,"),
-        _data_case(workspace, "data: 4.8 GB in 900 bytes", repeated, "row group 1: rows 1 to 55 "),
+        _data_case(workspace, "data: 70 MiB in a small file", bomb, "row 1 has 73,400,"),
+        _data_case(
+            workspace,
+            "data: 4.8 GB in 900 bytes",
+            repeated,
+            "batch 1 of its rows takes more memory",
+        ),
         _data_case(workspace, "data: an array that breaks", array, r"array\.json:2.*JSON"),
     ]
 

@@ -3,18 +3,16 @@ template are DataErrors that name the row."""
 
 from __future__ import annotations
 
-import os
 import re
-import resource
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from launch.base import processes
 from launch.base.errors import DataError
 
 NAME = "the tokenizer's chat template"  # in errors, if its source is not known
@@ -107,21 +105,10 @@ def _limited(limit_s: float) -> Iterator[None]:
         raise _TooSlow
 
     before = signal.signal(signal.SIGVTALRM, stop)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    _, _, _, _, _, data, _ = os.pread(_statm(os.getpid()), 256, 0).split()  # proc(5), in pages
-    if soft == resource.RLIM_INFINITY:
-        most = int(data) * resource.getpagesize() + LIMIT_BYTES
-        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
     signal.setitimer(signal.ITIMER_VIRTUAL, limit_s)
     try:
-        yield
+        with processes.memory_limit(LIMIT_BYTES):
+            yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-@cache
-def _statm(pid: int) -> int:
-    """The open file of this process's memory: a row's template is rendered several times."""
-    return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
