@@ -121,6 +121,18 @@ def test_config_json_has_the_keys_of_both_versions(tmp_path, config, keys):
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == trained.rope_parameters
 
 
+def test_weights_are_written_in_several_files_that_load_as_one(tmp_path, monkeypatch):
+    assert exported_files.MAX_SHARD_BYTES == 5_000_000_000
+    monkeypatch.setattr(exported_files, "MAX_SHARD_BYTES", 20_000)
+    model = model_of(LLAMA)
+    exported_files.save_model(model, tmp_path, {})
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 3
+    assert all(len(load_file(file)) == 1 or file.stat().st_size < 25_000 for file in shards)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(read[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_the_cache_of_the_base_is_kept(tmp_path):
     assert saved(tmp_path, {**LLAMA, "use_cache": False})["use_cache"] is False
     assert saved(tmp_path, {**LLAMA, "use_cache": True})["use_cache"] is True
