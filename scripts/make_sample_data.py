@@ -26,6 +26,10 @@ TRAIN_FILE = "sft_train_small_train.parquet"
 VALID_FILE = "sft_train_small_valid.parquet"
 # in the schema's metadata: tells a reader that this is the sample, not the user's data
 SAMPLE_KEY = b"lowmem_sample"
+QUESTIONS_KEY = b"lowmem_questions"  # there too: QUESTIONS, a line each
+# The end of the quick start and the READMEs name these. They are in no row of the default draw; the
+# least probable letter of their right answers had 0.991 or more with each of four seeds.
+QUESTIONS = ("2024年3月5日的标准写法", "498 km in m", "Sort A to Z: c i e")
 
 CHINESE_DIGITS = "零一二三四五六七八九"
 ENGLISH_ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
@@ -181,9 +185,10 @@ def draw(train_rows: int, valid_rows: int, seed: int) -> tuple[list[Row], list[R
 def write_part(path: Path, rows: list[Row], is_sample: bool = True) -> Path:
     """Write one parquet file under another name, then rename it: a reader sees the old file or the
     new file, never a part of it."""
-    metadata = {SAMPLE_KEY: b"1"} if is_sample else None
-    schema = pa.schema([("prompt", pa.string()), ("response", pa.string())], metadata=metadata)
     prompts, responses = zip(*rows, strict=True)
+    unseen = "\n".join(question for question in QUESTIONS if question not in prompts)
+    metadata = {SAMPLE_KEY: b"1", QUESTIONS_KEY: unseen.encode()} if is_sample else None
+    schema = pa.schema([("prompt", pa.string()), ("response", pa.string())], metadata=metadata)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         pq.write_table(pa.table([pa.array(prompts), pa.array(responses)], schema=schema), aside)

@@ -24,6 +24,7 @@ from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import AttemptEnd, Outcome, RunResult, StepEvent, TokenisingEnd
 from launch.supervise.screen import Screen
 
+MOSTLY_RIGHT = 0.9  # of the held-out answers; the quick start has 0.98 without a GPU
 VERSIONED = ("torch", "transformers", "accelerate")  # packages named beside a measurement
 
 
@@ -44,7 +45,8 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
     if choice.plan.estimate.peak and is_complete and has_measured:
         measurement = _measurement(choice, run, result, events, screen)
         Ledger(workspace.ledger_file, screen.say).record(measurement)
-    chat = chat_command(recipe.output_dir)
+    score = result.summary.get("exact_match_after")
+    chat = [chat_command(recipe.output_dir), *sample_lines(recipe.data.sources[0].path, score)]
     for line in text.result_lines(recipe, machine, plan, result, chat):
         screen.say(line)
     records = html.Records(
@@ -173,3 +175,21 @@ def chat_command(model: str) -> str:
     # a submitted job runs a copy of the code, which is removed one day
     script = in_checkout if in_checkout.is_file() else FILES / "scripts" / "chat.py"
     return shlex.join([sys.executable, str(script), model])
+
+
+def sample_lines(train_file: str, score: float | None) -> list[str]:
+    """Lines on questions for a model of the sample data, whose file names some that no row has.
+    `score` is the share of held-out answers that are right."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        metadata = pq.read_schema(train_file).metadata or {}
+    except (pa.ArrowException, OSError):  # no parquet file, or it is no longer there
+        return []
+    questions = metadata.get(b"lowmem_questions", b"").decode(errors="replace").splitlines()
+    if not questions or (score is not None and score < MOSTLY_RIGHT):
+        return []
+    if score is None:
+        return ["its answers were not scored; --evaluation.exact_match_rows=500 scores them"]
+    return ["then ask it, for example (these are in no row of its data):", *questions]

@@ -39,7 +39,7 @@ def html(
     events, seconds = records.events, time_spent.seconds(records.spent) or result.seconds
     lines = plan_lines(recipe, machine, plan)
     if result.summary:
-        lines += ["", *result_lines(recipe, machine, plan, result, "")]
+        lines += ["", *result_lines(recipe, machine, plan, result, ())]
     sections = (
         (
             "Result",

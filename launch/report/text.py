@@ -343,7 +343,7 @@ def _states(estimate: MemoryEstimate | Mapping[str, Any]) -> str:
 
 
 def result_lines(
-    recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str
+    recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: Sequence[str]
 ) -> list[str]:
     """The end of a run, with predicted figures beside measured ones."""
     if result.failure:
@@ -393,7 +393,7 @@ def _before_and_after(summary: Mapping[str, Any], score: str, unit: str = "") ->
 
 
 def _success_lines(
-    recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: str
+    recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: Sequence[str]
 ) -> Iterator[str]:
     summary = result.summary
     yield (
@@ -439,7 +439,7 @@ def _success_lines(
     )
     if result.note:
         yield f"  note       {result.note}"
-    if chat:
-        yield f"  chat       {chat}"
+    for number, line in enumerate(chat):
+        yield f"  {'' if number else 'chat':<10} {line}"
     files = ["report.html", *(name for name in recipe.training.report_to if name == TENSORBOARD)]
     yield f"  run        {result.run_dir} ({', '.join(files)})"

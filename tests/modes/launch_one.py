@@ -71,7 +71,7 @@ def changed(
     screen = Screen(layout.log_file(workspace.root, run))
     result = supervise_attempt.run(recipe, choice.machine, run, attempt, command, screen)
     supervise_attempt.write_outcome(result, attempt)
-    print("\n".join(text.result_lines(recipe, choice.machine, plan, result, "")))
+    print("\n".join(text.result_lines(recipe, choice.machine, plan, result, ())))
     return result.exit_code
 
 

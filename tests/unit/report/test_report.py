@@ -40,7 +40,7 @@ SUMMARY = {
 def test_answers_are_told_as_far_as_they_were_scored(scores, words):
     recipe, on = recipe_of(), machine()
     result = RunResult("/run", 0, None, 2.0, 1 << 30, {**SUMMARY, **scores})
-    lines = text.result_lines(recipe, on, plan(recipe, on), result, "chat")
+    lines = text.result_lines(recipe, on, plan(recipe, on), result, ["chat"])
     answers = [line for line in lines if "answers" in line]
     assert answers == [] if words is None else words in answers[0]
     assert not any(line.strip() == "loss" for line in lines)
@@ -94,7 +94,7 @@ def test_the_loss_of_the_exported_weights_is_told():
     recipe, on = recipe_of(), machine()
     summary = {**SUMMARY, "exported_step": 10, "exported_eval_loss": 7.5923}
     lines = text.result_lines(
-        recipe, on, plan(recipe, on), RunResult("/run", 0, None, 2.0, 1 << 30, summary), ""
+        recipe, on, plan(recipe, on), RunResult("/run", 0, None, 2.0, 1 << 30, summary), ()
     )
     assert any("7.5923 on them at step 10, whose weights these are" in line for line in lines)
 
@@ -144,5 +144,5 @@ def test_a_failure_says_in_which_section_it_came(section, words):
         "device_oom", 12, "the GPU ran out of memory", "CUDA out of memory", "halve it", section
     )
     result = RunResult("/run", 12, failure, 2.0, 1 << 30, last_step=120)
-    lines = text.result_lines(recipe, on, plan(recipe, on), result, "chat")
+    lines = text.result_lines(recipe, on, plan(recipe, on), result, ["chat"])
     assert [line for line in lines if line.startswith("  where")] == words
