@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import typing
 import unicodedata
@@ -12,6 +13,7 @@ import pydantic
 import pytest
 
 from benchmarks import cuda_build_modes
+from launch.schema.modes import LAUNCH_MODES
 from launch.schema.recipe import Recipe
 from scripts import make_sample_data
 
@@ -123,6 +125,28 @@ def test_the_table_of_the_cuda_build_is_that_of_its_results():
     page = (ROOT / "docs/modes.md").read_text(encoding="utf-8")
     written = page.partition(cuda_build_modes.BEGIN)[2].partition(cuda_build_modes.END)[0]
     assert written.strip() == cuda_build_modes.docs_text(rows)
+
+
+def test_the_page_on_cards_says_where_the_results_of_cards_were_measured_and_nothing_more():
+    results = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / "benchmarks/results").glob("*.json"))
+    ]
+    machines = [each.get("machine", "") for each in results if isinstance(each, dict)]
+    measured = {match for text in machines for match in re.findall(r"NVIDIA \w+|AMD Radeon", text)}
+    page = (ROOT / "docs/cards.md").read_text(encoding="utf-8")
+    (ran,) = re.findall(r"^\| \*\*ran\*\* (.+)$", page, re.MULTILINE)
+    assert set(re.findall(r"NVIDIA \w+|AMD \w+", ran)) == measured
+    by_memory, by_modes, by_selfcheck = (
+        json.loads((ROOT / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
+        for name in ("gpu_memory", "modes-gpu", "selfcheck_h200")
+    )
+    assert f"driver {by_selfcheck['facts']['driver']}" in ran
+    for result in (by_memory["versions"], by_modes["versions"], by_selfcheck["facts"]):
+        assert f"torch {result['torch'].rpartition('.')[0]})" in ran
+    modes = {row["strategy"]["mode"] for row in by_memory["rows"]}
+    modes |= {row["mode"] for row in by_modes["rows"]}
+    assert {name for name in LAUNCH_MODES if f"`{name}`" in ran} == modes
 
 
 def test_a_case_that_failed_or_has_not_run_is_not_said_to_have_passed():
