@@ -107,7 +107,11 @@ def read(
     above = Path.cwd() if load.is_file(recipe_name) else workspace.root
     recipe, of_model = use_existing_model(with_absolute_paths(recipe, above))
     recipe, of_tokenizer = use_existing_tokenizer(recipe)
-    of_tokenizer += unused_tokenizer_keys(recipe)
+    of_tokenizer += [
+        change
+        for change in unused_tokenizer_keys(recipe)
+        if load.is_written(recipe_name, overrides, change.key)
+    ]
     for folder in (*(workspace.root / name for name in ("runs", "logs", ".cache")), recipe.log_dir):
         if folder:
             files.refuse_strangers(Path(folder))

@@ -45,6 +45,7 @@ BELONGING = {
     ("data", "validation_size"): ("validation_file",),
     ("data", "packing"): ("batch_by_tokens",),
 }
+OF_TRAINED_TOKENIZER = (("tokenizer", "vocab_size"), ("tokenizer", "split"))
 REPLACED = {
     "model": "these are modules of the recipe's own model, which you replaced",
     "data": "these are held-out rows of the recipe's own data, which you replaced",
@@ -55,8 +56,9 @@ REPLACED = {
 def load(
     name_or_path: str, overrides: Sequence[str] = (), has_gpu: bool = True
 ) -> tuple[Recipe, tuple[Change, ...]]:
-    """The recipe of that name or file with the overrides, and the values that were replaced. Raises
-    ConfigError."""
+    """The recipe of that name or file with the overrides, and the values that were replaced: those
+    of the user, on the command line or in a file of his own. Of a recipe in configs/recipes/ the
+    keys that the user's words leave without use are none of them. Raises ConfigError."""
     path = find(name_or_path)
     file = str(path)
     base, top = _read(path), _overrides(overrides)
@@ -64,33 +66,45 @@ def load(
     changes = [
         change for layer in (base, partial, top) if layer for change in _with_new_names(layer)
     ]
+    replaced: list[Change] = []
     if partial is not None:
         small = _over(base, partial)
         _refuse([problem for problem in _problems(small, file) if problem[0] in partial.where])
         if not has_gpu and "model" not in top.data:
-            changes += [
-                change
-                for change in _replaced(base, partial)
-                if tuple(change.key.split(".")) not in top.where
-            ]
-            changes += _dropped(base, small, {"model": NO_GPU})
+            replaced = [*_replaced(base, partial), *_dropped(base, small, {"model": NO_GPU})]
             base = small
     final = _over(base, top)
-    changes += [
-        change
-        for change in _dropped(base, final, REPLACED)
-        if change.key not in ("model.shape", "model.path")
-    ]
     _refuse(_problems(final, file))
     recipe = _recipe(final)
+    unread = [*unread_keys.of_recipe(recipe)]
+    without_use = {(section, key) for section, key, _ in unread}
+    if recipe.tokenizer.path:
+        without_use.update(OF_TRAINED_TOKENIZER)
+    changes += [
+        change
+        for change in replaced
+        if (key_path := tuple(change.key.split("."))) not in top.where
+        and key_path not in without_use
+    ]
+    if is_file(name_or_path):
+        changes += [
+            change
+            for change in _dropped(base, final, REPLACED)
+            if change.key not in ("model.shape", "model.path")
+        ]
     changes += [
         Change(f"{section}.{key}", plain(value), plain(default), reason)
-        for section, key, reason in unread_keys.of_recipe(recipe)
-        if (section, key) in final.where
+        for section, key, reason in unread
+        if (section, key) in (final if is_file(name_or_path) else top).where
         and (value := final.get(section, key))
         and value != (default := _Layer({}, {}).get(section, key))
     ]
     return recipe, tuple(changes)
+
+
+def is_written(name_or_path: str, overrides: Sequence[str], key: str) -> bool:
+    """True if the user wrote this key himself: on the command line, or in a file of his own."""
+    return is_file(name_or_path) or tuple(key.split(".")) in _overrides(overrides).where
 
 
 def dump(recipe: Recipe) -> str:

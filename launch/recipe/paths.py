@@ -70,7 +70,7 @@ def unused_tokenizer_keys(recipe: Recipe) -> list[Change]:
     reason = f"only for a tokenizer that is trained on the data; this one is that of {folder}"
     return [
         Change(f"tokenizer.{key}", str(value), "not used", reason)
-        for key in ("vocab_size", "split")
+        for _, key in load.OF_TRAINED_TOKENIZER
         if (value := getattr(section, key)) != TokenizerSection.model_fields[key].default
     ]
 

@@ -171,12 +171,14 @@ def test_what_does_not_go_with_a_size_is_refused(overrides, message):
         load.load("sft_fast", overrides)
 
 
-def test_a_typed_size_replaces_the_held_out_file_of_the_recipe_and_is_said():
-    recipe, changes = load.load("sft_fast", ["--data.validation_size=0.05"])
+def test_a_typed_size_replaces_the_held_out_file_of_the_recipe_and_is_said_of_a_users_own_file():
+    own = str(load.find("sft_fast"))
+    recipe, changes = load.load(own, ["--data.validation_size=0.05"])
     assert (recipe.data.validation_file, recipe.data.validation_size) == (None, 0.05)
     assert recipe.evaluates
     (change,) = [change for change in changes if change.key == "data.validation_file"]
     assert change.effective == "null"
+    assert load.load("sft_fast", ["--data.validation_size=0.05"]) == (recipe, ())
 
 
 @pytest.mark.parametrize("name", ["val_size", "val_set_size", "test_size", "validation_split"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from launch.base.errors import ConfigError
-from launch.recipe import load, strict_yaml, training_arguments
+from launch.recipe import load, strict_yaml, training_arguments, unread_keys
 from launch.report import text as text_report
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
@@ -832,8 +832,9 @@ def test_a_recipe_built_by_hand_is_held_to_the_same_schema():
         Recipe.model_validate({"name": "a", "extra": 1})
 
 
-def test_held_out_rows_of_other_data_are_left_out_and_it_is_said():
-    recipe, changes = load.load("sft_fast", ["--data.train_file=mine.jsonl"])
+def test_held_out_rows_of_other_data_are_left_out_and_it_is_said_of_a_users_own_file(write):
+    own = write(GOOD.replace("train.parquet", "train.parquet, validation_file: held.parquet"))
+    recipe, changes = load.load(own, ["--data.train_file=mine.jsonl"])
     assert recipe.data.validation_file is None
     assert [(change.key, change.effective) for change in changes] == [
         ("data.validation_file", "null")
@@ -845,8 +846,46 @@ def test_held_out_rows_of_other_data_are_left_out_and_it_is_said():
     assert not changes
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("has_gpu", [True, False])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model.path=/models/mine"],
+        ["--data.train_file=mine.jsonl"],
+        ["--data.train_file=mine.jsonl", "--model.shape=gpt2-tiny", "--data.packing=true"],
+        ["--tokenizer.path=/models/mine"],
+        ["--training.lr_scheduler_type=constant"],
+    ],
+)
+def test_keys_of_a_shipped_recipe_that_the_users_words_leave_without_use_are_no_changes(
+    name, has_gpu, words, write
+):
+    recipe, changes = load.load(name, words, has_gpu)
+    assert {change.reason for change in changes} <= {load.NO_GPU}
+    named = {change.key: change.effective for change in changes}
+    assert not {word[2:].partition("=")[0] for word in words} & set(named)
+    unread = {f"{section}.{key}" for section, key, _ in unread_keys.of_recipe(recipe)}
+    assert not unread & set(named)
+    assert not (recipe.tokenizer.path and {"tokenizer.vocab_size", "tokenizer.split"} & set(named))
+    assert "data.validation_file" not in named
+    assert named.get("model.freeze", "[]") == "[]"
+
+
+def test_a_key_that_the_user_wrote_and_nothing_reads_is_said_beside_a_shipped_recipe():
+    typed = ["--data.train_file=mine.jsonl", "--evaluation.exact_match_rows=9"]
+    _, changes = load.load("sft_fast", typed)
+    assert [(change.key, change.requested) for change in changes] == [
+        ("evaluation.exact_match_rows", "9")
+    ]
+    assert load.is_written("sft", ["--tokenizer.vocab_size=300"], "tokenizer.vocab_size")
+    assert not load.is_written("sft", ["--tokenizer.split=word"], "tokenizer.vocab_size")
+    assert load.is_written("my/recipe.yaml", [], "tokenizer.vocab_size")
+
+
 def test_packing_that_was_asked_for_takes_the_place_of_a_recipes_cut_by_tokens():
-    recipe, changes = load.load("single_gpu_optimized", ["--data.packing=true"])
+    file = str(load.find("single_gpu_optimized"))
+    recipe, changes = load.load(file, ["--data.packing=true"])
     assert recipe.data.packing
     assert not recipe.data.batch_by_tokens
     said = [(change.key, change.requested, change.effective, change.reason) for change in changes]
