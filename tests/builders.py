@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import random
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -130,6 +134,27 @@ def launch(workspace: Path, *words: str, **extra: str) -> subprocess.CompletedPr
     )
     exit_codes.append(done.returncode)
     return done
+
+
+def on_terminal(argv: Sequence[str], workspace: Path, **extra: str) -> str:
+    """What a program writes to a terminal of 100 columns, to its end."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
+    env = environment(workspace, TERM="xterm-256color", **extra)
+    child = subprocess.Popen(argv, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    content = b""
+    while True:
+        try:
+            part = os.read(ours, 1 << 16)
+        except OSError:  # the child has closed its end
+            part = b""
+        if not part:
+            break
+        content += part
+    os.close(ours)
+    assert child.wait() == 0, content
+    return content.decode()
 
 
 def accelerate(workspace: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:

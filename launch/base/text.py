@@ -4,12 +4,15 @@ name, and sizes are in GiB."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from launch.base.secrets import without_secrets
 from launch.schema.machine import GIB, MIB
 
+COLUMNS = 100  # of a screen; a longer line is shortened or folded
+WHOLE = 1_000_000  # columns of a file or a pipe
 # Characters that control a terminal or that it hides: control characters except tab and newline,
 # surrogates, changes of direction
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
@@ -30,6 +33,11 @@ def from_here(path: Path) -> str:
     """The path as a command in the current folder takes it."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def columns(of_terminal: int = COLUMNS) -> int:
+    """The columns of standard output: in a file or a pipe, so many that no line is cut."""
+    return of_terminal if sys.stdout and sys.stdout.isatty() else WHOLE
 
 
 def nearest(name: str, names: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:

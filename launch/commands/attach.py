@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launch.base.errors import ConfigError
-from launch.base.text import from_here, shown
+from launch.base.text import columns, from_here, shown
 from launch.base.workspace import Workspace
 from launch.commands import foreign_launcher
 from launch.plan.context import tokenising_processes
@@ -77,7 +77,10 @@ def from_request(request: Request) -> Start:
             for line in foreign_launcher.unused(os.environ, plan, recipe.training.max_grad_norm):
                 print(shown(line))
             lines = first_screen.lines(
-                recipe, machine, plan, datetime.now(), below=SHOWN_LATER, source="the log has"
+                *(recipe, machine, plan, datetime.now()),
+                below=SHOWN_LATER,
+                source="the log has",
+                columns=columns(),
             )[: -len(SHOWN_LATER)]
         print(shown("\n".join(lines)), flush=True)
     return Start(

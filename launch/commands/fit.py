@@ -9,15 +9,13 @@ from typing import Any
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.files import to_json
-from launch.base.text import suggestion
+from launch.base.text import columns, suggestion
 from launch.base.workspace import FILES, Workspace
 from launch.commands import recipe_arguments
 from launch.plan import fit
 from launch.probe import import_memory
 from launch.probe import machine as probe_machine
 from launch.recipe.strict_yaml import show
-
-COLUMNS = 100
 
 
 def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
@@ -71,7 +69,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         return 0
     from rich.console import Console
 
-    console = Console(width=COLUMNS, highlight=False)
+    console = Console(width=columns(), highlight=False)
     console.print(fit_table.table(answers, f"{machine.name}: what fits"))
     if machine.assumed:
         console.print(f"Assumed: {machine.assumed}.")

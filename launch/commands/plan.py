@@ -11,7 +11,7 @@ from typing import Any
 from launch.base import compile_caches
 from launch.base.errors import ConfigError
 from launch.base.files import to_json
-from launch.base.text import shown
+from launch.base.text import columns, shown
 from launch.commands import recipe_arguments
 from launch.plan.resolve import resolve
 from launch.recipe.strict_yaml import show
@@ -60,7 +60,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     if arguments.explain:
         lines = text.plan_lines(recipe, machine, plan)
     else:
-        lines = first_screen.lines(recipe, machine, plan, datetime.now())
+        lines = first_screen.lines(recipe, machine, plan, datetime.now(), columns=columns())
     print(shown("\n".join(lines)))
     return 0
 

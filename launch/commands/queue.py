@@ -102,7 +102,7 @@ def _row(lease: Lease) -> str:
     since = time.strftime("%m-%d %H:%M", time.localtime(record.since_s))
     recipe = record.recipe if lease.is_own else ""
     return ROW.format(
-        *(lease.number, leases.user_name(lease.uid)[:10], lease.pid or "-"),
+        *(lease.number, leases.user_name(lease.uid), lease.pid or "-"),
         *(STATES[record.state], record.priority, size(admission.total(lease).host_bytes)),
         *(vram, since, recipe),
     ).rstrip()

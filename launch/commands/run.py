@@ -16,7 +16,7 @@ from typing import Any
 
 from launch.base import compile_caches, environment, leftovers
 from launch.base.errors import ConfigError, DoesNotFit
-from launch.base.text import from_here, shown
+from launch.base.text import columns, from_here, shown
 from launch.commands import ending, recipe_arguments, tune
 from launch.commands.attempts import MAX_PLANS, Attempts, Start
 from launch.commands.recipe_arguments import RecipeArguments
@@ -296,7 +296,9 @@ def _show_plan(
     if not explain:
         below = [("run", opened.line), *([("log", from_here(log_file))] if log_file else [])]
         steps_done = 0 if opened.complete else opened.run.last_step()
-        for line in first_screen.lines(recipe, machine, plan, datetime.now(), steps_done, below):
+        for line in first_screen.lines(
+            recipe, machine, plan, datetime.now(), steps_done, below, columns=columns()
+        ):
             screen.say(line, log=False)
     if not start.is_first:
         return

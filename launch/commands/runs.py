@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.base import files
 from launch.base.errors import ConfigError, Interrupted, ResourceError
-from launch.base.text import shown, size
+from launch.base.text import columns, shown, size
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments
 from launch.predict.history.ledger import Ledger
@@ -124,8 +124,8 @@ def _list(workspace: Workspace, arguments: Namespace) -> int:
         from rich.console import Console
 
         console = Console(highlight=False)
-        width = max(console.width, table.least_columns(rows))
-        console.print(table.table(rows), width=width, crop=False)
+        console.width = max(columns(console.width), table.least_columns(rows))
+        console.print(table.table(rows))
     else:
         print(shown(f"no runs in {workspace.runs} yet"))
     return 0

@@ -17,7 +17,7 @@ from rich.text import Text
 from launch.base import files
 from launch.base import text as base_text
 from launch.base.errors import ConfigError
-from launch.base.text import shown
+from launch.base.text import columns, shown
 from launch.base.workspace import Workspace
 from launch.report import comparable, curves, page
 from launch.report.comparable import Difference, Side
@@ -238,14 +238,14 @@ def _loss(value: float) -> str:
 
 
 def as_text(table: Sequence[Figure]) -> str:
-    """The table, as wide as this terminal."""
+    """The table, at most as wide as this terminal."""
     drawn = Table(box=box.SIMPLE_HEAD)
     drawn.add_column("")
     for name in ("A", "B", "B/A"):
         drawn.add_column(name, justify="right")
     for figure in table:
         drawn.add_row(*(Text(cell) for cell in (figure.name, *figure.cells())))
-    console = Console(width=shutil.get_terminal_size().columns)
+    console = Console(width=columns(shutil.get_terminal_size().columns))
     with console.capture() as captured:
         console.print(drawn)
     return "\n".join(line.rstrip() for line in captured.get().strip("\n").splitlines())

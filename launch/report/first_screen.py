@@ -1,4 +1,5 @@
-"""The first screen: a plan in at most 14 lines of 100 columns. text.py has the full plan."""
+"""The first screen: a plan in at most 14 lines, of 100 columns on a terminal. text.py has the full
+plan."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 
-from launch.base.text import size
+from launch.base.text import COLUMNS, WHOLE, size
 from launch.predict.budgets import host_budget_bytes
 from launch.report.text import HOPELESS_S, batch, length_text, notes, time_text
 from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan
 from launch.schema.recipe import Recipe
 
-LINES, COLUMNS, LABEL = 14, 100, 13
+LINES, LABEL = 14, 13
 NAME_COLUMNS = 36  # of a model; of a longer path its last part
 SHOWN_OF_A_CAUSE = 3  # changes; a preset makes a dozen
 VALUE_COLUMNS = 24  # of a requested or effective value; a longer one is shortened
@@ -29,12 +30,13 @@ def lines(
     finished_steps: int = 0,
     below: Sequence[tuple[str, str]] = (),
     source: str = "--explain shows",
+    columns: int = COLUMNS,
 ) -> list[str]:
     """The plan in short. `below` are labels and texts of the last lines; `now` is local time;
-    `source` tells where the full plan is."""
+    `source` tells where the full plan is; `columns`: longer lines are shortened or folded."""
     screen = [
-        _short(f"plan for {recipe.name} on {machine.name}", COLUMNS),
-        _line("model", _model(recipe, plan)),
+        f"plan for {recipe.name} on {machine.name}",
+        _line("model", _model(recipe, plan, columns)),
         _line("data", _data(recipe, plan)),
         *_sources(recipe, plan),
         *_loss(plan),
@@ -44,13 +46,15 @@ def lines(
         _line("host RAM", _host_memory(recipe, machine, plan)),
         _line("time", _time(recipe, plan, now, finished_steps)),
     ]
+    screen = [_short(line, columns) for line in screen]
     end = [line for label, text in below for line in labelled(label, text)]
-    changes, num_hidden = _changes(plan.changes, max(LINES - len(screen) - len(end) - 1, 1))
+    lines_left = max(LINES - len(screen) - len(end) - 1, 1)
+    changes, num_hidden = _changes(plan.changes, lines_left, columns)
     screen += changes
     hidden = f"{num_hidden} more change{'' if num_hidden == 1 else 's'}, " if num_hidden else ""
     end.insert(0, _line("more", f"{source} {hidden}all settings and their reasons"))
     for note in notes(recipe, plan):
-        folded = _folded("note", note)
+        folded = _folded("note", note, columns)
         if len(screen) + len(folded) + len(end) <= LINES:
             screen += folded
     return screen + end
@@ -69,7 +73,7 @@ def _with_label(label: str, paragraph: Sequence[str]) -> list[str]:
 
 
 def _line(label: str, text: str) -> str:
-    return f"  {label:<{LABEL - 2}}{_short(text, COLUMNS - LABEL)}"
+    return f"  {label:<{LABEL - 2}}{text}"
 
 
 def _short(text: str, columns: int) -> str:
@@ -80,16 +84,17 @@ def _short(text: str, columns: int) -> str:
     return f"{text[:head]}...{text[len(text) - (columns - 3 - head) :]}"
 
 
-def _folded(label: str, text: str) -> list[str]:
+def _folded(label: str, text: str, columns: int) -> list[str]:
     """The text as lines of a paragraph with the label before the first."""
-    return _with_label(label, textwrap.wrap(text, COLUMNS - LABEL, break_on_hyphens=False))
+    return _with_label(label, textwrap.wrap(text, columns - LABEL, break_on_hyphens=False))
 
 
-def _model(recipe: Recipe, plan: Plan) -> str:
+def _model(recipe: Recipe, plan: Plan, columns: int) -> str:
     model = plan.shape
     kind = "LoRA, " if recipe.lora else ""
     bits = ", weights in 4 bits" if recipe.quantized(plan.strategy.mixed_precision) else ""
-    name = model.name if len(model.name) <= NAME_COLUMNS else Path(model.name).name
+    is_shown = len(model.name) <= NAME_COLUMNS or columns == WHOLE
+    name = model.name if is_shown else Path(model.name).name
     return (
         f"{name}: {model.parameters:,} parameters, {kind}{model.trainable_parameters:,}"
         f" trained{bits}"
@@ -176,7 +181,7 @@ def _time(recipe: Recipe, plan: Plan, now: datetime, finished_steps: int) -> str
     return f"{text}: ends about {day}{end:%H:%M}"
 
 
-def _changes(changes: Sequence[Change], most: int) -> tuple[list[str], int]:
+def _changes(changes: Sequence[Change], most: int, columns: int) -> tuple[list[str], int]:
     """As many causes with their changes as `most` lines take, and the number of changes that are
     not shown."""
     causes: dict[str, list[Change]] = {}
@@ -186,10 +191,10 @@ def _changes(changes: Sequence[Change], most: int) -> tuple[list[str], int]:
     # what a preset changes comes last
     by_size = sorted(causes.items(), key=lambda item: len(item[1]))
     lines_each = max(most // max(len(by_size), 1), 1)
-    columns = lines_each * (COLUMNS - LABEL) - 10 * (lines_each - 1)  # wrapping wastes some
+    width = lines_each * (columns - LABEL) - 10 * (lines_each - 1)  # wrapping wastes some
     for count in range(len(by_size), 0, -1):
-        texts = [_cause(cause, group, columns) for cause, group in by_size[:count]]
-        lines = [line for text, _ in texts for line in _folded("changed", text)]
+        texts = [_cause(cause, group, width) for cause, group in by_size[:count]]
+        lines = [line for text, _ in texts for line in _folded("changed", text, columns)]
         if len(lines) <= most:
             return lines, len(changes) - sum(num_shown for _, num_shown in texts)
     return [], len(changes)
@@ -197,13 +202,13 @@ def _changes(changes: Sequence[Change], most: int) -> tuple[list[str], int]:
 
 def _cause(cause: str, changes: Sequence[Change], columns: int) -> tuple[str, int]:
     """A text of at most `columns` with the first changes of a cause, and their number."""
-    text = ""
+    text, width = "", VALUE_COLUMNS if columns < WHOLE // 2 else WHOLE
     if all(change.requested == change.effective for change in changes):  # a key by another name
         return _short(cause, columns), len(changes)
     for num_shown in range(min(len(changes), SHOWN_OF_A_CAUSE), 0, -1):
         values = ", ".join(
-            f"{change.key.rpartition('.')[2]} {_short(change.requested, VALUE_COLUMNS)} ->"
-            f" {_short(change.effective, VALUE_COLUMNS)}"
+            f"{change.key.rpartition('.')[2]} {_short(change.requested, width)} ->"
+            f" {_short(change.effective, width)}"
             for change in changes[:num_shown]
         )
         others = len(changes) - num_shown

@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.base import compile_caches
 from launch.base.errors import ConfigError, Interrupted, ResourceError
-from launch.base.text import nearest
+from launch.base.text import columns, nearest
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments, run
 from launch.commands.recipe_arguments import say
@@ -208,7 +208,9 @@ def _slurm(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> in
     text = slurm.script(command, request, more, tasks)
     file = job_dir.root / "job.sbatch"
     file.write_text(text, encoding="utf-8")
-    for line in first_screen.lines(choice.recipe, choice.machine, choice.plan, datetime.now()):
+    for line in first_screen.lines(
+        choice.recipe, choice.machine, choice.plan, datetime.now(), columns=columns()
+    ):
         say(line)
     _say_notes(choice, asked)
     try:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 
 import pytest
 
 from launch.plan import fit
+from launch.report import fit_table
 from scripts import render_fit
 from tests import builders
 from tests.builders import launch
@@ -14,11 +17,15 @@ from tests.builders import launch
 MACHINE = ("--gpu", "RTX 3090", "--ram", "64")
 
 
-def test_what_cannot_fit_is_not_traced_and_the_table_has_100_columns(tmp_path):
-    done = launch(tmp_path, "fit", *MACHINE, "--model=llama3.1-70b", LOWMEM_TRACES=str(tmp_path))
+def test_what_cannot_fit_is_not_traced_and_the_table_has_100_columns_on_a_terminal(tmp_path):
+    argv = ("fit", *MACHINE, "--model=llama3.1-70b")
+    done = launch(tmp_path, *argv, LOWMEM_TRACES=str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 100
+    assert lines[-len(fit_table.LEGEND) :] == list(fit_table.LEGEND)
+    program = [sys.executable, "-m", "launch", *argv]
+    screen = builders.on_terminal(program, tmp_path, LOWMEM_TRACES=str(tmp_path))
+    assert max(map(len, re.sub(r"\x1b\[\S*?m|\r.*\r", "", screen).splitlines())) <= 100
     assert sum("llama3.1-70b" in line for line in lines) == len(fit.METHODS)
     assert "tracing" not in done.stderr
     assert "predicted, not measured" in done.stdout

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
-from pathlib import Path
 
 import pytest
 
@@ -72,29 +66,9 @@ def terminal(text: str) -> list[str]:
     return [row.rstrip() for row in rows]
 
 
-def on_terminal(argv: list[str]) -> str:
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
-    env = builders.environment(Path(argv[-1]), TERM="xterm-256color")
-    child = subprocess.Popen(argv, env=env, stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    content = b""
-    while True:
-        try:
-            part = os.read(ours, 1 << 16)
-        except OSError:  # the child has closed its end
-            part = b""
-        if not part:
-            break
-        content += part
-    os.close(ours)
-    assert child.wait() == 0, content
-    return content.decode()
-
-
 def test_on_a_terminal_bars_never_run_into_lines_and_show_the_time_left(tmp_path):
     (tmp_path / "attempt").mkdir()
-    sent = on_terminal([sys.executable, "-c", PROGRAM, str(tmp_path)])
+    sent = builders.on_terminal([sys.executable, "-c", PROGRAM, str(tmp_path)], tmp_path)
     assert "tokenising rows.parquet" in sent  # the bar of the rows, which is gone in the end
     assert "3000/5000" in sent
     rows = [row for row in terminal(sent) if row]

@@ -7,6 +7,7 @@ from datetime import datetime
 
 import pytest
 
+from launch.base.text import COLUMNS, WHOLE
 from launch.report import first_screen, text
 from launch.schema.plan import Change, SourceRows
 from tests.builders import machine, plan, recipe_of
@@ -20,7 +21,7 @@ def screen(*below: tuple[str, str], finished_steps: int = 0, on=None, **facts) -
     made = replace(plan(recipe, on), rows=640, **facts)
     lines = first_screen.lines(recipe, on, made, NOW, finished_steps, below)
     assert len(lines) <= first_screen.LINES
-    assert max(map(len, lines)) <= first_screen.COLUMNS
+    assert max(map(len, lines)) <= COLUMNS
     return lines
 
 
@@ -126,10 +127,31 @@ def test_a_full_screen_says_sources_and_template_too():
     assert value(lines, "tokens") == "template of /models/a"
 
 
+def test_nothing_is_shortened_or_folded_in_a_file_or_a_pipe():
+    path = "/models/" + "a long name/" * 9 + "qwen"
+    small, on = plan(recipe_of()), machine(name="a machine " * 20)
+    made = replace(
+        small,
+        shape=replace(small.shape, name=path),
+        data_format=replace(small.data_format, notes=("a note " * 40,)),
+        changes=(Change("data.columns", "x" * 300, "y" * 300, "a reason " * 30),),
+    )
+    lines = first_screen.lines(recipe_of(), on, made, NOW, columns=WHOLE)
+    whole = "\n".join(lines)
+    assert lines[0] == f"plan for {recipe_of().name} on {on.name}"
+    assert value(lines, "model").startswith(f"{path}: ")
+    assert value(lines, "changed") == f"columns {'x' * 300} -> {'y' * 300} ({'a reason ' * 30})"
+    assert value(lines, "note") == ("a note " * 40).strip()
+    assert "..." not in whole
+    folded = first_screen.lines(recipe_of(), on, made, NOW)
+    assert max(map(len, folded)) <= COLUMNS
+    assert "..." in "\n".join(folded)
+
+
 def test_long_names_are_shortened_and_a_path_that_can_be_pasted_is_not():
     path = "/" + "long/" * 40 + "run.log"
     on = machine(name="a machine " * 20)
     recipe = recipe_of(data={"train_file": "/data/" + "x" * 200 + ".parquet"})
     lines = first_screen.lines(recipe, on, plan(recipe, on), NOW, 0, (("log", path),))
     assert lines[-1].endswith(path)
-    assert max(map(len, lines[:-1])) <= first_screen.COLUMNS
+    assert max(map(len, lines[:-1])) <= COLUMNS
