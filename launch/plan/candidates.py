@@ -19,7 +19,6 @@ from launch.schema.machine import Gpu, Link, Machine
 from launch.schema.modes import LAUNCH_MODES, Mode
 from launch.schema.plan import Strategy as Candidate
 from launch.schema.recipe import Recipe
-from launch.schema.run_sections import LaunchSection
 from launch.schema.training_section import Precision, TrainingSection
 
 # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
@@ -93,7 +92,7 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             " multi_cpu"
         )
     _check_checkpointing(training, constraints, on_gpu)
-    for mode, num_processes, instead_of in _ways_to_start(launch, machine, constraints, on_gpu):
+    for mode, num_processes, instead_of in _ways_to_start(recipe, machine, constraints, on_gpu):
         row = LAUNCH_MODES[mode]
         # the samples of a step that a rank takes one after another
         steps, rest = divmod(training.gradient_accumulation_steps * instead_of, num_processes)
@@ -162,14 +161,15 @@ def is_checkpointing_typed(training: TrainingSection) -> bool:
 
 
 def _ways_to_start(
-    launch: LaunchSection, machine: Machine, constraints: LaunchConstraints, on_gpu: bool
+    recipe: Recipe, machine: Machine, constraints: LaunchConstraints, on_gpu: bool
 ) -> Iterator[tuple[Mode, int, int]]:
     """(mode, number of ranks, number that the recipe's batch is meant for) of each candidate.
 
-    Raises ConfigError for what cannot be.
+    Raises ConfigError for what cannot be, with flags that keep the effective batch.
     """
-    per_node = len(machine.gpus) if on_gpu else 1
+    launch, per_node = recipe.launch, len(machine.gpus) if on_gpu else 1
     asked = constraints.num_processes or launch.num_processes
+    batch = recipe.training.samples_per_process * (launch.num_processes or asked or 1)
     if (
         on_gpu
         and asked is not None
@@ -178,12 +178,13 @@ def _ways_to_start(
     ):
         raise ConfigError(
             f"launch.num_processes {asked}, but there are {per_node * launch.nodes} GPU(s):"
-            f" {machine.gpus_reason}"
+            f" {machine.gpus_reason}{recipe.keeping(batch, asked, per_node * launch.nodes)}"
         )
     if constraints.num_processes and launch.num_processes not in (None, constraints.num_processes):
         raise ConfigError(
             f"launch.num_processes {launch.num_processes}, but {constraints.num_processes} rank(s)"
             " were started; leave the key out, or start as many"
+            f"{recipe.keeping(batch, launch.num_processes, constraints.num_processes)}"
         )
     if constraints.mode and launch.mode not in ("auto", constraints.mode):
         raise ConfigError(
@@ -200,11 +201,15 @@ def _ways_to_start(
     count = asked or (1 if row.processes == "one" else max(per_node * launch.nodes, least))
     for key, number in (("nodes", launch.nodes), ("num_processes", count)):
         if row.processes == "one" and number > 1:
-            raise ConfigError(f"launch.mode {mode} is one process, launch.{key} says {number}")
+            raise ConfigError(
+                f"launch.mode {mode} is one process, launch.{key} says {number}"
+                f"{recipe.keeping(batch, count, 1) if key == 'num_processes' else ''}"
+            )
     if row.processes == "several" and count == 1:
         if asked:
             raise ConfigError(
                 f"launch.mode {mode} needs two processes or more, launch.num_processes says 1"
+                f"{recipe.keeping(batch, 1, max(per_node * launch.nodes, least))}"
             )
         raise ResourceError(
             f"launch.mode {mode} needs two GPUs or more, there is {per_node}; use single_gpu"

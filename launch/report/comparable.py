@@ -234,7 +234,9 @@ def _of_batch(a: Side, b: Side) -> Iterator[Difference]:
     sizes = [side.plan.strategy.effective_batch_size for side in (a, b)]
     if a.is_packed == b.is_packed:
         if sizes[0] != sizes[1]:
-            yield _differs("effective batch", sizes, blocks=True)
+            count = sizes[1] // b.recipe.training.samples_per_process
+            split = b.recipe.keeping(sizes[0], count, count)
+            yield _differs("effective batch", (sizes[0], f"{sizes[1]}{split}"), blocks=True)
         return
     tokens = [sum(step.tokens for step in side.steps) / len(side.steps) for side in (a, b)]
     batches = [

@@ -43,6 +43,7 @@ class Change:
 
     text: str
     word: Allowed | None  # of resume.allow; None: never
+    undo: str = ""  # the flags that undo it
 
 
 @dataclass(frozen=True)
@@ -200,14 +201,15 @@ def _continued(
 
 def _refusal(run: RunDir, refused: Sequence[Change]) -> str:
     texts = "; ".join(change.text for change in refused)
+    undo = "".join(change.undo for change in refused)
     allowed = ",".join(sorted({change.word or "" for change in refused}))
     can_be_allowed = all(change.word for change in refused)
     override = f" continue all the same with --resume.allow=[{allowed}]," if can_be_allowed else ""
     return (
         f"{run.root}: this {'finished' if run.outcome() else 'unfinished'} run cannot be continued:"
-        f" its model, data or settings have changed ({texts}). Undo the change to continue it,"
-        f"{override} start over with --resume never, or if it is another job give it a name and a"
-        " folder of its own: --name=NAME --output_dir=DIR"
+        f" its model, data or settings have changed ({texts}). Undo the change to continue it"
+        f"{undo},{override} start over with --resume never, or if it is another job give it a name"
+        " and a folder of its own: --name=NAME --output_dir=DIR"
     )
 
 
@@ -278,7 +280,9 @@ def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: TokenCache) ->
     planned, had_adapter = earlier.read_plan(), earlier.read_recipe().lora is not None
     before, now = planned.strategy.effective_batch_size, plan.strategy.effective_batch_size
     if before != now:
-        changes.append(Change(f"effective batch {before} -> {now}", "effective_batch_size"))
+        count = now // recipe.training.samples_per_process
+        flags = recipe.keeping(before, count, count)
+        changes.append(Change(f"effective batch {before} -> {now}", "effective_batch_size", flags))
     has_base = had_adapter and recipe.lora and recipe.model.path
     if has_base and planned.base_fingerprint != plan.base_fingerprint:
         changes.append(

@@ -150,6 +150,50 @@ class Recipe(Section):
             )
         return value
 
+    @model_validator(mode="after")
+    def as_many_processes_on_each_node(self) -> Recipe:
+        launch, count = self.launch, self.launch.num_processes
+        if count is not None and count % launch.nodes:
+            raise ValueError(
+                f"launch.num_processes {count} cannot be shared evenly by launch.nodes"
+                f" {launch.nodes}; write a multiple of {launch.nodes}"
+                f"{self.keeping(self.training.samples_per_process * count, count, count)}"
+            )
+        return self
+
+    def keeping(self, effective_batch_size: int, asked: int, most: int) -> str:
+        """The end of a refusal: flags with which at most `most` processes, instead of `asked`, take
+        equal parts of an effective batch, and its factors; "" if no number of them can."""
+        training, launch = self.training, self.launch
+        counts = (count for count in range(most, 0, -1) if count % launch.nodes == 0)
+        count = next((each for each in counts if effective_batch_size % each == 0), None)
+        if count is None:
+            return ""
+        part = effective_batch_size // count
+        sizes = range(training.per_device_train_batch_size, 0, -1)
+        rows = next(size for size in sizes if part % size == 0)
+        wanted = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": part // rows}
+        named = launch.named_mode
+        alone = (
+            count == 1
+            and named is not None
+            and (named.processes == "several" or named.engine == "fsdp2")
+        )
+        flags = [
+            "--launch.mode=auto" if alone else "",
+            "" if count == asked else f"--launch.num_processes={count}",
+            *(
+                f"--training.{key}={value}"
+                for key, value in wanted.items()
+                if getattr(training, key) != value
+            ),
+        ]
+        return (
+            f"; {' '.join(filter(None, flags))} keeps the effective batch of"
+            f" {effective_batch_size}: {rows} per device x {part // rows} accumulation x {count}"
+            f" process{'' if count == 1 else 'es'}"
+        )
+
     @property
     def evaluates(self) -> bool:
         """True if there are held-out rows, so that evaluations happen."""

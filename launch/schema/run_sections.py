@@ -212,10 +212,6 @@ class LaunchSection(Section):
                 f"nodes {self.nodes} needs main_process_ip, the address of the node with"
                 " machine_rank 0"
             )
-        if self.num_processes is not None and self.num_processes % self.nodes:
-            raise ValueError(
-                f"num_processes {self.num_processes} cannot be shared evenly by {self.nodes} nodes"
-            )
         return self
 
 

@@ -291,6 +291,11 @@ class TrainingSection(BaseModel):
         )
 
     @property
+    def samples_per_process(self) -> int:
+        """The samples of an optimizer step that each process takes."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+
+    @property
     def extras(self) -> dict[str, Any]:
         return dict(self.__pydantic_extra__ or {})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,39 @@ def test_ranks_that_are_running_already_are_taken_as_they_are():
 def test_what_cannot_be_is_refused_with_the_reason(recipe, on, words):
     with pytest.raises(ConfigError, match=words):
         plan(recipe, on)
+
+
+@pytest.mark.parametrize(
+    ("launch", "on", "ranks", "flags"),
+    [
+        ({"num_processes": 3}, machine(2), {}, "--launch.num_processes=2 "),
+        ({"num_processes": 3}, machine(1), {}, "--launch.num_processes=1 "),
+        ({"num_processes": 3, "mode": "fsdp2"}, machine(1), {}, "--launch.mode=auto "),
+        ({"num_processes": 5, "mode": "single_gpu"}, machine(1), {}, "--launch.num_processes=1 "),
+        ({"num_processes": 2, "mode": "cpu"}, machine(), {}, "--launch.num_processes=1 "),
+        (
+            {"num_processes": 1, "mode": "dual_gpu_nccl"},
+            machine(2),
+            {},
+            "--launch.num_processes=2 ",
+        ),
+        ({"num_processes": 3}, machine(), {"num_processes": 2}, "--launch.num_processes=2 "),
+    ],
+)
+def test_a_number_of_processes_is_refused_with_flags_that_keep_the_effective_batch(
+    launch, on, ranks, flags
+):
+    batch = 16 * 2 * launch["num_processes"]
+    with pytest.raises(ConfigError, match=flags) as refused:
+        plan(recipe_of(launch=launch), on, **ranks)
+    sections: dict[str, dict[str, Any]] = {"launch": launch, "training": {}}
+    for section, key, value in re.findall(r"--(\w+)\.(\w+)=(\w+)", str(refused.value)):
+        number = int(value) if value.isdigit() else value
+        sections[section] = {**sections[section], key: number}
+    strategy = plan(recipe_of(**sections), on, **ranks).strategy
+    assert strategy.effective_batch_size == batch
+    said = str(refused.value).partition(f"keeps the effective batch of {batch}: ")[2]
+    assert said.startswith(f"{sections['training'].get('per_device_train_batch_size', 16)} per")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,12 @@ def test_the_plan_shows_where_offloaded_states_are():
     [
         ({"nodes": 2}, "main_process_ip"),
         ({"nodes": 2, "main_process_ip": "10.0.0.1", "machine_rank": 2}, "count from 0 to 1"),
-        ({"nodes": 2, "main_process_ip": "10.0.0.1", "num_processes": 3}, "shared evenly"),
+        (
+            {"nodes": 2, "main_process_ip": "10.0.0.1", "num_processes": 3},
+            "launch.num_processes 3 cannot be shared evenly by launch.nodes 2; write a multiple of"
+            " 2; --launch.num_processes=2 --training.gradient_accumulation_steps=3 keeps the"
+            " effective batch of 96: 16 per device x 3 accumulation x 2 processes",
+        ),
         ({"machine_rank": 1}, "set launch.nodes"),
     ],
 )

@@ -4,6 +4,7 @@ same."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -177,6 +178,34 @@ def test_each_advice_of_a_refusal_leads_on(tmp_path):
     assert advice.endswith("give it a name and a folder of its own: --name=NAME --output_dir=DIR")
     named = changed.model_copy(update={"name": "other", "output_dir": str(tmp_path / "b")})
     assert decided(tmp_path, named).line == "starting a new run"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "flags"),
+    [
+        ((4, 2), (4, 3), "--training.gradient_accumulation_steps=2 keeps"),
+        (
+            (6, 2),
+            (16, 1),
+            "--training.per_device_train_batch_size=12 keeps the effective batch of 12: 12 per"
+            " device x 1 accumulation x 1 process, continue",
+        ),
+        ((7, 1), (4, 1), "per_device_train_batch_size=1 --training.gradient_accumulation_steps=7"),
+    ],
+)
+def test_another_effective_batch_is_refused_with_the_flags_that_keep_it(
+    tmp_path, before, now, flags
+):
+    keys = ("per_device_train_batch_size", "gradient_accumulation_steps")
+    first = trained(tmp_path, recipe(tmp_path / "a", **dict(zip(keys, before, strict=True))), day=1)
+    changed = recipe(tmp_path / "a", **dict(zip(keys, now, strict=True)))
+    with pytest.raises(CheckpointError, match=r"effective batch \d+ -> \d+\)") as refused:
+        decided(tmp_path, changed)
+    assert flags in str(refused.value)
+    typed = dict(re.findall(r"--training\.(\w+)=(\d+)", str(refused.value)))
+    kept = dict(zip(keys, now, strict=True)) | {key: int(text) for key, text in typed.items()}
+    with goes_on_with(first):
+        decided(tmp_path, recipe(tmp_path / "a", **kept))
 
 
 def test_a_longer_run_starts_anew_and_says_how_to_go_on_from_the_finished_one(tmp_path):
