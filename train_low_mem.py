@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.base import compile_caches, modules
 from launch.base.errors import LaunchError, Stopped
 from launch.base.files import write_json
-from launch.base.processes import check_threads, die_with_launcher, settle_process
+from launch.base.processes import check_proc, check_threads, die_with_launcher, settle_process
 from launch.base.text import shown
 from launch.commands import attach
 from launch.predict.memory import onednn
@@ -55,6 +55,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
         die_with_launcher(signal.SIGKILL if passes_on else signal.SIGTERM)
     opened: list[AttemptDir] = []  # filled as soon as there is an attempt to write the error to
     try:
+        check_proc()
         compile_caches.settle()
         if request is not None or argv[:1] == ["train"]:
             guide_request = request() if request else chatlm_flags.translate(argv[1:])

@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
     """Run one command line; the exit code."""
     processes.settle_process()
     try:
+        processes.check_proc()
         processes.check_threads()
         with stop_signals.signals():
             return _dispatch(argv)

@@ -22,6 +22,10 @@ LEFTOVER_S = 1.0
 RETRY_S = 0.05
 
 
+class NoLocks(ResourceError):
+    """A file system that keeps no locks."""
+
+
 @contextmanager
 def lock(path: Path, what: str) -> Iterator[None]:
     """Hold `path` for this process. The kernel releases it when the process ends, however it ends.
@@ -40,15 +44,23 @@ def lock(path: Path, what: str) -> Iterator[None]:
 
 
 def holder_pid(path: Path) -> int | None:
-    """The process that holds a lock, for readers; None if no living process does. The lock itself
-    is not touched."""
+    """The process that holds a lock, for readers; 0: in another container, or on another machine;
+    None if no living process does. The lock of a holder that is here is not touched."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
     try:
         holder = _holder(file)
-        return None if not holder or _is_dead(holder) else int(holder["pid"])
+        if not holder or _is_dead(holder):
+            return None
+        if _is_here(holder):
+            return int(holder["pid"])
+        try:  # it may have ended with its container: the kernel knows
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return 0
+        return None
     except (OSError, KeyError, TypeError, ValueError):  # no file of ours
         return None
     finally:
@@ -77,25 +89,25 @@ def _taken(path: Path, what: str) -> int:
 def opened(path: Path) -> int:
     """The lock's file, open. Raises ResourceError if something else is in its place."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW, 0o644)
         if stat.S_ISREG(os.fstat(file).st_mode):
             return file
         os.close(file)
         reason = "it is not a regular file; remove it"
     except OSError as error:
-        reason = f"{error.strerror}; make it writable, or set LOWMEM_ROOT to another folder"
+        reason = f"{error.strerror}; remove it, or choose another folder (LOWMEM_ROOT, output_dir)"
     raise ResourceError(f"{path}: cannot be locked: {reason}")
 
 
 def flock(file: int, operation: int, path: Path) -> None:
-    """fcntl.flock() of a file, which `path` names. Raises BlockingIOError as it does, and
-    ResourceError where there are no locks."""
+    """fcntl.flock() of a file, which `path` names. Raises BlockingIOError as it does, and NoLocks
+    where there are none."""
     try:
         fcntl.flock(file, operation)
     except BlockingIOError:
         raise
     except OSError as error:
-        raise ResourceError(
+        raise NoLocks(
             f"{path.parent}: its file system keeps no locks ({error.strerror}); mount it with locks"
             " (NFS: not `nolock`), or put it on a local disk: LOWMEM_ROOT names the folder of runs"
             " and caches"
@@ -124,6 +136,8 @@ def _refuse_living(file: int, what: str) -> None:
     os.close(file)
     if not _is_dead(holder):
         name = "process {pid} on {host} since {since}" if holder else "another process"
+        if holder and not _is_here(holder):
+            name = "{host} (another machine or container, its process {pid}) since {since}"
         raise LockHeld(f"{what} is in use by {name.format(**holder)}; wait for it, or stop it")
 
 
@@ -153,13 +167,15 @@ def _holder(file: int) -> dict[str, Any]:
 def _is_dead(holder: dict[str, Any]) -> bool:
     """True if the holder is proved dead: it ran on this machine, and either that boot is over, or
     no process or another process has its pid now."""
-    if holder.get("host") != socket.gethostname():
-        return False
-    if holder["boot"] != processes.boot_id():
+    if holder.get("host") == socket.gethostname() and holder["boot"] != processes.boot_id():
         return True
-    if holder["namespace"] != _namespace():  # a container of the same name, whose pids are others
-        return False
-    return processes.start_ticks(holder["pid"]) != holder["started"]
+    return _is_here(holder) and processes.start_ticks(holder["pid"]) != holder["started"]
+
+
+def _is_here(holder: dict[str, Any]) -> bool:
+    """True if a process of this machine wrote it, in this container: its pid means something."""
+    here = (socket.gethostname(), processes.boot_id(), _namespace())
+    return tuple(map(holder.get, ("host", "boot", "namespace"))) == here
 
 
 def _namespace() -> str:

@@ -157,6 +157,20 @@ def _statm(pid: int) -> int:
     return os.open(f"/proc/{pid}/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
+def check_proc() -> None:
+    """Raise ResourceError without a /proc in which the processes of this program are found."""
+    try:
+        number = str(Path("/proc/self").readlink())
+    except OSError:
+        number = ""
+    if number != str(os.getpid()):
+        state = "shows another PID namespace" if number else "is not mounted"
+        raise ResourceError(
+            f"/proc {state}: memory and processes are read there; mount it for the processes that"
+            " are here (`mount -t proc proc /proc`; unshare: --mount-proc; bwrap: --proc /proc)"
+        )
+
+
 def check_threads() -> None:
     """Start as many threads as libraries of native code start in one process, and end them.
 

@@ -121,7 +121,7 @@ class Lease:
     def name(self) -> str:
         """The run by number, user and process, and to its own user by recipe."""
         recipe = f" {self.record.recipe}," if self.is_own and self.record.recipe else ""
-        process = f"process {self.pid}" if self.pid else "in another container"
+        process = _process(self.pid)
         return f"run {self.number} of {user_name(self.uid)} ({recipe.lstrip()} {process})".replace(
             "( ", "("
         )
@@ -341,6 +341,10 @@ def _remove_files(path: Path, owner: int) -> None:
         each.unlink(missing_ok=True)
 
 
+def _process(pid: int) -> str:
+    return f"process {pid}" if pid else "a process in another container"
+
+
 def user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
@@ -495,7 +499,7 @@ def _mutex(path: Path, patience_s: float) -> int:
                     return file
                 problem = "it is replaced again and again"
             except BlockingIOError:
-                problem = f"process {_obstacle(file)[1]} decides there and does not end"
+                problem = f"{_process(_obstacle(file)[1])} decides there and does not end"
             except FileNotFoundError:  # removed between open and lock
                 problem = "it is removed again and again"
             os.close(file)

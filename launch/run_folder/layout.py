@@ -9,7 +9,8 @@ import re
 import shutil
 import time
 import traceback
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -428,12 +429,20 @@ def show_events(run: RunDir, recipe: Recipe) -> None:
             (folder / run.run_id).symlink_to(run.tensorboard, target_is_directory=True)
 
 
-def output_lock(workspace: Workspace, recipe: Recipe) -> AbstractContextManager[None]:
-    """Allow one run at a time per output folder, whatever recipe writes to it."""
+@contextmanager
+def output_lock(workspace: Workspace, recipe: Recipe) -> Iterator[None]:
+    """Allow one run at a time per output folder, whatever recipe, workspace or container writes to
+    it: by a file beside it, or with the runs where that disk keeps no locks."""
+    folder = Path(recipe.output_dir).resolve()
     # two output folders may have one name
-    digest = hashlib.sha256(os.fsencode(Path(recipe.output_dir).resolve())).hexdigest()[:16]
-    file = workspace.runs / f".lock-{digest}"
-    return locks.lock(file, f"output_dir {recipe.output_dir} of {recipe.name}")
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
+    what = f"output_dir {recipe.output_dir} of {recipe.name}"
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locks.lock(folder.with_name(f".{folder.name}.lock"), what))
+        except locks.NoLocks:
+            stack.enter_context(locks.lock(workspace.runs / f".lock-{digest}", what))
+        yield
 
 
 def dry_run_lock(workspace: Workspace, recipe: Recipe) -> AbstractContextManager[None]:

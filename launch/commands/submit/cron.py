@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from launch.base import locks
 from launch.base.errors import ConfigError
 from launch.base.workspace import Workspace
 from launch.commands.recipe_arguments import say
@@ -82,8 +83,8 @@ def _how_it_ended(job_dir: JobDir) -> str:
     if status is None:
         return "not started yet"
     began = f"started {datetime.fromtimestamp(status.started_s):%Y-%m-%d %H:%M}"
-    if status.runs:
-        return f"{began}, runs as process {status.pid}"
+    if (pid := locks.holder_pid(job_dir.lock_file)) is not None:
+        return f"{began}, runs {f'as process {pid}' if pid else 'in another container'}"
     if status.exit_code is None or status.ended_s is None:
         return f"{began}, was killed"
     ended = f"ended {datetime.fromtimestamp(status.ended_s):%Y-%m-%d %H:%M}"
@@ -100,9 +101,8 @@ def _remove(workspace: Workspace, others: Sequence[str]) -> None:
         )
     crontab.remove(workspace.root, others[0])
     job_dir = JobDir(job.folder(workspace) / others[0])
-    status = job_dir.read_status()
-    if status is not None and status.runs:
-        say(f"cron no longer starts {others[0]}; process {status.pid}, which it started, goes on")
+    if job_dir.runs:
+        say(f"cron no longer starts {others[0]}; the start of it that runs goes on")
         return
     job.remove(job_dir)
     say(f"cron no longer starts {others[0]}")

@@ -50,7 +50,7 @@ def follow(job_dir: JobDir, say: Callable[[str], None]) -> Lease | None:
         status = job_dir.read_status()
         lease = _lease(status.pid) if status else None
         shown_bytes = _show(job_dir, shown_bytes, say)
-        has_ended = status is not None and not status.runs
+        has_ended = status is not None and not job_dir.runs
         if lease or has_ended or time.monotonic() > until_s:
             return lease
         time.sleep(POLL_S)

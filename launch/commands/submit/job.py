@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from launch.base import environment, files, locks, processes
+from launch.base import environment, files, locks
 from launch.base.errors import (
     ConfigError,
     DataError,
@@ -82,21 +82,11 @@ class Status:
     """The newest start of a job: status.json."""
 
     pid: int
-    boot: str
     started_s: float  # unix time
     starts: int = 1
     ended_s: float | None = None
     exit_code: int | None = None  # None: it runs, or was killed
     error: str = ""
-    start_ticks: int | None = None  # of the process; None: an earlier version wrote this
-
-    @property
-    def runs(self) -> bool:
-        """True while the process goes on, and no other that has got its pid."""
-        if self.exit_code is not None or self.boot != processes.boot_id():
-            return False
-        now = processes.start_ticks(self.pid)
-        return now is not None and self.start_ticks in (None, now)
 
 
 @dataclass(frozen=True)
@@ -123,6 +113,15 @@ class JobDir:
     def status_file(self) -> Path:
         return self.root / f"status{self.part}.json"
 
+    @property
+    def lock_file(self) -> Path:
+        return self.root / f".lock{self.part}"
+
+    @property
+    def runs(self) -> bool:
+        """True while a start of it goes on, here, in another container or on another machine."""
+        return locks.holder_pid(self.lock_file) is not None
+
     def read(self) -> Job:
         """Raises ConfigError if there is no job, CheckpointError if its file is damaged."""
         job = files.read(self.root / "job.json", Job)
@@ -139,12 +138,10 @@ class JobDir:
         """Hold the job for this start, and keep its status. Yields a function for its exit code.
 
         Raises LockHeld if another start of it runs."""
-        with locks.lock(self.root / f".lock{self.part}", f"job {self.root.name}"):
+        with locks.lock(self.lock_file, f"job {self.root.name}"):
             before = self.read_status()
             starts = before.starts + 1 if before else 1
-            pid = os.getpid()
-            ticks = processes.start_ticks(pid)
-            status = Status(pid, processes.boot_id(), time.time(), starts, start_ticks=ticks)
+            status = Status(os.getpid(), time.time(), starts)
             files.write_json(self.status_file, status)
 
             def end(exit_code: int, error: str = "") -> None:
@@ -230,9 +227,9 @@ def of_process(run: Path, pid: int) -> JobDir | None:
         return None
     workspace = Workspace(run.parents[2])
     for name in all_jobs(workspace):
-        status = JobDir(folder(workspace) / name).read_status()
-        if status and status.runs and status.pid == pid:
-            return JobDir(folder(workspace) / name)
+        job_dir = JobDir(folder(workspace) / name)
+        if locks.holder_pid(job_dir.lock_file) == pid:
+            return job_dir
     return None
 
 
@@ -242,7 +239,7 @@ def killed(workspace: Workspace) -> list[Path]:
     return [
         job_dir.script
         for job_dir in dirs
-        if (status := job_dir.read_status()) and status.exit_code is None and not status.runs
+        if not job_dir.runs and (status := job_dir.read_status()) and status.exit_code is None
     ]
 
 

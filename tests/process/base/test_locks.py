@@ -15,7 +15,7 @@ import pytest
 
 from launch.base import locks
 from launch.base.errors import LockHeld, ResourceError
-from tests import cost
+from tests import builders, cost
 
 HOLD = """
 import os, sys, time
@@ -141,3 +141,51 @@ def test_a_lock_whose_content_is_damaged_names_no_holder_and_is_taken(tmp_path, 
         (tmp_path / ".lock").write_text(content)
         with pytest.raises(LockHeld), locks.lock(tmp_path / ".lock", "it"):
             pass
+
+
+def test_an_output_dir_on_a_disk_without_locks_is_locked_with_the_runs(tmp_path):
+    """sshfs, buckets: flock() fails there with ENOLCK, as it does below the folder `share`."""
+    source, library = tmp_path / "no_locks.c", tmp_path / "no_locks.so"
+    source.write_text(
+        """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+int flock(int file, int operation)
+{
+    char link[64], path[4096] = "";
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    if (readlink(link, path, sizeof path - 1) > 0 && strstr(path, "/share/")) {
+        errno = ENOLCK;
+        return -1;
+    }
+    return ((int (*)(int, int))dlsym(RTLD_NEXT, "flock"))(file, operation);
+}
+"""
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    recipe = builders.recipe(tmp_path, output_dir=str(tmp_path / "share" / "model"))
+    code = f"""
+from pathlib import Path
+from launch.base.errors import LaunchError
+from launch.base.workspace import Workspace
+from launch.run_folder import layout
+from tests import builders
+from launch.recipe import load
+recipe, _ = load.load("{recipe}", [])
+for runs in ("local", "share/runs"):
+    try:
+        with layout.output_lock(Workspace(Path("{tmp_path}", runs)), recipe):
+            layout.output_lock(Workspace(Path("{tmp_path}", runs)), recipe).__enter__()
+    except LaunchError as error:
+        print(error)
+"""
+    argv = [sys.executable, "-c", code]
+    env = {**builders.environment(tmp_path / "w"), "LD_PRELOAD": str(library)}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    held, none = done.stdout.splitlines()
+    assert "is in use by process" in held and "its file system keeps no locks" in none

@@ -246,6 +246,9 @@ def test_two_jobs_whose_output_folders_have_one_name_do_not_wait_for_each_other(
         for each in (same, other):  # two recipes would write over each other's model
             with pytest.raises(LockHeld, match="is in use"), layout.output_lock(workspace, each):
                 pass
+        elsewhere = Workspace(tmp_path / "second workspace")
+        with pytest.raises(LockHeld, match="is in use"), layout.output_lock(elsewhere, same):
+            pass
         with layout.dry_run_lock(workspace, same):  # it writes to a folder of its own
             pass
 
