@@ -329,14 +329,15 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts, token
         stopped_early = bool(parts.early_stopping and parts.early_stopping.has_stopped)
         is_complete = (is_last or stopped_early) and not parts.control.agreed
         ending = "complete" if is_last else "stopped early"
+        # none that was found damaged, whatever its step
+        names = (folder.name for folder in manifest.committed(run.checkpoints))
+        usable = [name for name in names if name in trainer.verified]
         outcome = Outcome(
             **_measured(start.plan.strategy, parts),
             **scores,
             complete=is_complete,
             ended=ending if is_complete else "preempted",
-            checkpoint=next(
-                (folder.name for folder in reversed(manifest.committed(run.checkpoints))), None
-            ),
+            checkpoint=usable[-1] if usable else None,
             resumed_from=resume.checkpoint if resume else None,
             train_seconds=metrics.get("train_runtime"),
             save_seconds=trainer.save_s,

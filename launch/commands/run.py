@@ -307,7 +307,7 @@ def _show_plan(
     if opened.complete:
         screen.say(f"chat with it: {ending.chat_command(recipe.output_dir)}")
         return
-    if note := manifest.key_note():
+    for note in filter(None, (manifest.root_note(), manifest.key_note())):
         screen.say(note)
     environment.check(os.environ, plan.strategy.backend)
     if plan.strategy.num_processes > 1 and plan.strategy.num_machines == 1:

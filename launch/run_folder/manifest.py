@@ -125,6 +125,18 @@ def key_note() -> str:
     )
 
 
+def root_note() -> str:
+    """A line for root in the folder of another user, who cannot go on with what root leaves there;
+    "" for others."""
+    root = Workspace.here().root
+    if os.geteuid() or not (owner := root.stat().st_uid):
+        return ""
+    return (
+        f"{root} belongs to user {owner}, who cannot change what root writes there: start as that"
+        f" user (docker: --user {owner}), or give it back afterwards: chown -R {owner} {root}"
+    )
+
+
 def _key_files() -> tuple[Path | None, Path, Path | None]:
     """The files of this user's keys: named by LOWMEM_KEY, beside the runs, in the home folder.
 

@@ -353,12 +353,31 @@ def test_a_second_start_is_refused_while_the_first_runs(tmp_path):
             other,
             f"--output_dir={tmp_path}/b",
         )
+        elsewhere = builders.launch(tmp_path / "elsewhere", "run", str(tmp_path / "tiny.yaml"))
         child.process.send_signal(signal.SIGINT)
         assert child.wait() == 130
-    for refused in (second, third):
+    for refused in (second, third, elsewhere):
         assert refused.returncode == 9, refused.stdout + refused.stderr
         assert f"process {child.process.pid} on " in refused.stderr
     assert took < 4  # 2 s where no other test runs beside it
+
+
+def test_the_line_on_a_stop_names_no_checkpoint_that_was_found_damaged(tmp_path):
+    recipe = str(tmp_path / "tiny.yaml")
+    with stopping.launched(tmp_path, 1) as child:
+        trained(child)
+        child.process.terminate()
+        assert child.wait() == 75, child.said()
+        newest = child.outcome()["checkpoint"]
+        (child.run.checkpoints / newest / "trainer_state.json").write_text("{}")
+        # before a step it trains, and so before another checkpoint
+        limit = "--launch.time_limit_s=1"
+        again = builders.launch(tmp_path / "workspace", "run", recipe, limit)
+        assert again.returncode == 75, again.stdout + again.stderr
+        assert f"{newest}/trainer_state.json has 2 bytes" in again.stdout
+        kept = child.outcome()["checkpoint"]
+        assert kept in {f"checkpoint-{step:06d}" for step in child.committed()} - {newest}
+        assert f"{kept} is kept" in again.stdout + again.stderr
 
 
 @pytest.mark.shows("F25", "the same line twenty times at once")

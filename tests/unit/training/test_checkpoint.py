@@ -252,6 +252,18 @@ def test_a_key_of_another_user_beside_the_runs_is_none_of_ours(tmp_path, machine
         manifest.key()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root works in another user's folder")
+def test_root_in_the_folder_of_another_user_is_told_whose_it_is(tmp_path, machines):
+    machines("home")
+    assert manifest.root_note() == ""
+    os.chown(tmp_path / "disk", 4242, -1)
+    assert manifest.root_note() == (
+        f"{tmp_path}/disk belongs to user 4242, who cannot change what root writes there: start as"
+        " that user (docker: --user 4242), or give it back afterwards: chown -R 4242"
+        f" {tmp_path}/disk"
+    )
+
+
 @pytest.mark.shows("F22", "owner, group write or symbolic link on each file and folder", code=5)
 @pytest.mark.parametrize("where", ["", "shard", "model.safetensors"])
 @pytest.mark.parametrize("harm", ["writable", "owner", "link"])
