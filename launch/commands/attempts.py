@@ -212,7 +212,7 @@ class Attempts:
         self, result: RunResult, failure: Failure, first_step: int
     ) -> RunResult | None:
         """Restart, or plan again when memory ran out; the end where neither would help."""
-        choice, launch = self.choice, self.choice.recipe.launch
+        start, choice, launch = self.start, self.choice, self.choice.recipe.launch
         shortage = None
         if failure.kind in restarts.MEMORY:
             shortage = oom_record.of_attempt(self.run, failure, choice.plan, choice.machine, result)
@@ -228,7 +228,12 @@ class Attempts:
         )
         if following.why:
             self._screen.say(following.why)
-        if following.action == "stop" or not self.start.signals.wait(following.wait_s):
+        if following.action == "stop":
+            return result
+        if not start.signals.wait(following.wait_s):
+            # systemd stops a unit of which the kernel killed a process: the next start knows why
+            if shortage is not None:
+                oom_record.add(start.oom_history, shortage, self.run, result.host_peak_bytes)
             return result
         if shortage is None:
             return None

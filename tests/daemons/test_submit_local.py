@@ -24,7 +24,7 @@ from tests.slurm import waited
 DOC = builders.CODE / "docs" / "submit.md"
 # systemd-run starts its command and returns; where no user lingers it must not be asked
 SYSTEMD = {
-    "systemctl": "#!/bin/sh\necho active\n",
+    "systemctl": '#!/bin/sh\ncase "$*" in *OOM*) echo $POLICY ;; *) echo active ;; esac\n',
     "loginctl": '#!/bin/sh\ncase "$*" in *Linger*) echo $LINGER ;; *) echo no ;; esac\n',
     "systemd-run": """#!/bin/bash
 printf '%s\\n' "$@" >"$SAID"
@@ -112,8 +112,8 @@ def test_a_sweep_is_a_job_for_each_value_in_their_order(tmp_path):
         os.kill(lease.pid, signal.SIGTERM)
 
 
-@pytest.mark.parametrize("lingers", ["yes", "no"])
-def test_systemd_keeps_it_where_its_user_lingers(tmp_path, lingers):
+@pytest.mark.parametrize(("lingers", "version"), [("yes", "243"), ("yes", "239"), ("no", "243")])
+def test_systemd_keeps_it_where_its_user_lingers(tmp_path, lingers, version):
     """Rehearsed: no systemd runs here."""
     folder, workspace = tmp_path / "bin", tmp_path / "workspace"
     folder.mkdir()
@@ -122,7 +122,8 @@ def test_systemd_keeps_it_where_its_user_lingers(tmp_path, lingers):
         (folder / name).chmod(0o755)
     extra = {"PATH": f"{folder}:{os.environ['PATH']}", "SAID": str(tmp_path / "said")}
     done = builders.launch(
-        workspace, "submit", "local", str(recipe(tmp_path)), LINGER=lingers, **extra
+        *(workspace, "submit", "local", str(recipe(tmp_path))),
+        **{"LINGER": lingers, "POLICY": "stop" if version == "243" else "", **extra},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert waited(lambda: exit_code(workspace) is not None, 120), output(workspace)
@@ -137,6 +138,8 @@ def test_systemd_keeps_it_where_its_user_lingers(tmp_path, lingers):
     assert asked[:3] == ["--user", "--collect", "--quiet"]
     assert f"--unit=lowmem-{job.name}" in asked and "--property=KillMode=mixed" in asked
     assert asked[-1] == str(job / "job.sh")
+    # systemd before 243 refuses it, and does not stop a unit after the kernel's kill either
+    assert ("--property=OOMPolicy=continue" in asked) is (version == "243")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from launch.base import processes
 from launch.run_folder.layout import RunDir
 from tests import builders, stopping
 
@@ -259,6 +260,38 @@ def test_an_allocator_that_an_rlimit_refuses_is_planned_again(tmp_path, large):
     assert losses(builders.only_run(tmp_path / "workspace")) == pytest.approx(
         losses(whole.root), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("kill_mode", ["mixed", "control-group"])
+def test_a_kill_for_memory_is_written_down_also_where_systemd_then_stops_the_unit(
+    tmp_path, cgroup, kill_mode
+):
+    """systemd's OOMPolicy=stop: once the kernel has killed a process of the unit, SIGTERM to its
+    main process, or to all."""
+    (cgroup / "memory.limit_in_bytes").write_text(str(3 << 29))
+    launch = {"num_processes": 1, "host_reserve_gib": 0.0, "host_stop_fraction": 0.0}
+    recipe = builders.recipe(tmp_path, training=stopping.ENDLESS, launch=launch)
+    fault = stopping.at_step("7", "bytearray(4 << 30)", rank=0)
+    line = f'echo $$ > "{cgroup}/cgroup.procs"; exec "{sys.executable}" -m launch run "{recipe}"'
+    with stopping.ended(
+        stopping.Child(
+            tmp_path,
+            ("bash", "-c", line),
+            tmp_path / "workspace",
+            tmp_path / "out",
+            **stopping.injecting(tmp_path, eater=fault),
+        )
+    ) as child:
+        counters = cgroup / "memory.oom_control"
+        child.until("a kill", lambda: "oom_kill 0" not in counters.read_text(), within_s=200)
+        unit = map(int, (cgroup / "cgroup.procs").read_text().split())
+        for pid in [child.process.pid] if kill_mode == "mixed" else unit:
+            processes.send(pid, signal.SIGTERM)
+        assert child.wait() == 6, child.said()
+        assert "the cgroup's oom_kill counter grew by" in child.said()
+        (seen,) = json.loads(child.run.evidence_file.read_text())
+        assert (seen["of"], seen["limit_bytes"], seen["is_own"]) == ("host", 3 << 29, True)
+        assert child.left() == []
 
 
 # 8 processes

@@ -74,6 +74,10 @@ def _show(job_dir: JobDir, begin: int, say: Callable[[str], None]) -> int:
 
 def _by_systemd(job_dir: JobDir) -> None:
     argv = ["systemd-run", "--user", "--collect", "--quiet", f"--unit={_unit(job_dir)}"]
+    # A kill for memory is planned around here; by default systemd would stop the unit. Before 243
+    # systemd does not look at such kills.
+    if _says("systemctl", "--user", "show", "--property=DefaultOOMPolicy", "--value"):
+        argv.append("--property=OOMPolicy=continue")
     for name, value in (
         ("StandardOutput", f"append:{job_dir.output}"),
         ("StandardError", f"append:{job_dir.output}"),
