@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.base import environment, files
-from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError
-from launch.base.text import shown
-from launch.base.workspace import CODE, FILES
+from launch.base import files, processes
+from launch.base.errors import ConfigError
+from launch.base.workspace import FILES
 from launch.data import chat_templates, token_cache
 from launch.predict import model_config
 from launch.predict import parameters as predict_parameters
@@ -27,8 +23,6 @@ from launch.schema.plan import Change, ModelFamily
 from launch.schema.recipe import Recipe
 from launch.schema.result import NewTokens
 
-CHILD = (sys.executable, "-P", "-m", "training.children.new_tokens")
-ERRORS = {error.exit_code: error for error in (DataError, ResourceError)}
 MOST_NAMED = 8  # tokens in a line of the plan
 NUM_BYTES = 256  # of the alphabet of a tokenizer that is trained on the data
 
@@ -163,20 +157,11 @@ def _of_folder(folder: Path, section: TokenizerSection, cache: Path) -> NewToken
     file = cache / "new_tokens" / f"{name}.json"
     if (stored := files.read_or_none(file, NewTokens)) is not None:
         return stored
-    done = subprocess.run(
-        [*CHILD, str(folder), *filter(None, [section.chat_template])],
-        input=json.dumps(tokens).encode(),
-        env=environment.passed(os.environ) | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode in ERRORS:
-        raise ERRORS[done.returncode](done.stdout.decode())
-    if done.returncode:
-        sys.stderr.write(shown(done.stderr.decode(errors="replace")))
-        raise LaunchError(f"the child that loads {folder} ended with {done.returncode}, see above")
+    argv = [str(folder), *filter(None, [section.chat_template])]
+    question = json.dumps(tokens).encode()
+    printed = processes.ask_child("new_tokens", argv, question, f"loads the tokenizer of {folder}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomic(file, done.stdout.decode())
+    files.write_atomic(file, printed.decode())
     result = files.read(file, NewTokens)
     assert result is not None
     return result

@@ -74,20 +74,19 @@ def no_liger(environ: Mapping[str, str]) -> str | None:
 
 def no_every_n_layers() -> str | None:
     """The reason why transformers cannot checkpoint only every n-th layer here; None if it can."""
-    installed = version("transformers")
-    if not installed or numbers(installed)[:2] >= WITH_EVERY_N_LAYERS:
-        return None
-    expected = ".".join(map(str, WITH_EVERY_N_LAYERS))
-    return f"transformers {installed} checkpoints all layers or none; {expected} can choose"
+    return _older_than("transformers", WITH_EVERY_N_LAYERS, "checkpoints all layers or none")
 
 
 def no_varlen_attn() -> str | None:
     """The reason why torch's varlen_attn cannot compute attention here; None if it can."""
-    installed = version("torch")
-    if not installed or numbers(installed)[:2] >= WITH_VARLEN_ATTN:
+    return _older_than("torch", WITH_VARLEN_ATTN, "has no varlen_attn with grouped heads")
+
+
+def _older_than(package: str, least: tuple[int, int], lack: str) -> str | None:
+    installed = version(package)
+    if not installed or numbers(installed)[:2] >= least:
         return None
-    expected = ".".join(map(str, WITH_VARLEN_ATTN))
-    return f"torch {installed} has no varlen_attn with grouped heads; {expected} has it"
+    return f"{package} {installed} {lack}, as all before {'.'.join(map(str, least))}"
 
 
 def pip_install(requirement: str) -> str:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from launch.base import environment
-from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError
-from launch.base.text import shown
-from launch.base.workspace import CODE
+from launch.base import processes
+from launch.base.errors import DataError
 from launch.data.conversation import Sample, text_of
 from launch.data.files import shards
 from launch.data.rows import BadRows, Slice, samples_of
 from launch.data.token_cache import TokenCache
 from launch.schema.shown_rows import ShownRows
 
-ERRORS = {error.exit_code: error for error in (ConfigError, DataError, ResourceError)}
 NUM_READ = 1000  # rows that are read for the counts of ShownRows
 CHECKED_ROWS, CHECKED_SHARDS = 100, 8  # of a dry run
 ALL_ROWS = 1 << 30  # or as many as the child reads of a file
@@ -38,27 +31,12 @@ def encoded(
     """The first rows of files, or the row at a line; counts of the first `num_read` rows of each.
 
     Raises DataError and ResourceError as tokenising would."""
-    argv = ["training.children.show_rows", *map(str, (num_rows, line or 0, num_read, *files))]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", *argv],
-        input=TypeAdapter(TokenCache).dump_json(tokens),
-        env=environment.passed(os.environ) | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode == 0:
-        return TypeAdapter(ShownRows).validate_json(done.stdout)
-    if done.returncode in ERRORS:
-        raise ERRORS[done.returncode](done.stdout.decode())
-    sys.stderr.write(shown(done.stderr.decode(errors="replace")))
-    if done.returncode < 0:
-        section, model = tokens.recipe.tokenizer, tokens.recipe.model
-        raise ResourceError(
-            f"{section.path or model.path or files[0]}: the process that encodes the first rows"
-            f" was ended by {signal.Signals(-done.returncode).name}, see above: its tokenizer takes"
-            " all memory, or a file of it is damaged; name another with --tokenizer.path=FOLDER"
-        )
-    raise LaunchError(f"the child that encodes rows ended with {done.returncode}, see above")
+    argv = [*map(str, (num_rows, line or 0, num_read, *files))]
+    question = TypeAdapter(TokenCache).dump_json(tokens)
+    tokenizer = tokens.recipe.tokenizer.path or tokens.recipe.model.path
+    of_folder = f" with the tokenizer of {tokenizer}" if tokenizer else ""
+    printed = processes.ask_child("show_rows", argv, question, f"encodes the first rows{of_folder}")
+    return TypeAdapter(ShownRows).validate_json(printed)
 
 
 def check(tokens: TokenCache) -> None:

@@ -13,7 +13,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -124,16 +123,5 @@ def _linear_layers(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, 
     return linear, tuple(name for name, share in shares.items() if share)
 
 
-def main() -> int:
-    processes.settle_process()
-    try:
-        parts = model_parts(json.loads(sys.stdin.read()))
-    except ConfigError as error:
-        sys.stdout.buffer.write(str(error).encode())
-        return error.exit_code
-    sys.stdout.buffer.write(TypeAdapter(ModelParts).dump_json(parts))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(processes.reply(lambda: model_parts(json.load(sys.stdin))))

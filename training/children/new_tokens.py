@@ -8,10 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from launch.base import processes
-from launch.base.errors import LaunchError
 from launch.schema.result import NewTokens
 from training.compat import without_torch
 
@@ -33,19 +30,10 @@ def new_tokens(folder: Path, template: str | None, tokens: list[str]) -> NewToke
     )
 
 
-def main() -> int:
-    processes.settle_process()
+def main(folder: str, template: str | None = None) -> int:
     without_torch.hide()
-    folder, template = [*sys.argv[1:], None][:2]
-    assert folder is not None
-    try:
-        result = new_tokens(Path(folder), template, json.loads(sys.stdin.read()))
-    except LaunchError as error:
-        sys.stdout.buffer.write(str(error).encode())
-        return error.exit_code
-    sys.stdout.buffer.write(TypeAdapter(NewTokens).dump_json(result))
-    return 0
+    return processes.reply(lambda: new_tokens(Path(folder), template, json.load(sys.stdin)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

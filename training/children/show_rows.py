@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from launch.base import processes
-from launch.base.errors import LaunchError
 from launch.data import token_hashes
 from launch.data.token_cache import TokenCache
 from launch.schema.shown_rows import ShownRows
@@ -47,21 +46,14 @@ def _tokenizer(tokens: TokenCache) -> Any:
     return prepare.tokenizer_of(tokens, partial(print, file=sys.stderr))
 
 
-def main(argv: Sequence[str]) -> int:
-    processes.settle_process()
-    without_torch.hide()
+def _shown(argv: Sequence[str]) -> ShownRows:
+    processes.check_threads()
     num_rows, line, num_read = map(int, argv[:3])
-    try:
-        processes.check_threads()
-        tokens = TypeAdapter(TokenCache).validate_json(sys.stdin.buffer.read())
-        files = [Path(file) for file in argv[3:]]
-        shown = summary_of(tokens, num_rows, line or None, num_read, files).summary()
-    except LaunchError as error:
-        sys.stdout.buffer.write(str(error).encode())
-        return error.exit_code
-    sys.stdout.buffer.write(TypeAdapter(ShownRows).dump_json(shown))
-    return 0
+    tokens = TypeAdapter(TokenCache).validate_json(sys.stdin.buffer.read())
+    files = [Path(file) for file in argv[3:]]
+    return summary_of(tokens, num_rows, line or None, num_read, files).summary()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    without_torch.hide()
+    sys.exit(processes.reply(partial(_shown, sys.argv[1:])))

@@ -182,7 +182,7 @@ def test_a_single_sample_checkpoints_fewer_layers_than_more_rows_that_fit(own):
 
 
 def test_a_transformers_that_cannot_leave_layers_out_checkpoints_all_and_the_plan_says_so(cache):
-    why = "transformers 5.13 checkpoints all layers or none; 5.23 can choose"
+    why = "transformers 5.13 checkpoints all layers or none, as all before 5.23"
     plan = chosen(cache, 8, why).plan
     assert plan.strategy.checkpointed_share == 1
     (recompute,) = (each for each in plan.switches if each.name == "recompute")
