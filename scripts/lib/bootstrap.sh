@@ -5,8 +5,9 @@
 #
 # From the user: PYTHON=... is used instead of .venv, after a check; LOWMEM_DEV=1 installs requirements-dev.txt;
 # LOWMEM_REQUIRE_HASHES=1 installs requirements.lock, and no file whose hash is not in it. LOWMEM_TORCH=rocm|cu126|...
-# puts that build of torch into .venv; .venv.torch remembers it for later starts. See docs/cards.md.
-# Messages go to stderr; a shortage ends the caller with exit code 3, like launch's ResourceError.
+# puts that build of torch into .venv; .venv.torch remembers it for later starts. Without it a new .venv gets the build
+# for the CPU where there is no sign of a card, else what the package index gives. See docs/cards.md.
+# Messages go to stderr, pip's to .venv/install.log; a shortage ends the caller with exit code 3, like launch's ResourceError.
 
 _lowmem_say() { printf 'lowmem: %s\n' "$*" >&2; }
 _lowmem_die() { _lowmem_say "$*"; exit 3; }
@@ -16,17 +17,27 @@ _lowmem_die() { _lowmem_say "$*"; exit 3; }
 LOWMEM_TORCH_BUILDS=(default cpu cu126 cu130 rocm)
 _LOWMEM_TORCH_INDEX="${LOWMEM_TORCH_INDEX:-https://download.pytorch.org/whl}"
 _LOWMEM_ROCM=rocm7.2 # of the version of torch in requirements.txt
+_LOWMEM_TORCH_PIN="(^|"$'\n'")torch==([0-9.]+)"
+_LOWMEM_LAST_LINES=15 # of the log, shown after a failure
 
 _lowmem_sha256() {
     if command -v sha256sum >/dev/null; then sha256sum; else shasum -a 256; fi
 }
 
-# Prints the build of torch that .venv is to have: LOWMEM_TORCH, else the remembered one, else default.
+# Whether the user has chosen a build of torch, now or before.
+_lowmem_torch_chosen() { [[ -n "${LOWMEM_TORCH:-}" || -e "$ROOT/.venv.torch" ]]; }
+
+# Prints the build of torch that .venv is to have: LOWMEM_TORCH, else the remembered one, else the one that was chosen
+# for lack of a card when this .venv was made, unless hashes are required, else default.
 _lowmem_torch_wanted() {
     local word="${LOWMEM_TORCH:-}" from=LOWMEM_TORCH build
     if [[ -z "$word" && -r "$ROOT/.venv.torch" ]]; then
         from="$ROOT/.venv.torch"
         IFS= read -r word <"$from" || :
+    fi
+    if [[ "${LOWMEM_REQUIRE_HASHES:-}" != 1 ]] && ! _lowmem_torch_chosen && [[ -r "$ROOT/.venv/.lowmem-torch" ]]; then
+        from="$ROOT/.venv/.lowmem-torch"
+        { IFS= read -r word && IFS= read -r build && [[ "$build" == automatic ]]; } <"$from" || word=''
     fi
     for build in "${LOWMEM_TORCH_BUILDS[@]}"; do
         [[ "${word:-default}" != "$build" ]] || { printf '%s\n' "$build"; return; }
@@ -145,11 +156,15 @@ _lowmem_with_lock() (
     "$@"
 )
 
-# Whether nobody has chosen a build of torch and the one that the package index gives, for NVIDIA cards and CUDA 13,
-# cannot compute on the card that is here: before gigabytes are downloaded.
-_lowmem_check_cards() {
-    local system="${LOWMEM_SYSTEM_ROOT:-}" device='' vendor='' kind='' vram='' amd='' line='' driver='' nvidia=''
-    [[ -z "${LOWMEM_TORCH:-}" && ! -e "$ROOT/.venv.torch" ]] || return 0
+# Whether there is a card of NVIDIA or AMD, or a sign of a driver: also under WSL2 and on a Jetson, which have none on the
+# PCI bus. Ends the start if the torch that the package index gives, for NVIDIA cards and CUDA 13, cannot compute on it:
+# before gigabytes are downloaded.
+_lowmem_sees_card() {
+    local system="${LOWMEM_SYSTEM_ROOT:-}" device='' vendor='' kind='' vram='' amd='' line='' driver='' nvidia='' sign=''
+    for device in "$system"/proc/driver/nvidia "$system"/dev/{nvidia[0-9]*,nvidiactl,nvhost-gpu,nvgpu,kfd,dxg} \
+        "$system"/usr/lib/wsl/lib/libcuda.so*; do
+        [[ ! -e "$device" ]] || sign="$device"
+    done
     if [[ -r "$system/proc/driver/nvidia/version" ]]; then
         IFS= read -r line <"$system/proc/driver/nvidia/version" || :
         [[ ! "$line" =~ Module.*[[:space:]]([0-9]+)\.[0-9.]+[[:space:]] ]] || driver="${BASH_REMATCH[1]}"
@@ -165,6 +180,8 @@ _lowmem_check_cards() {
     for device in "$system"/sys/bus/pci/devices/*; do
         [[ -r "$device/vendor" && -r "$device/class" ]] || continue
         { IFS= read -r vendor <"$device/vendor" && IFS= read -r kind <"$device/class"; } || continue
+        [[ "$vendor" == 0x10de || "$vendor" == 0x1002 ]] && [[ "$kind" == 0x03* || "$kind" == 0x12* ]] || continue
+        sign="$device"
         [[ "$vendor" != 0x10de || "$kind" != 0x03* ]] || nvidia="$device"
         [[ "$vendor" == 0x1002 && ("$kind" == 0x03* || "$kind" == 0x12*) ]] || continue
         vram=''
@@ -177,14 +194,30 @@ _lowmem_check_cards() {
             "Start again with LOWMEM_TORCH=rocm (remembered); LOWMEM_TORCH=cpu trains on the CPU," \
             "LOWMEM_TORCH=default installs that torch all the same"
     fi
+    [[ -n "$sign" ]]
 }
 
 # Makes .venv where there is none, or a broken or half-made one; then brings its packages to requirements.txt.
 # `.lowmem-installing` stands in it until the stamp is written: who finds it makes an interrupted .venv anew.
 _lowmem_install() {
     local venv="$ROOT/.venv" requirements="$ROOT/requirements.txt" base told version real run_hash dev_hash=- made='' how=()
-    local torch="$LOWMEM_TORCH_WANTED" pin='' build=()
-    ! _lowmem_ready || return 0 # the start that we waited for has done it
+    local torch pin='' build=() automatic='' release='' words
+    # again: the start that we waited for may have done it, with a build that it chose
+    LOWMEM_TORCH_WANTED="$(_lowmem_torch_wanted)" || exit $?
+    ! _lowmem_ready || return 0
+    torch="$LOWMEM_TORCH_WANTED"
+    told="$(_lowmem_describe "$venv/bin/python")" || told=''
+    read -r version _ real <<<"$told"
+    if [[ -e "$venv/.lowmem-installing" || -z "$version" ]] || _lowmem_python_changed "$real"; then made=1; fi
+    [[ ! -r "$ROOT/requirements.txt" || ! "$(<"$ROOT/requirements.txt")" =~ $_LOWMEM_TORCH_PIN ]] ||
+        release="${BASH_REMATCH[2]}"
+    if ! _lowmem_torch_chosen; then
+        if [[ -n "$made" ]]; then
+            torch=default
+            _lowmem_sees_card || [[ -z "$release" || "${LOWMEM_REQUIRE_HASHES:-}" == 1 || "$OSTYPE" != linux* ]] || torch=cpu
+        fi
+        [[ "$torch" == default ]] || automatic=automatic
+    fi
     [[ "${LOWMEM_DEV:-}" != 1 ]] || requirements="$ROOT/requirements-dev.txt"
     if [[ "${LOWMEM_REQUIRE_HASHES:-}" == 1 ]]; then
         [[ "${LOWMEM_DEV:-}" != 1 ]] || _lowmem_die "requirements.lock holds no hashes of requirements-dev.txt;" \
@@ -195,25 +228,23 @@ _lowmem_install() {
     fi
     [[ -r "$requirements" ]] || _lowmem_die "$requirements is missing: is this a whole copy of the repository?"
     if [[ "$torch" != default ]]; then
-        [[ "$(<"$ROOT/requirements.txt")" =~ (^|$'\n')torch==([0-9.]+) ]] ||
+        [[ -n "$release" ]] ||
             _lowmem_die "$ROOT/requirements.txt pins no torch, whose $torch build LOWMEM_TORCH asks for"
         pin="${torch/rocm/$_LOWMEM_ROCM}"
         # alone, and the other packages after it: PyTorch's index is asked for torch and its libraries only
-        build=("torch==${BASH_REMATCH[2]}+$pin" --extra-index-url "$_LOWMEM_TORCH_INDEX/$pin" -c "$ROOT/requirements.txt")
+        build=("torch==$release+$pin" --extra-index-url "$_LOWMEM_TORCH_INDEX/$pin" -c "$ROOT/requirements.txt")
     fi
 
-    told="$(_lowmem_describe "$venv/bin/python")" || told=''
-    read -r version _ real <<<"$told"
-    if [[ -e "$venv/.lowmem-installing" || -z "$version" ]] || _lowmem_python_changed "$real"; then
-        _lowmem_check_cards
+    if [[ -n "$made" ]]; then
         base="$(_lowmem_find_base)" || exit $?
         read -r version _ <<<"$(_lowmem_describe "$base")"
         _lowmem_say "making $venv with $base ($version) and installing ${requirements##*/} into it" \
             "${pin:+with torch for $pin }(this happens once and can take some minutes)"
+        [[ -z "$automatic" ]] || _lowmem_say "no card and no driver of one is here, so this torch computes on the CPU only;" \
+            "LOWMEM_TORCH=default ./scripts/install.sh installs the one for NVIDIA cards, rocm instead of default the one for AMD cards"
         # emptied, not replaced: .venv may be a link to a larger disk; -m venv itself refuses a link
         { mkdir -p "$venv" && : >"$venv/.lowmem-installing"; } || _lowmem_die "cannot write to $venv"
         find "$venv/" -mindepth 1 ! -name .lowmem-installing -delete || _lowmem_die "cannot empty $venv"
-        made=1
         "$base" -I -m venv "$(cd -P -- "$venv" && pwd)" >&2 ||
             _lowmem_die "$base -m venv failed; the reason stands above"
     else
@@ -229,19 +260,36 @@ _lowmem_install() {
         "$venv/bin/python" -I -c 'import pip' 2>/dev/null || # uv makes a .venv without it
             "$venv/bin/python" -I -m ensurepip >&2 || _lowmem_die "$venv has no pip; remove it and start again"
     fi
+    : >"$venv/install.log" || _lowmem_die "cannot write to $venv"
     rm -f "$venv/.lowmem-requirements"
 
     # hashed before: a file that is edited meanwhile differs from the stamp and is installed at the next start
     run_hash="$(_lowmem_sha256 <"$ROOT/requirements.txt")" || _lowmem_die "needs sha256sum or shasum on PATH"
     [[ "${LOWMEM_DEV:-}" != 1 ]] || dev_hash="$(_lowmem_sha256 <"$requirements")"
-    if ! _lowmem_install_torch ${build[@]+"${build[@]}"} ||
-        ! _lowmem_pip_install ${how[@]+"${how[@]}"} -r "$requirements"; then
+    # without its libraries, which requirements.txt names: an index that does not answer costs half a minute, not ten
+    if [[ -n "$automatic" ]]; then
+        _lowmem_phase "installing torch for the CPU" \
+            _lowmem_pip_install --no-deps --timeout 15 --retries 1 "${build[@]}" || {
+            _lowmem_say "$_LOWMEM_TORCH_INDEX/$pin does not give torch $release for the CPU, so the package index's torch" \
+                "is installed, which may be larger; LOWMEM_TORCH_INDEX=URL names a mirror"
+            torch=default automatic='' pin=''
+        }
+        build=()
+    fi
+    words="installing ${requirements##*/} ($(_lowmem_count_pins "$requirements") packages"
+    if [[ -n "$made" && -n "$release" && "$torch" == default ]]; then words="$words, up to 3 GB to fetch"; fi
+    if [[ -n "$made" && "$torch" == cpu ]]; then words="$words, 1.7 GB on the disk"; fi
+    words="$words)"
+    if ! _lowmem_install_torch "$torch" ${build[@]+"${build[@]}"} ||
+        ! _lowmem_phase "$words" _lowmem_pip_install ${how[@]+"${how[@]}"} -r "$requirements"; then
+        _lowmem_show_end
         # an update that pip itself gave up has changed nothing: the packages of before stay, whatever the network does
         [[ -n "$made" ]] || rm -f "$venv/.lowmem-installing"
-        _lowmem_die "pip could not install ${requirements##*/}${pin:+ with torch for $pin}; the reason stands above;" \
-            "${pin:+see that $_LOWMEM_TORCH_INDEX/$pin can be reached; }the next start tries again"
+        _lowmem_die "pip could not install ${requirements##*/}${pin:+ with torch for $pin}; the reason stands above," \
+            "all that pip wrote in $venv/install.log;" \
+            "${build[0]:+see that $_LOWMEM_TORCH_INDEX/$pin can be reached; }the next start tries again"
     fi
-    printf '%s\n' "$torch" >"$venv/.lowmem-torch" || _lowmem_die "cannot write to $venv"
+    printf '%s\n' "$torch" $automatic >"$venv/.lowmem-torch" || _lowmem_die "cannot write to $venv"
 
     # aside, then renamed: a stamp is whole or absent
     read -r version _ real <<<"$(_lowmem_describe "$venv/bin/python")"
@@ -252,7 +300,38 @@ _lowmem_install() {
     rm -f "$venv/.lowmem-installing"
 }
 
-_lowmem_pip() { "$ROOT/.venv/bin/python" -I -m pip --disable-pip-version-check --no-input "$@" >&2; }
+# Prints the number of packages that a file of requirements pins, with those of the file that it includes.
+_lowmem_count_pins() {
+    local line='' count=0 file
+    for file in "$1" "$ROOT/requirements.txt"; do
+        while IFS= read -r line || [[ -n "$line" ]]; do
+            [[ ! "$line" =~ ^[A-Za-z0-9._-]+== ]] || count=$((count + 1))
+        done <"$file"
+        [[ "$1" == */requirements-dev.txt ]] || break
+    done
+    printf '%s\n' "$count"
+}
+
+# _lowmem_phase WORDS COMMAND...: runs it with its output in install.log; one line says what it does and how long it took.
+_lowmem_phase() {
+    local words="$1" began=$SECONDS status=0 ending="done"
+    shift
+    printf 'lowmem: %s; its output is in %s ... ' "$words" "$ROOT/.venv/install.log" >&2
+    "$@" >>"$ROOT/.venv/install.log" 2>&1 || status=$?
+    ((status == 0)) || ending=failed
+    printf '%s in %d s\n' "$ending" "$((SECONDS - began))" >&2
+    return "$status"
+}
+
+# Shows the last lines of install.log.
+_lowmem_show_end() {
+    local line='' lines=() first
+    while IFS= read -r line || [[ -n "$line" ]]; do lines+=("$line"); done <"$ROOT/.venv/install.log"
+    first=$((${#lines[@]} > _LOWMEM_LAST_LINES ? ${#lines[@]} - _LOWMEM_LAST_LINES : 0))
+    ((${#lines[@]} == 0)) || printf '  %s\n' "${lines[@]:first}" >&2
+}
+
+_lowmem_pip() { "$ROOT/.venv/bin/python" -I -m pip --disable-pip-version-check --no-input "$@"; }
 
 # pip install with these arguments. triton and triton-rocm write the same files: where one came beside the other, both go
 # and the one that this build of torch needs is installed again.
@@ -267,17 +346,20 @@ _lowmem_pip_install() {
     _lowmem_pip uninstall --yes "${there[@]}" && _lowmem_pip install --no-user "$@"
 }
 
-# Another build of torch, by pip's arguments; without any the package index's, which comes with the other packages unless
-# another is there: to pip that one is the pinned version as well.
+# A build of torch ($1), by pip's arguments; without any the package index's, which comes with the other packages unless
+# another is there: to pip that one is the pinned version as well. Nothing to do where it is there.
 _lowmem_install_torch() {
+    local words="installing torch for $1" torch="$1"
+    shift
     if (($# > 0)); then
-        _lowmem_pip_install "$@"
-    elif [[ "$(_lowmem_torch_there)" == default ]]; then
+        _lowmem_phase "$words" _lowmem_pip_install "$@"
+    elif [[ "$torch" != default || "$(_lowmem_torch_there)" == default ]]; then
         return 0
-    elif [[ "${LOWMEM_REQUIRE_HASHES:-}" == 1 ]]; then
-        _lowmem_pip uninstall --yes torch # requirements.lock brings it back, by its hash
-    elif [[ "$(<"$ROOT/requirements.txt")" =~ (^|$'\n')torch==([0-9.]+) ]]; then
-        _lowmem_pip install --no-user --force-reinstall --no-deps "torch==${BASH_REMATCH[2]}" -c "$ROOT/requirements.txt"
+    elif [[ "${LOWMEM_REQUIRE_HASHES:-}" == 1 ]]; then # requirements.lock brings it back, by its hash
+        _lowmem_phase "removing torch for $(_lowmem_torch_there)" _lowmem_pip uninstall --yes torch
+    elif [[ "$(<"$ROOT/requirements.txt")" =~ $_LOWMEM_TORCH_PIN ]]; then
+        _lowmem_phase "$words" \
+            _lowmem_pip install --no-user --force-reinstall --no-deps "torch==${BASH_REMATCH[2]}" -c "$ROOT/requirements.txt"
     fi
 }
 

@@ -115,6 +115,11 @@ def printed(root: Path, code: str) -> str:
     ).stdout.strip()
 
 
+def pip_log(root: Path) -> str:
+    """What pip wrote in the newest installation."""
+    return (root / ".venv/install.log").read_text()
+
+
 def tiny_version(root: Path) -> str:
     return printed(root, "import tiny; print(tiny.version)")
 
@@ -205,13 +210,18 @@ def test_the_first_start_makes_a_venv_says_so_once_and_frees_the_lock(first):
     root, done = first
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str(root / ".venv/bin/python"), "lock is free"]
-    said = [line for line in done.stderr.splitlines() if line.startswith("lowmem: ")]
-    assert len(said) == 1
+    said = done.stderr.splitlines()
     assert re.search(
         r"making .*\.venv with .* \(3\.\d+\.\d+\) and installing requirements\.txt .* happens once",
         said[0],
     )
-    assert "Successfully installed tiny-1.0" in done.stderr
+    assert re.fullmatch(
+        r"lowmem: installing requirements\.txt \(1 packages\); its output is in"
+        rf" {re.escape(str(root))}/\.venv/install\.log \.\.\. done in \d+ s",
+        said[1],
+    )
+    assert len(said) == 2
+    assert "Successfully installed tiny-1.0" in pip_log(root)
     assert tiny_version(root) == "1.0"
     assert not (root / ".venv/.lowmem-installing").exists()
 
@@ -257,7 +267,12 @@ def test_an_update_that_fails_keeps_the_packages_of_before_and_is_tried_again(in
     for _ in range(2):
         failed = start(installed)
         assert failed.returncode == 3
-        assert "pip could not install requirements.txt" in failed.stderr.splitlines()[-1]
+        lines = failed.stderr.splitlines()
+        assert "pip could not install requirements.txt" in lines[-1]
+        assert f"all that pip wrote in {installed}/.venv/install.log" in lines[-1]
+        assert re.search(r"install\.log \.\.\. failed in \d+ s$", lines[1])
+        assert "  ERROR: No matching distribution found for tiny==9.0" in lines[2:-1]
+        assert "No matching distribution found for tiny==9.0" in pip_log(installed)
         assert tiny_version(installed) == "1.0"
     (installed / "requirements.txt").write_text(good)
     assert start(installed).returncode == 0
@@ -290,7 +305,7 @@ def test_of_two_at_once_one_installs_and_the_other_waits(
     )
     os.close(pip)
     assert [one.wait(PATIENCE_S), two.wait(PATIENCE_S)] == [0, 0], [log.read_text() for log in logs]
-    assert [log.read_text().count("Successfully installed") for log in logs] == [1, 0]
+    assert [log.read_text().count(" ... done in ") for log in logs] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -555,8 +570,9 @@ def first_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
     root = write_skeleton(tmp_path_factory.mktemp("torch") / HOSTILE)
     (root / "requirements.txt").write_text("tiny==1.0\ntorch==1.5   # tensors\n")
     variables = write_index(tmp_path_factory.mktemp("index"))
-    done = start(root, **variables)
+    done = start(root, **variables, LOWMEM_TORCH="default")
     assert done.returncode == 0, done.stderr
+    (root / ".venv.torch").unlink()
     return root, variables
 
 
@@ -646,6 +662,17 @@ def test_a_build_that_is_no_word_of_ours_is_refused_wherever_it_stands(torch: Pa
     assert f"{torch}/.venv.torch says rubbish; expected one of" in start(torch).stderr
 
 
+def lock_default(root: Path, indexes: dict[str, str]) -> None:
+    """Write requirements.lock for the package index's torch."""
+    default = Path(unquote(urlsplit(indexes["PIP_INDEX_URL"]).path))
+    lines = []
+    for name, version in {"tiny": "1.0", "torch": "1.5", "triton": "3.0"}.items():
+        wheel = default / name / f"{name}-{version}-py3-none-any.whl"
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        lines.append(f"{name}=={version} --hash=sha256:{digest}\n")
+    (root / "requirements.lock").write_text("".join(lines))
+
+
 def test_required_hashes_refuse_the_builds_that_have_none_and_take_the_one_that_has(
     torch: Path, indexes
 ):
@@ -653,15 +680,7 @@ def test_required_hashes_refuse_the_builds_that_have_none_and_take_the_one_that_
     assert refused.returncode == 3
     assert "requirements.lock holds no hashes of the cu126 build of torch" in refused.stderr
     assert start(torch, LOWMEM_TORCH="cpu", **indexes).returncode == 0
-    default = Path(unquote(urlsplit(indexes["PIP_INDEX_URL"]).path))
-    pins = {"tiny": "1.0", "torch": "1.5", "triton": "3.0"}
-    lines = []
-    for name, version in pins.items():
-        wheel = default / name / f"{name}-{version}-py3-none-any.whl"
-        lines.append(
-            f"{name}=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
-        )
-    (torch / "requirements.lock").write_text("".join(lines))
+    lock_default(torch, indexes)
     done = start(torch, LOWMEM_TORCH="default", LOWMEM_REQUIRE_HASHES="1", **indexes)
     assert done.returncode == 0, done.stderr
     assert torch_version(torch) == "1.5"
@@ -687,6 +706,122 @@ def test_the_installing_script_says_which_torch_there_is(torch: Path, indexes):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"torch 1.5+cpu in {torch}/.venv\n"
+
+
+# ---- the build for the CPU, where there is no card
+# ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(torch: Path) -> Path:
+    """A repository that needs torch, before its first start."""
+    shutil.rmtree(torch / ".venv")
+    return torch
+
+
+def test_a_first_start_without_a_card_installs_torch_for_the_cpu_and_says_how_to_change_it(
+    fresh: Path, indexes
+):
+    done = start(fresh, **indexes)
+    assert done.returncode == 0, done.stderr
+    assert torch_version(fresh) == "1.5+cpu"
+    line = done.stderr.splitlines()[1]
+    assert "no card and no driver of one is here" in line
+    assert "LOWMEM_TORCH=default ./scripts/install.sh" in line
+    assert not (fresh / ".venv.torch").exists(), "nobody has chosen"
+    assert start(fresh).stderr == ""
+
+    (fresh / "requirements.txt").write_text("tiny==2.0\ntorch==1.5\n")
+    assert start(fresh, **indexes).returncode == 0
+    assert (tiny_version(fresh), torch_version(fresh)) == ("2.0", "1.5+cpu")
+    changed = start(fresh, LOWMEM_TORCH="default", **indexes)
+    assert changed.returncode == 0, changed.stderr
+    assert torch_version(fresh) == "1.5"
+    assert start(fresh).stderr == ""
+
+
+def test_a_venv_with_the_package_indexs_torch_stays_where_there_is_no_card(torch: Path, indexes):
+    (torch / "requirements.txt").write_text("tiny==2.0\ntorch==1.5\n")
+    assert start(torch, **indexes).returncode == 0
+    assert (tiny_version(torch), torch_version(torch)) == ("2.0", "1.5")
+    assert (torch / ".venv/witness").exists()
+
+
+CARDS = {
+    "NVIDIA": lambda system: cards.device(system, cards.NVIDIA, "0x030200"),
+    "an accelerator": lambda system: cards.device(system, cards.AMD, "0x120000"),
+    "AMD, no driver": lambda system: cards.device(system, cards.AMD, "0x030000"),
+    **{
+        path: lambda system, path=path: cards.file(system, path)
+        for path in (
+            "proc/driver/nvidia/version",
+            "dev/nvidiactl",
+            "dev/nvidia0",
+            "dev/nvhost-gpu",
+            "dev/kfd",
+            "dev/dxg",
+            "usr/lib/wsl/lib/libcuda.so.1.1",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("sign", CARDS)
+def test_a_card_or_a_sign_of_a_driver_means_the_package_indexs_torch(
+    fresh: Path, tmp_path: Path, indexes, sign
+):
+    system = CARDS[sign](tmp_path / "system")
+    done = start(fresh, LOWMEM_SYSTEM_ROOT=str(system), **indexes)
+    assert done.returncode == 0, done.stderr
+    assert torch_version(fresh) == "1.5"
+    assert "no card" not in done.stderr
+
+
+def test_devices_that_are_no_cards_are_none(fresh: Path, tmp_path: Path, indexes):
+    for vendor, kind in ((cards.INTEL, "0x030000"), (cards.NVIDIA, "0x040300")):
+        cards.device(tmp_path / "system", vendor, kind)
+    done = start(fresh, LOWMEM_SYSTEM_ROOT=str(tmp_path / "system"), **indexes)
+    assert done.returncode == 0, done.stderr
+    assert torch_version(fresh) == "1.5+cpu"
+
+
+def test_a_card_that_comes_later_changes_nothing_before_the_venv_is_made_anew(
+    fresh: Path, tmp_path: Path, indexes
+):
+    assert start(fresh, **indexes).returncode == 0
+    system = cards.device(tmp_path / "system", cards.NVIDIA, "0x030000")
+    assert start(fresh, LOWMEM_SYSTEM_ROOT=str(system)).stderr == ""
+    shutil.rmtree(fresh / ".venv/bin")
+    assert start(fresh, LOWMEM_SYSTEM_ROOT=str(system), **indexes).returncode == 0
+    assert torch_version(fresh) == "1.5"
+
+
+@pytest.mark.parametrize("index", ["http://127.0.0.1:9", "file:///nowhere"])
+def test_an_index_that_cannot_be_reached_leaves_the_package_indexs_torch(
+    fresh: Path, indexes, index
+):
+    done = start(fresh, **{**indexes, "LOWMEM_TORCH_INDEX": index})
+    assert done.returncode == 0, done.stderr
+    assert torch_version(fresh) == "1.5"
+    (line,) = (line for line in done.stderr.splitlines() if index in line)
+    assert "so the package index's torch is installed" in line
+    assert "LOWMEM_TORCH_INDEX=URL names a mirror" in line
+    assert start(fresh).stderr == ""
+
+
+def test_two_first_starts_at_once_install_torch_for_the_cpu_once(fresh: Path, tmp_path, indexes):
+    logs = [tmp_path / "one.log", tmp_path / "two.log"]
+    children = [spawn(fresh, log, **indexes) for log in logs]
+    assert [child.wait(PATIENCE_S) for child in children] == [0, 0]
+    assert sum(log.read_text().count(" ... done in ") for log in logs) == 2
+    assert torch_version(fresh) == "1.5+cpu"
+
+
+def test_required_hashes_give_the_package_indexs_torch_without_a_card(fresh: Path, indexes):
+    lock_default(fresh, indexes)
+    done = start(fresh, LOWMEM_REQUIRE_HASHES="1", **indexes)
+    assert done.returncode == 0, done.stderr
+    assert torch_version(fresh) == "1.5"
 
 
 # ---- cards that the package index's torch cannot use
