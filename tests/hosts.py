@@ -99,17 +99,20 @@ def missing() -> str:
 
 
 @contextmanager
-def pair() -> Iterator[tuple[Host, Host]]:
-    """Two hosts with a cable between them. At the end their processes are killed and both are gone,
-    however it ends; what a killed test process left is removed first."""
+def pair(is_ipv6: bool = False) -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a cable between them, with IPv4 or with nothing but IPv6. At the end their
+    processes are killed and both are gone, however it ends; what a killed test process left is
+    removed first."""
     for name in _names():
         if (match := TAG.match(name)) and not Path(f"/proc/{int(match[1], 16)}").exists():
             _remove(name)
     number = next(_numbers)
     tag = f"{os.getpid():x}-{number}"  # an interface's name has 15 characters at most
+    network, width = f"10.213.{number % 256}.", ["24"]
+    if is_ipv6:  # nodad: it may be used at once
+        network, width = f"fd00:213:{number % 256:x}::", ["112", "nodad"]
     first, second = (
-        Host(f"lowmem-{tag}-{i}", f"lm{tag}{'ab'[i]}", f"10.213.{number % 256}.{i + 1}")
-        for i in (0, 1)
+        Host(f"lowmem-{tag}-{i}", f"lm{tag}{'ab'[i]}", f"{network}{i + 1}") for i in (0, 1)
     )
     with ExitStack() as undo:
         for host in (first, second):
@@ -121,7 +124,10 @@ def pair() -> Iterator[tuple[Host, Host]]:
         )
         for host in (first, second):
             _ip("-n", host.name, "link", "set", "lo", "up")
-            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
+            address = [f"{host.address}/{width[0]}", *width[1:], "dev", host.interface]
+            _ip("-n", host.name, "address", "add", *address)
+            if is_ipv6:
+                _ip("-n", host.name, "address", "delete", "127.0.0.1/8", "dev", "lo")
             _ip("-n", host.name, "link", "set", host.interface, "up")
         yield first, second
 

@@ -53,15 +53,27 @@ def check(environ: Mapping[str, str], backend: str | None) -> None:
             )
 
 
-def check_loopback() -> None:
-    """Raise NetworkError without the address at which the ranks of one machine meet."""
+def check_loopback(num_machines: int = 1) -> None:
+    """Raise NetworkError without an address of localhost, which accelerate asks for, or without the
+    address at which the ranks of one machine meet."""
+    try:
+        socket.getaddrinfo("localhost", None)
+    except OSError as error:
+        raise NetworkError(
+            f"localhost has no address ({error.strerror}), and what starts ranks needs it: add the"
+            " line `127.0.0.1 localhost` to /etc/hosts, or train on one process without DeepSpeed"
+            " (--launch.num_processes=1)"
+        ) from error
+    if num_machines > 1:
+        return
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=CONNECTION_S).close()
     except OSError as error:
         raise NetworkError(
             f"127.0.0.1, at which the ranks of this machine meet, cannot be used ({error});"
-            " `ip link set lo up`, or train on one process with --launch.num_processes=1"
+            " `ip link set lo up`, or train on one process without DeepSpeed"
+            " (--launch.num_processes=1)"
         ) from error
 
 

@@ -84,7 +84,8 @@ class Start:
         """Choose a plan with what attempts have shown so far. Raises Interrupted at a stop."""
         constraints = replace(self.constraints, oom_history=self.oom_history)
         choice = self.signals.interrupting(planner.choose)(context, constraints)
-        return replace(choice, plan=network.located(choice.plan))
+        meeting = network.located(choice.plan.rendezvous)
+        return replace(choice, plan=replace(choice.plan, rendezvous=meeting))
 
     def plan(self, new_run: Callable[[], RunDir], machine: Machine | None = None) -> Choice:
         """Tokenise the rows, unless that is done, and choose a plan for them; once more for shorter

@@ -25,6 +25,7 @@ from launch.plan import planner, resolve
 from launch.plan.planner import Choice
 from launch.plan.resolve import Facts
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
+from launch.probe import network
 from launch.queue import starts
 from launch.recipe.guides import gpt2_variables
 from launch.recipe.strict_yaml import show
@@ -99,6 +100,10 @@ def run(
         )
         check(facts)
         recipe, root = facts.context.recipe, facts.workspace.root
+        # before rows are tokenised and planned; once more where the plan decides the ranks
+        network.located(planner.rendezvous(recipe.launch))
+        if (recipe.launch.num_processes or 1) > 1:
+            environment.check_loopback(recipe.launch.nodes)
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
         start = Start(
             facts.workspace, facts.context, facts.constraints, screen, signals, locks, end_s
@@ -310,8 +315,8 @@ def _show_plan(
     for note in filter(None, (manifest.root_note(), manifest.key_note())):
         screen.say(note)
     environment.check(os.environ, plan.strategy.backend)
-    if plan.strategy.num_processes > 1 and plan.strategy.num_machines == 1:
-        environment.check_loopback()
+    if plan.strategy.launch_mode.engine != "plain":
+        environment.check_loopback(plan.strategy.num_machines)
     if plan.strategy.compiles:
         compile_caches.refuse_noexec()
     if names := environment.of_another_launcher(os.environ):

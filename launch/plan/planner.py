@@ -195,7 +195,7 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
         seconds_per_step=chosen.time.step_s if chosen.time else None,
         lengths=context.question(candidate).lengths,
         rows_of=context.lengths[0] if context.rows_of is not None else None,
-        rendezvous=_rendezvous(recipe.launch),
+        rendezvous=rendezvous(recipe.launch),
         link=(
             constraints.link
             if candidate.device == "cuda" and candidate.processes_per_machine > 1
@@ -246,7 +246,7 @@ def _allocator_limit_bytes(launch: LaunchSection, chosen: Judged) -> int | None:
     return max(int(launch.vram_limit_gib * GIB) - chosen.memory.outside_bytes, 0)
 
 
-def _rendezvous(launch: LaunchSection) -> Rendezvous | None:
+def rendezvous(launch: LaunchSection) -> Rendezvous | None:
     if launch.nodes == 1:
         return None
     assert launch.main_process_ip is not None  # the schema has checked it

@@ -6,30 +6,32 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
+from ipaddress import ip_address
 
 import psutil
 
 from launch.base.errors import ConfigError, NetworkError
-from launch.schema.plan import Plan, Rendezvous
+from launch.schema.plan import Rendezvous
+
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def addresses() -> dict[str, list[str]]:
-    """This machine's interfaces and their IPv4 addresses."""
+    """This machine's interfaces and their addresses."""
     return {
-        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
+        name: [entry.address for entry in entries if entry.family in FAMILIES]
         for name, entries in psutil.net_if_addrs().items()
     }
 
 
-def located(plan: Plan) -> Plan:
-    """The plan with the interface that leads to the meeting place, unless the recipe names it.
+def located(meeting: Rendezvous | None) -> Rendezvous | None:
+    """The meeting place with the interface that leads to it, unless the recipe names one.
 
     Raises ConfigError for an interface or address that is wrong on this machine, and NetworkError
     if there is no route.
     """
-    meeting = plan.rendezvous
     if meeting is None:
-        return plan
+        return None
     here = addresses()
     right = _interface(meeting, here)
     named = meeting.network_interface
@@ -42,30 +44,38 @@ def located(plan: Plan) -> Plan:
             f"launch.network_interface {named} ({', '.join(here[named]) or 'no address'}):"
             f" {meeting.main_process_ip} is reached over {right}; use that, or leave the key out"
         )
-    return replace(plan, rendezvous=replace(meeting, network_interface=named or right))
+    return replace(meeting, network_interface=named or right)
 
 
-def _address(name: str) -> str:
-    """The IPv4 address of a name or number. Raises NetworkError, and ConfigError for a name that is
-    valid on this machine only."""
+def _address(name: str) -> tuple[socket.AddressFamily, str]:
+    """The family and the address of a name or number, of several an IPv4 one. Raises NetworkError,
+    and ConfigError for what is valid on this machine, or on one cable, only."""
+    plain = name.removeprefix("[").removesuffix("]")
     try:
-        address = socket.gethostbyname(name)
+        family, _, _, _, place = min(socket.getaddrinfo(plain, None, type=socket.SOCK_STREAM))
     except OSError as error:
         raise NetworkError(
-            f"launch.main_process_ip {name}: {error.strerror}; give the address as a number"
+            f"launch.main_process_ip {name}: {error.strerror}; give the address as a number,"
+            " without a port (launch.main_process_port)"
         ) from error
-    if address != name and address.startswith("127."):
+    address = str(place[0])
+    if address != plain and ip_address(address).is_loopback:
         raise ConfigError(
             f"launch.main_process_ip {name} is {address} here, which other machines take for"
             " themselves; give the address as a number"
         )
-    return address
+    if family == socket.AF_INET6 and ip_address(address).is_link_local:
+        raise ConfigError(
+            f"launch.main_process_ip {name}: {address} is valid on one cable only, which torch"
+            " cannot be told; give another address (`ip -br addr` lists them)"
+        )
+    return family, address
 
 
 def _interface(meeting: Rendezvous, here: Mapping[str, list[str]]) -> str | None:
     """The interface that has the meeting place's address (machine 0), or the interface by which
     packets to it leave."""
-    ip, port = _address(meeting.main_process_ip), meeting.main_process_port
+    (family, ip), port = _address(meeting.main_process_ip), meeting.main_process_port
     if meeting.machine_rank == 0:
         holders = [name for name, own in here.items() if ip in own]
         if not holders:
@@ -76,7 +86,7 @@ def _interface(meeting: Rendezvous, here: Mapping[str, list[str]]) -> str | None
                 f"launch.main_process_ip {ip} is no address of this machine, number 0, which has"
                 f" {shown}"
             )
-        with socket.socket() as probe:
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((ip, port))
@@ -85,7 +95,7 @@ def _interface(meeting: Rendezvous, here: Mapping[str, list[str]]) -> str | None
                     f"{ip}:{port}: {error.strerror}; choose another launch.main_process_port"
                 ) from error
         return holders[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((ip, port))  # UDP: nothing is sent, the kernel only chooses the route
         except OSError as error:

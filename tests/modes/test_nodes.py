@@ -62,14 +62,20 @@ def losses(workspace: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param("multi_cpu", marks=pytest.mark.campaign), "deepspeed_zero2"]
+    ("mode", "is_ipv6"),
+    [
+        pytest.param("multi_cpu", False, marks=pytest.mark.campaign),
+        ("deepspeed_zero2", False),
+        ("multi_cpu", True),
+        pytest.param("deepspeed_zero2", True, marks=pytest.mark.campaign),
+    ],
 )
-def test_two_machines_give_the_losses_of_two_ranks_on_one(tmp_path, recipe, mode):
+def test_two_machines_give_the_losses_of_two_ranks_on_one(tmp_path, recipe, mode, is_ipv6):
     word = f"--launch.mode={mode}"
     words = ("run", str(recipe), "--launch.num_processes=2", word)
     alone = builders.launch(tmp_path / "one", *words, **ONE_THREAD)
     assert alone.returncode == 0, alone.stderr
-    with hosts.pair() as (a, b):
+    with hosts.pair(is_ipv6) as (a, b):
         first = start(a, tmp_path / "two", recipe, 0, a.address, word)
         second = start(b, tmp_path / "two", recipe, 1, a.address, word)
         (code, said), (other_code, other_said) = ended(first, 90), ended(second, 30)

@@ -8,32 +8,41 @@ import socket
 import pytest
 
 from launch.base.errors import ConfigError, NetworkError
+from launch.plan import planner
 from launch.probe import network
-from tests.builders import plan, recipe_of
+from tests.builders import recipe_of
 
 
 def located(ip: str, machine_rank: int = 0, **launch: object):
-    return network.located(
-        plan(
-            recipe_of(
-                launch={"nodes": 2, "main_process_ip": ip, "machine_rank": machine_rank, **launch}
-            )
-        )
+    recipe = recipe_of(
+        launch={"nodes": 2, "main_process_ip": ip, "machine_rank": machine_rank, **launch}
     )
+    return network.located(planner.rendezvous(recipe.launch))
 
 
 def test_a_single_machine_is_left_alone():
-    alone = plan()
-    assert network.located(alone) is alone
+    assert network.located(planner.rendezvous(recipe_of().launch)) is None
 
 
 @pytest.mark.parametrize("machine_rank", [0, 1])
-def test_the_interface_is_the_one_that_leads_there(machine_rank):
+@pytest.mark.parametrize("ip", ["127.0.0.1", "::1", "[::1]"])
+def test_the_interface_is_the_one_that_leads_there(machine_rank, ip):
     with socket.socket() as free:  # the usual port may be in use on this machine
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    located_plan = located("127.0.0.1", machine_rank, main_process_port=port)
-    assert located_plan.rendezvous.network_interface == "lo"
+    meeting = located(ip, machine_rank, main_process_port=port)
+    assert (meeting.network_interface, meeting.main_process_ip) == ("lo", ip)
+
+
+def test_an_address_of_one_cable_is_refused():
+    with pytest.raises(ConfigError, match=r"fe80::1.* is valid on one cable only"):
+        located("fe80::1")
+
+
+def test_a_port_behind_the_address_is_named():
+    for address in ("10.0.0.1:29500", "[::1]:29500"):
+        with pytest.raises(NetworkError, match=r"without a port \(launch.main_process_port\)"):
+            located(address)
 
 
 def test_a_name_that_means_this_machine_everywhere_is_refused():
