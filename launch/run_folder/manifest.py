@@ -30,7 +30,8 @@ COMMITS = "commits.json"  # beside the checkpoints: those that we have committed
 NAME = re.compile(r"^checkpoint-\d{6,}$")
 # all that is written beside checkpoints: unfinished ones, those that are being removed, the list
 WRITTEN = re.compile(r"(tmp-([a-z]+-)?)?checkpoint-\d{6,}|commits\.(json|damaged)")
-KEY_BYTES, MOST_KEY_BYTES, KEY_NAME = 32, 4096, "checkpoint.key"
+KEY_BYTES, MOST_KEY_BYTES = 32, 4096
+KEY_NAME, CLOUD_KEY_NAME = "checkpoint.key", "cloud.key"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # What transformers, Accelerate and DeepSpeed look for in a checkpoint by name or pattern, and then
 # load.
@@ -92,25 +93,46 @@ def key_file() -> Path:
 
 def key() -> bytes:
     """The user's secret, made at its first use: in the file that LOWMEM_KEY names, else in the home
-    folder, with a copy beside the runs, which another machine with that disk finds. Raises
-    ResourceError."""
+    folder, where there is one, and beside the runs, where another machine with that disk finds it.
+    Raises ResourceError."""
     named, of_root, of_home = _key_files()
     try:
         if named:
             return _read_key(named) or _made_key(named, os.urandom(KEY_BYTES))
         if content := _read_key(of_root):
             return content
-        if of_home is None:
+        content = of_home and _read_key(of_home)
+        if of_home and not content:
+            with suppress(OSError):  # a container's home is "/" for a user that it does not know
+                content = _made_key(of_home, os.urandom(KEY_BYTES))
+        if not content:
             return _made_key(of_root, os.urandom(KEY_BYTES))
-        content = _read_key(of_home) or _made_key(of_home, os.urandom(KEY_BYTES))
     except OSError as error:
-        raise ResourceError(
-            f"{error.filename}: {error.strerror}; the key that seals checkpoints is kept there;"
-            " name another file, which can be written to, with LOWMEM_KEY"
-        ) from error
+        raise _unwritten(error) from error
     with suppress(OSError):  # of a disk that keeps no owner: key_note() says so
         _made_key(of_root, content)
     return content
+
+
+def cloud_key_file() -> Path:
+    """The file of the key that rented machines get, made at its first use. It is not the user's
+    own: who reads it there can seal no checkpoint that this machine takes. Raises
+    ResourceError."""
+    named, of_root, _ = _key_files()
+    path = named or of_root.with_name(CLOUD_KEY_NAME)
+    try:
+        if not _read_key(path):
+            _made_key(path, os.urandom(KEY_BYTES))
+    except OSError as error:
+        raise _unwritten(error) from error
+    return path
+
+
+def _unwritten(error: OSError) -> ResourceError:
+    return ResourceError(
+        f"{error.filename}: {error.strerror}; the key that seals checkpoints is kept there;"
+        " name another file, which can be written to, with LOWMEM_KEY"
+    )
 
 
 def key_note() -> str:
@@ -172,8 +194,9 @@ def _read_key(path: Path) -> bytes | None:
         raise ResourceError(
             f"{path}: found {len(content)} bytes, expected {KEY_BYTES}; remove it to make a new key"
         )
-    is_own = status.st_uid in (os.geteuid(), 0)  # root's: a mounted secret
-    if not is_own or status.st_mode & 0o077:
+    # a mounted secret is root's; Kubernetes lets the group of a pod read it (fsGroup)
+    open_bits = 0o077 if status.st_uid == os.geteuid() else 0o037
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & open_bits:
         raise ResourceError(
             f"{path}: the key that seals checkpoints must be yours alone; chmod 600, or remove it"
         )

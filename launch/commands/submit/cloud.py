@@ -14,7 +14,7 @@ from pathlib import Path
 from launch.commands.submit.slurm import HOST_MARGIN
 from launch.plan.planner import Choice
 from launch.recipe import load, strict_yaml
-from launch.run_folder import disk_space
+from launch.run_folder import disk_space, manifest
 from launch.schema.machine import GIB
 
 STATE = "/lowmem"  # where the volume is, with runs, caches and models
@@ -22,9 +22,11 @@ FILES = "/lowmem-files"  # the recipe's own files
 SYSTEM_GIB = 2  # of host RAM, for all that runs there besides
 PACKAGES_GIB = 30  # of disk, for .venv and caches
 GO_ON = 75
-NO_VOLUME = (
-    "# A preempted machine goes on from its last checkpoint if this volume outlives it. Where it\n"
-    "# keeps no owner of a file (a bucket), set LOWMEM_KEY to a mounted secret of 32 bytes.\n"
+KEY = f"{FILES}/{manifest.CLOUD_KEY_NAME}"  # seals the checkpoints of all machines of the volume
+SETUP = f"chmod 600 {KEY} && scripts/install.sh"  # files that come through a bucket lose their mode
+HEAD = (
+    "# A preempted machine goes on from its last checkpoint if this volume outlives it. The file\n"
+    "# that LOWMEM_KEY names seals the checkpoints: keep it, and give it to nobody.\n"
 )
 
 
@@ -40,12 +42,15 @@ def skypilot(choice: Choice, argv: Sequence[str]) -> str:
         "name": _name(choice),
         "workdir": ".",
         "resources": resources,
-        "file_mounts": {there: here for here, there in _files(choice, argv).items()},
+        "file_mounts": {
+            **{there: here for here, there in _files(choice, argv).items()},
+            KEY: str(manifest.cloud_key_file()),
+        },
         "volumes": {STATE: "lowmem"},
-        "setup": "scripts/install.sh",
+        "setup": SETUP,
         "run": _line(choice, argv),
     }
-    return NO_VOLUME + strict_yaml.dump({key: value for key, value in task.items() if value})
+    return HEAD + strict_yaml.dump({key: value for key, value in task.items() if value})
 
 
 def dstack(choice: Choice, argv: Sequence[str]) -> str:
@@ -60,13 +65,16 @@ def dstack(choice: Choice, argv: Sequence[str]) -> str:
         "type": "task",
         "name": _name(choice),
         "repos": ["."],
-        "files": [f"{here}:{there}" for here, there in _files(choice, argv).items()],
+        "files": [
+            *(f"{here}:{there}" for here, there in _files(choice, argv).items()),
+            f"{manifest.cloud_key_file()}:{KEY}",
+        ],
         "volumes": [f"lowmem:{STATE}"],
-        "commands": ["scripts/install.sh", again.format(_line(choice, argv))],
+        "commands": [SETUP, again.format(_line(choice, argv))],
         "resources": resources,
         "retry": {"on_events": ["no-capacity", "interruption"], "duration": "7d"},
     }
-    return NO_VOLUME + strict_yaml.dump({key: value for key, value in task.items() if value})
+    return HEAD + strict_yaml.dump({key: value for key, value in task.items() if value})
 
 
 def _line(choice: Choice, argv: Sequence[str]) -> str:
@@ -82,7 +90,7 @@ def _line(choice: Choice, argv: Sequence[str]) -> str:
     overrides.append(f"--output_dir={STATE}/model_save/{Path(choice.recipe.output_dir).name}")
     own = [there.get(argv[0], argv[0]), *argv[1:]]
     line = shlex.join(["-m", "launch", "run", *own, *overrides])
-    return f"LOWMEM_ROOT={STATE} .venv/bin/python {line}"
+    return f"LOWMEM_ROOT={STATE} LOWMEM_KEY={KEY} .venv/bin/python {line}"
 
 
 def _named(choice: Choice) -> dict[str, str]:

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,45 @@ def test_a_disk_that_keeps_no_owner_has_no_key_and_the_start_says_so(tmp_path, m
     shutil.copy(tmp_path / "home/lowmem/checkpoint.key", secret)
     machines("rented", LOWMEM_KEY=str(secret))
     assert manifest.fault(folder) is None and manifest.key_note() == ""
+
+
+def test_without_a_home_that_can_be_written_to_the_key_lies_beside_the_runs(tmp_path, machines):
+    """docker --user: the home of a number without a name is "/"."""
+    (tmp_path / "home").write_text("no folder can be made here")
+    machines("home")
+    folder = committed(tmp_path / "disk" / "runs", 1)
+    assert manifest.key() == (tmp_path / "disk/.lowmem/checkpoint.key").read_bytes()
+    machines("rented")
+    assert manifest.fault(folder) is None and manifest.key_note() == ""
+    (tmp_path / "second").mkdir()
+    (tmp_path / "second/.lowmem").write_text("none there either")
+    machines("home", LOWMEM_ROOT=str(tmp_path / "second"))
+    with pytest.raises(ResourceError, match=r"second/\.lowmem.*another file.*with LOWMEM_KEY"):
+        manifest.key()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to root's group")
+def test_a_secret_of_root_that_the_group_of_a_pod_may_read_is_a_key(tmp_path, machines):
+    machines("home")
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))  # another user may pass there
+    try:
+        folder.chmod(0o755)
+        secret = folder / "key"
+        secret.write_bytes(b"k" * 32)
+        os.chown(secret, 0, 4242)
+        machines("home", LOWMEM_KEY=str(secret))
+        secret.chmod(0o440)
+        with pytest.raises(ResourceError, match="must be yours alone"):
+            manifest.key()  # to root itself it is open to others
+        os.setegid(4242)
+        os.seteuid(4242)
+        try:
+            assert manifest.key() == b"k" * 32
+        finally:
+            os.seteuid(0)
+            os.setegid(0)
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_a_key_that_is_no_file_is_refused_before_it_is_read(tmp_path, monkeypatch):
