@@ -19,7 +19,7 @@ PICTURE = CODE / "docs" / "quick_start.svg"
 COMMAND = "./quick_start_sft_fast.sh"
 FOLDER = "~/lowmem"  # stands for the checkout and for the workspace
 LEFT_OUT = "..."
-FONT_SIZE, LETTER, LINE, MARGIN, COLUMNS = 14, 8.43, 19, 14, 101  # pixels, and letters of a line
+FONT_SIZE, LETTER, LINE, MARGIN = 14, 8.43, 19, 14  # pixels
 
 
 def plan(printed: Sequence[str]) -> list[str]:
@@ -39,7 +39,8 @@ def shown(printed: Sequence[str]) -> list[str]:
 
 def picture(lines: Sequence[str]) -> str:
     """The lines on a dark ground, a text element each."""
-    width, height = COLUMNS * LETTER + 2 * MARGIN, len(lines) * LINE + 2 * MARGIN
+    width = max(map(len, lines)) * LETTER + 2 * MARGIN
+    height = len(lines) * LINE + 2 * MARGIN
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}"'
