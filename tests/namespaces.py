@@ -29,6 +29,7 @@ for entry in /*; do
 done
 mkdir -m 1777 {root}/tmp
 mkdir {root}/proc; mount -t proc proc {root}/proc
+mount -t tmpfs none {root}/run; mkdir {root}/run/lock  # no leases of this machine
 {mounts}
 chmod 555 {root}
 exec unshare --user --map-user={user} --map-group={group} --root={root} --wd={workdir} \
