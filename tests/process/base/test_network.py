@@ -34,7 +34,10 @@ def test_a_machine_without_its_loopback_is_named(tmp_path):
     ("setup", "words", "named"),
     [
         ("true", ["--launch.num_processes=2"], "error: 127.0.0.1, at which the ranks"),
-        ("true", ["--launch.mode=deepspeed_zero2"], "error: 127.0.0.1, at which the ranks"),
+        pytest.param(
+            *("true", ["--launch.mode=deepspeed_zero2"], "error: 127.0.0.1, at which the ranks"),
+            marks=pytest.mark.modes,
+        ),
         (
             "ip link set lo up; mount --bind /dev/null /etc/hosts; hostname nowhere",
             ["--launch.num_processes=2"],
@@ -66,6 +69,7 @@ def test_a_network_on_which_ranks_cannot_meet_is_one_line_before_anything_is_pla
         assert "plan" not in done.stdout and "tokenis" not in done.stdout
 
 
+@pytest.mark.modes
 def test_without_a_loopback_one_process_trains(tmp_path):
     recipe = builders.recipe(tmp_path, training={"max_steps": 2}, launch={"num_processes": 1})
     line = f"exec {sys.executable} -m launch run {recipe}"

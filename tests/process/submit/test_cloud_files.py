@@ -67,6 +67,7 @@ def killed_once(folder: Path, machine: Container, name: str, there: str) -> str:
     return child.communicate()[0]
 
 
+@pytest.mark.modes
 @pytest.mark.parametrize(
     ("kind", "keeps_owners"), [("skypilot", True), ("skypilot", False), ("dstack", False)]
 )

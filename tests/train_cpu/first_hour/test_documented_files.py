@@ -65,6 +65,7 @@ def test_each_shown_file_is_read_and_both_of_its_rows_are_trained(folder):
         assert trained in done.stdout
 
 
+@pytest.mark.modes
 def test_the_shown_recipe_trains_as_it_is_and_its_model_answers(folder):
     with chdir(folder):
         done = builders.launch(folder, "run", "my.yaml")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from launch.commands.ending import sample_lines
 from scripts import make_sample_data, render_picture
 from tests import builders
@@ -37,6 +39,7 @@ def first_screen(workspace: Path) -> list[str]:
     return render_picture.plan(printed)
 
 
+@pytest.mark.modes
 def test_the_picture_shows_the_plan_and_the_last_lines_of_today(tmp_path):
     lines = render_picture.texts(render_picture.PICTURE.read_text(encoding="utf-8"))
     plan = first_screen(tmp_path / "workspace")
