@@ -44,13 +44,15 @@ VERBS = {
     "merge": "merge",
     "keys": "recipe_keys",
 }
-STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EACCES}
+CLOSED = {errno.EROFS, errno.EACCES}  # to writes
+STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *CLOSED}
 NO_THREAD = "can't start new thread"  # Python's words
 PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EEXIST}
 EXIT_CODES = """
-exit codes: 0 complete; 2 configuration; 3 resources; 4 data; 5 no usable checkpoint;
-            6 out of host RAM; 7 hang; 8 numbers that are not finite; 9 run in use; 10 storage;
-            11 network; 12 out of GPU memory; 75 and 130 (Ctrl-C) stopped: run again"""
+exit codes: 0 complete; 1 a fault of lowmem; 2 configuration; 3 resources; 4 data; 5 no usable
+            checkpoint; 6 out of host RAM; 7 hang; 8 numbers that are not finite; 9 run in use;
+            10 storage; 11 network; 12 out of GPU memory; 13 the exported model differs; 75 and
+            130 (Ctrl-C) stopped: run again"""
 
 
 def main(argv: list[str]) -> int:
@@ -71,7 +73,8 @@ def main(argv: list[str]) -> int:
         if error.errno in PATH_ERRORS:
             return _refusal(f"{path}: {error.strerror}; give another path", ResourceError.exit_code)
         if error.errno in STORAGE_ERRORS:
-            return _refusal(f"{path}: {error.strerror}; make room there", StorageError.exit_code)
+            fix = "make it writable for you" if error.errno in CLOSED else "make room there"
+            return _refusal(f"{path}: {error.strerror}; {fix}", StorageError.exit_code)
         if error.errno == errno.EAGAIN:  # fork(2)
             message = f"the system refuses another process; {processes.limit_of_processes()}"
             return _refusal(message, ResourceError.exit_code)

@@ -198,12 +198,24 @@ def write_part(path: Path, rows: list[Row], is_sample: bool = True) -> Path:
     return path
 
 
+def is_sample(path: Path) -> bool:
+    """Tell whether a file is the sample data that a first start writes."""
+    try:
+        return SAMPLE_KEY in (pq.read_schema(path).metadata or {})
+    except (pa.ArrowException, OSError):
+        return False
+
+
 def write(out_dir: Path, train_rows: int, valid_rows: int, seed: int) -> tuple[Path, Path]:
     """Write both parts into `out_dir` and return their paths. Raises: ValueError on row counts that
     cannot be met."""
     train, valid = draw(train_rows, valid_rows, seed)
     out_dir.mkdir(parents=True, exist_ok=True)
-    return write_part(out_dir / TRAIN_FILE, train), write_part(out_dir / VALID_FILE, valid)
+    paths = (out_dir / TRAIN_FILE, out_dir / VALID_FILE)
+    for path in paths:
+        if path.is_symlink() or (path.exists() and not is_sample(path)):
+            raise ValueError(f"{path} is not the sample data; move it away, or train on it by name")
+    return write_part(paths[0], train), write_part(paths[1], valid)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -28,8 +28,6 @@ from launch.base import interpreter  # noqa: E402
 
 interpreter.go_on_with_packages()
 
-import pyarrow as pa  # noqa: E402
-import pyarrow.parquet as pq  # noqa: E402
 
 from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError  # noqa: E402
 from launch.base.text import shown  # noqa: E402
@@ -37,7 +35,7 @@ from launch.data import columns  # noqa: E402
 from launch.data.conversation import Sample  # noqa: E402
 from launch.data.rows import BadRows, read_samples  # noqa: E402
 from launch.schema.data_section import DataSection  # noqa: E402
-from scripts.make_sample_data import SAMPLE_KEY, write_part  # noqa: E402
+from scripts.make_sample_data import is_sample, write_part  # noqa: E402
 
 Row = tuple[str, str]  # prompt, response
 
@@ -86,14 +84,6 @@ def split(rows: list[Row], num_samples: int, valid_ratio: float) -> tuple[list[R
     return rows[num_valid:], rows[:num_valid]
 
 
-def is_sample(path: Path) -> bool:
-    """Tell whether a file is the sample data that a first start writes."""
-    try:
-        return SAMPLE_KEY in (pq.read_schema(path).metadata or {})
-    except pa.ArrowException:
-        return False
-
-
 def distinct(rows: Iterator[Row]) -> Iterator[Row]:
     """Yield each row once: a row in both files would be trained and then used for validation."""
     hashes: set[int] = set()  # smaller than the texts
@@ -126,6 +116,8 @@ def prepare(arguments: argparse.Namespace) -> Iterator[str]:
                 f"{path}: exists and is not the sample data; add --overwrite, or give another"
                 " --output"
             )
+        if path.exists():
+            yield f"{path} is replaced"
     columns_by_key = {
         key: getattr(arguments, key)
         for key in ("prompt_column", "response_column", "messages_column")

@@ -83,6 +83,17 @@ def regular_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def check_regular(path: Path) -> None:
+    """Raise ResourceError for a name to write to that leads to no regular file, or to another
+    user's."""
+    refuse_strangers(path)
+    status = path.stat() if path.exists() else None
+    if status and not (stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()):
+        raise ResourceError(
+            f"{path}: leads to no regular file of yours; remove it, or choose another name"
+        )
+
+
 def complete_lines(path: Path) -> Iterator[bytes]:
     """The lines of a regular file that end with a newline, one at a time. Raises OSError."""
     if not stat.S_ISREG(path.stat().st_mode):

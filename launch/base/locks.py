@@ -4,15 +4,17 @@ holder cannot keep it."""
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from launch.base import processes
 from launch.base.errors import LockHeld, ResourceError
@@ -20,6 +22,22 @@ from launch.base.errors import LockHeld, ResourceError
 # time in which a forked worker of a dead holder, which has the lock's file open too, may end
 LEFTOVER_S = 1.0
 RETRY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock, as it stands in the lock's file."""
+
+    pid: int
+    host: str
+    start_ticks: Annotated[int | None, Field(alias="started")]  # clock ticks since boot
+    boot: str
+    namespace: str  # of its pid
+    since: str
+    times: str = ""  # the namespace of its clocks
+
+
+HOLDER = TypeAdapter(Holder)
 
 
 class NoLocks(ResourceError):
@@ -55,13 +73,13 @@ def holder_pid(path: Path) -> int | None:
         if not holder or _is_dead(holder):
             return None
         if _is_here(holder):
-            return int(holder["pid"])
+            return holder.pid
         try:  # it may have ended with its container: the kernel knows
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return 0
         return None
-    except (OSError, KeyError, TypeError, ValueError):  # no file of ours
+    except OSError:  # no file of ours
         return None
     finally:
         os.close(file)
@@ -81,9 +99,17 @@ def _taken(path: Path, what: str) -> int:
             time.sleep(RETRY_S)
             continue
         if _is_same(file, path):
+            _check_ours(file, path)
             _sign(file)
             return file
         os.close(file)  # replaced between open and lock
+
+
+def _check_ours(file: int, path: Path) -> None:
+    """Raise ResourceError for a file with lines that no start has written."""
+    if os.pread(file, 1, 0) not in (b"", b"{", b"\0"):
+        os.close(file)
+        raise ResourceError(f"{path}: holds lines that are not lowmem's; move it elsewhere")
 
 
 def opened(path: Path) -> int:
@@ -135,51 +161,61 @@ def _refuse_living(file: int, what: str) -> None:
     holder = _holder(file)
     os.close(file)
     if not _is_dead(holder):
-        name = "process {pid} on {host} since {since}" if holder else "another process"
+        name = "another process"
+        if holder:
+            name = f"process {holder.pid} on {holder.host} since {holder.since}"
         if holder and not _is_here(holder):
-            name = "{host} (another machine or container, its process {pid}) since {since}"
-        raise LockHeld(f"{what} is in use by {name.format(**holder)}; wait for it, or stop it")
+            name = (
+                f"{holder.host} (another machine or container, its process {holder.pid}) since"
+                f" {holder.since}"
+            )
+        raise LockHeld(f"{what} is in use by {' '.join(name.split())}; wait for it, or stop it")
 
 
 def _sign(file: int) -> None:
     """Write this process into the lock's file, as its holder."""
-    holder = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "started": processes.start_ticks(os.getpid()),
-        "boot": processes.boot_id(),
-        "namespace": _namespace(),
-        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }
+    holder = Holder(
+        os.getpid(),
+        socket.gethostname(),
+        processes.start_ticks(os.getpid()),
+        processes.boot_id(),
+        _namespace("pid"),
+        time.strftime("%Y-%m-%d %H:%M:%S"),
+        _namespace("time"),
+    )
     os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(holder).encode(), 0)
+    os.pwrite(file, HOLDER.dump_json(holder, by_alias=True), 0)
 
 
-def _holder(file: int) -> dict[str, Any]:
-    """The facts that the holder wrote; {} while it is writing, or if it could not write."""
+def _holder(file: int) -> Holder | None:
+    """The facts that the holder wrote; None while it is writing, or if it could not write."""
     try:
-        holder = json.loads(os.pread(file, 4096, 0))
-    except (ValueError, RecursionError):
-        return {}
-    return holder if isinstance(holder, dict) else {}
+        return HOLDER.validate_json(os.pread(file, 4096, 0))
+    except ValueError:
+        return None
 
 
-def _is_dead(holder: dict[str, Any]) -> bool:
-    """True if the holder is proved dead: it ran on this machine, and either that boot is over, or
-    no process or another process has its pid now."""
-    if holder.get("host") == socket.gethostname() and holder["boot"] != processes.boot_id():
-        return True
-    return _is_here(holder) and processes.start_ticks(holder["pid"]) != holder["started"]
+def _is_dead(holder: Holder | None) -> bool:
+    """True if the holder is proved dead: it ran here, and no process or another process has its pid
+    now. A lock of another boot may be that of another machine of the same name: after a restart
+    the kernel has let go of it."""
+    return (
+        holder is not None
+        and _is_here(holder)
+        and processes.start_ticks(holder.pid) != holder.start_ticks
+    )
 
 
-def _is_here(holder: dict[str, Any]) -> bool:
-    """True if a process of this machine wrote it, in this container: its pid means something."""
-    here = (socket.gethostname(), processes.boot_id(), _namespace())
-    return tuple(map(holder.get, ("host", "boot", "namespace"))) == here
+def _is_here(holder: Holder) -> bool:
+    """True if a process of this machine wrote it, in this container: its pid and its time mean
+    something."""
+    times = (_namespace("time"), "")  # "": an earlier version wrote it
+    here = (socket.gethostname(), processes.boot_id(), _namespace("pid"))
+    return (holder.host, holder.boot, holder.namespace) == here and holder.times in times
 
 
-def _namespace() -> str:
-    return str(Path("/proc/self/ns/pid").readlink())
+def _namespace(kind: str) -> str:
+    return str(Path(f"/proc/self/ns/{kind}").readlink())
 
 
 def _is_same(file: int, path: Path) -> bool:

@@ -123,6 +123,8 @@ def describe(recipe: Recipe, is_encoder_decoder: bool, is_text: bool) -> str:
                 "tokenizer.chat_template: an encoder-decoder has no chat template: it reads"
                 " the turns before the last answer, a line each; leave it out"
             )
+        if is_text:
+            return "none: the encoder reads the first half of a text, the decoder writes the second"
         return "none: the encoder reads the turns before the last answer, a line each"
     own = _own(recipe)
     if recipe.task == "pretrain" and is_text:

@@ -301,7 +301,8 @@ def _format(
             place = f"{file.path}:{number[1]}" if number else file.path
             holds = LINE.sub("", holds)
             raise DataError(
-                f"{place}: column {column!r} holds {holds}; the {role} must be {requirement}"
+                f"{place}: column {column!r} holds {holds}; the {role} must be {requirement}: write"
+                " it so, or name another column"
             )
     data_format = DataFormat(kind, columns, file.file_type, reason, tuple(ignored))
     if others := [name for name in file.columns if RowReader(data_format).reads(name)]:

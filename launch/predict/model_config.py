@@ -47,6 +47,7 @@ MAX_LAYERS = 10_000  # the deepest models have some hundred
 MAX_TENSORS = 500_000  # of a file; DeepSeek-V3 has 92,000 in all
 LAYERS = re.compile(r"(^|_)(num|n)_(\w+_)?layers?$")
 OTHER_ELEMENTS = 1.02  # weights may hold tables that are no parameters, and lack tied copies
+FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPE_BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -470,10 +471,20 @@ def _header(file: Path) -> dict[str, Tensor]:
                 f" {MAX_TENSORS:,}; copy it again"
             )
         tensors = {name: _tensor(entry, file, 8 + length) for name, entry in entries}
+        quantized = [
+            (name, entry["dtype"])
+            for name, entry in entries
+            if name.endswith("weight") and entry["dtype"] not in FLOATS
+        ]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ResourceError(f"{file}: its header is damaged ({error}); copy it again") from error
     if not tensors:
         raise ResourceError(f"{file}: holds no tensors; copy it again")
+    for name, dtype in quantized:
+        raise ResourceError(
+            f"{file}: {name} is of type {dtype}, expected {', '.join(FLOATS)}: quantised weights"
+            " cannot be trained; take the model in 16 or 32 bits"
+        )
     spans = sorted((tensor.start, tensor.end) for tensor in tensors.values())
     if spans[-1][1] > size:
         raise ResourceError(

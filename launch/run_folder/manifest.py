@@ -130,8 +130,8 @@ def cloud_key_file() -> Path:
 
 def _unwritten(error: OSError) -> ResourceError:
     return ResourceError(
-        f"{error.filename}: {error.strerror}; the key that seals checkpoints is kept there;"
-        " name another file, which can be written to, with LOWMEM_KEY"
+        f"{error.filename or 'a new key'}: {error.strerror}; the key that seals checkpoints is kept"
+        " there; name another file, which can be written to, with LOWMEM_KEY"
     )
 
 

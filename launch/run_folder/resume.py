@@ -175,7 +175,7 @@ def _continued(
     finished = is_same_run and earlier.outcome() is not None
     if finished and holds_model(Path(recipe.output_dir), earlier.run_id):
         return Start(
-            earlier, f"{earlier.run_id} is complete; --resume never starts over", complete=True
+            earlier, f"{earlier.run_id} is complete; to start over: --resume never", complete=True
         )
     if refused := [change for change in changes if change.word not in allow]:
         raise CheckpointError(_refusal(earlier, refused))

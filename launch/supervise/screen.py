@@ -13,6 +13,7 @@ from typing import Any, TextIO, cast
 
 from rich.console import Console
 
+from launch.base import files
 from launch.base.progress import RowProgress
 from launch.base.progress_bar import ProgressBar
 from launch.base.text import shown
@@ -86,6 +87,7 @@ class Screen:
         """Write the lines to these files too, from the first one on."""
         for file in log_files:
             file.parent.mkdir(parents=True, exist_ok=True)
+            files.check_regular(file)
             self._logs.append(file.open("a", encoding="utf-8"))
         lines, self._unlogged = self._unlogged, []
         for line in lines if log_files else ():

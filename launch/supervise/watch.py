@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 
@@ -23,6 +23,7 @@ from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 
 PSS_INTERVAL_S = 1.0
+STOOD_S = 5.0  # between two looks: this process itself was stopped, or its machine slept
 LOAD_GRACE_S = 10.0  # for ranks that have trained nothing yet
 STACKS_S = 2.0  # for stacks to be written
 HANG_GRACE_S = 10.0  # between SIGTERM and SIGKILL of ranks that hang
@@ -74,6 +75,7 @@ class RankWatcher:
         self._hanging_since: float | None = None
         self._alone_since: float | None = None
         self._progress = Progress()
+        self._looked_s = self._woke_s = time.monotonic()
 
     def until_end(self, child: subprocess.Popen[bytes]) -> Ended:
         """Watch until the launcher and its ranks have ended, or nothing can end them."""
@@ -105,8 +107,17 @@ class RankWatcher:
         return self._ended
 
     def _beats(self) -> list[Beat]:
-        """Beats of the ranks that are alive."""
-        return [beat for beat in heartbeats.read_all(self._attempt) if processes.is_alive(beat.pid)]
+        """Beats of the ranks that are alive. Where this process has been stopped too (Ctrl-Z, a
+        paused container), they begin when it goes on."""
+        now = time.monotonic()
+        if now - self._looked_s > STOOD_S:
+            self._woke_s = now
+        self._looked_s = now
+        return [
+            replace(beat, monotonic_s=max(beat.monotonic_s, self._woke_s))
+            for beat in heartbeats.read_all(self._attempt)
+            if processes.is_alive(beat.pid)
+        ]
 
     def _is_over(self, child: subprocess.Popen[bytes]) -> bool:
         try:

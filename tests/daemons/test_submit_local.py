@@ -161,7 +161,7 @@ def test_task_spooler_runs_the_line_of_the_documentation(tmp_path, spooler):
         subprocess.run(["tsp", *words.split()], env=environment, check=True, capture_output=True)
     assert subprocess.run(["tsp", "-w", "1"], env=environment, timeout=120).returncode == 0
     said = subprocess.run(["tsp", "-c", "1"], env=environment, capture_output=True, text=True)
-    assert "is complete; --resume never starts over" in said.stdout
+    assert "is complete; to start over: --resume never" in said.stdout
 
 
 def test_a_cancelled_job_does_not_come_back_after_a_reboot(tmp_path, needs):

@@ -46,6 +46,25 @@ def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_aga
         assert child.left() == []
 
 
+@pytest.mark.shows("F27", "SIGSTOP to all processes of a run, as Ctrl-Z or a paused container")
+@pytest.mark.fast_faults
+def test_a_run_that_is_stopped_as_a_whole_goes_on(tmp_path, injected):
+    with stopping.launched(tmp_path, launch={"hang_floor_s": 4, "max_restarts": 0}) as child:
+        child.until("a checkpoint", lambda: child.committed())
+        everybody = [psutil.Process(child.process.pid), *child.ranks()]
+        for process in everybody:
+            process.send_signal(signal.SIGSTOP)
+        injected()
+        time.sleep(12)
+        for process in reversed(everybody):
+            process.send_signal(signal.SIGCONT)
+        begun = len(child.committed())
+        child.until("more checkpoints", lambda: len(child.committed()) > begun)
+        assert "hangs" not in child.said(), child.said()
+        child.process.send_signal(signal.SIGTERM)
+        assert child.wait() == 75, child.said()
+
+
 @pytest.mark.shows("F27", "SIGSTOP to the process that tokenises; its state is read: stopped")
 def test_a_stopped_process_that_tokenises_is_found_and_started_again(tmp_path, injected):
     with stopping.launched(tmp_path, count=100_000, launch={"hang_floor_s": 3}) as child:

@@ -208,6 +208,9 @@ def test_a_wish_for_a_checkpoint_is_granted_and_training_goes_on(tmp_path):
 
     with stopping.launched(tmp_path, training={"save_steps": 100_000}) as child:
         child.until("steps", lambda: child.run.attempts()[-1].second_step_file.exists())
+        child.run.save_now_file.mkdir()  # no file: nothing is asked for
+        child.until("ten steps more", lambda: builders.events(child.run.root)[-1]["step"] > 10)
+        child.run.save_now_file.rmdir()
         child.run.save_now_file.touch()
         child.until("a checkpoint", lambda: goes_on(1))
         assert not child.run.save_now_file.exists()

@@ -129,7 +129,7 @@ def test_a_complete_run_says_so_and_resume_never_starts_over_with_another_learni
     first = {name: tensor.clone() for name, tensor in builders.weights(tmp_path / "model").items()}
     second = builders.launch(tmp_path / "workspace", "run", recipe)
     assert second.returncode == 0
-    assert "is complete; --resume never starts over" in second.stdout
+    assert "is complete; to start over: --resume never" in second.stdout
     assert len(list((tmp_path / "workspace/runs/tiny").glob("*/plan.json"))) == 1
     shutil.rmtree(tmp_path / "model")
     again = builders.launch(tmp_path / "workspace", "run", recipe)

@@ -295,7 +295,7 @@ def test_the_pasted_dry_run_line_trains_and_once_its_run_is_complete_no_more(tmp
 
     paste()
     trained = (tmp_path / "model/model.safetensors").read_bytes()
-    assert "is complete; --resume never starts over" in paste()
+    assert "is complete; to start over: --resume never" in paste()
     assert (tmp_path / "model/model.safetensors").read_bytes() == trained
 
 

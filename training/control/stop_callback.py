@@ -50,7 +50,7 @@ class StopConditions:
                 return Word.DISK_LOW
         try:
             self._run.save_now_file.unlink()
-        except FileNotFoundError:
+        except OSError:  # not there, or no file
             return Word.NONE
         return Word.SAVE
 

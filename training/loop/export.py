@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -96,13 +96,23 @@ def round_weights(model: Network, recipe: Recipe, config: Mapping[str, Any]) -> 
 
 
 def swap(aside: Path, target: Path, old: Path, is_another_runs: bool) -> None:
-    if target.exists():
+    """Put `aside` in the place of `target`. What stood there is kept as `.previous` if it is the
+    model of another run, or not ours: somebody has made it while the run trained."""
+    if os.path.lexists(target):
         target.rename(old)
     aside.rename(target)
-    if is_another_runs:
-        old.rename(cleared(target.with_name(f"{target.name}.previous")))
-    elif old.exists():
+    if not os.path.lexists(old):
+        return
+    if files.is_model(old) and not is_another_runs:
         shutil.rmtree(old)
+        return
+    with suppress(OSError):  # an empty folder of the user's
+        old.rmdir()
+        return
+    aside = cleared(target.with_name(f"{target.name}.previous"))
+    old.rename(aside)
+    if not is_another_runs:
+        logger.warning("%s: what others have put there is kept as %s", target, aside)
 
 
 def cleared(path: Path) -> Path:

@@ -81,7 +81,9 @@ def test_a_killed_holders_child_that_has_the_file_open_does_not_keep_the_lock(tm
         ({}, False),
         ({"started": 1}, True),  # its pid is another process's by now
         ({"pid": 2**22 + 1}, True),
-        ({"boot": "another"}, True),
+        ({"boot": "another"}, False),  # another machine of the same name
+        ({"times": "time:[1]", "started": 1}, False),  # a container's clocks
+        ({"times": "", "started": 1}, True),  # of an earlier version
         ({"host": "another"}, False),
         ({"host": "another", "boot": "another", "pid": 2**22 + 1}, False),  # not ours to judge
         ({"namespace": "pid:[1]", "pid": 2**22 + 1}, False),  # a container's
@@ -132,7 +134,9 @@ def test_what_is_no_file_is_no_lock(tmp_path, make):
         pass
 
 
-@pytest.mark.parametrize("content", ["[]", '"pid"', "[" * 4000, "7"])
+@pytest.mark.parametrize(
+    "content", ["{}", '{"host": "a"}', '{"pid": ', '{"pid":' * 500, '{"pid": "../a", "boot": 7}']
+)
 def test_a_lock_whose_content_is_damaged_names_no_holder_and_is_taken(tmp_path, content):
     (tmp_path / ".lock").write_text(content)
     with locks.lock(tmp_path / ".lock", "it"):
@@ -141,6 +145,15 @@ def test_a_lock_whose_content_is_damaged_names_no_holder_and_is_taken(tmp_path, 
         (tmp_path / ".lock").write_text(content)
         with pytest.raises(LockHeld), locks.lock(tmp_path / ".lock", "it"):
             pass
+
+
+@pytest.mark.parametrize("content", ["my own lines\n", "[]", "7"])
+def test_a_file_of_the_users_is_no_lock(tmp_path, content):
+    (tmp_path / ".lock").write_text(content)
+    message = "holds lines that are not lowmem's; move it elsewhere"
+    with pytest.raises(ResourceError, match=message), locks.lock(tmp_path / ".lock", "it"):
+        pass
+    assert (tmp_path / ".lock").read_text() == content
 
 
 def test_an_output_dir_on_a_disk_without_locks_is_locked_with_the_runs(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from scripts import make_sample_data
 from tests import builders
 
 SCRIPT = str(builders.CODE / "scripts" / "prepare_small_sft_data.py")
@@ -149,3 +150,16 @@ def test_the_users_files_are_not_replaced_but_the_sample_is(tmp_path):
     assert "would be replaced by the rows drawn from it" in refused.stderr
     replaced = prepare(tmp_path, alpaca(5), "--output=small/sft_train_small.parquet")
     assert replaced.returncode == 0, replaced.stderr
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_sample_data_replaces_no_file_of_the_users(tmp_path, is_link):
+    own = tmp_path / "own.parquet"
+    own.write_bytes(b"mine")
+    path = tmp_path / "data" / make_sample_data.VALID_FILE
+    path.parent.mkdir()
+    path.symlink_to(own) if is_link else own.rename(path)
+    with pytest.raises(ValueError, match="is not the sample data; move it away"):
+        make_sample_data.write(path.parent, 50, 5, 1)
+    assert path.read_bytes() == b"mine"
+    assert [*path.parent.iterdir()] == [path]

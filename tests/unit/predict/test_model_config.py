@@ -495,6 +495,16 @@ def test_a_header_of_a_million_tensors_is_refused(folder):
         load_folder(folder)
 
 
+def test_weights_of_integers_are_refused_and_masks_of_them_are_not(folder):
+    def of_integers(header):
+        name = next(name for name in header if name.endswith("weight"))
+        return {**header, name: {**header[name], "dtype": "I32"}}
+
+    rewrite_header(folder / "model.safetensors", of_integers)
+    with pytest.raises(ResourceError, match=r"weight is of type I32, expected F64, F32.*quantised"):
+        load_folder(folder)
+
+
 def test_a_header_length_beyond_reason_is_refused_before_it_is_read(folder):
     file = folder / "model.safetensors"
     with file.open("wb") as stream:

@@ -87,7 +87,8 @@ def render(
     except Exception as error:  # a template is a program: a wrong key, a sum of text and a list
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         raise TemplateRefusal(
-            f"{_where(place)}{name} does not take this conversation: {kind}{error}"
+            f"{_where(place)}{name} does not take this conversation: {kind}"
+            f"{' '.join(str(error).split())}"
         ) from error
     return texts[0], list(spans[0]) if spans else []  # pyright: ignore[reportReturnType]
 

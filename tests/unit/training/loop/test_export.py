@@ -65,3 +65,23 @@ def test_what_no_run_of_ours_wrote_beside_the_model_stays(tmp_path, kind):
     assert (run_of(target), run_of(tmp_path / "a.previous-2")) == ("new", "before")
     (tmp_path / "b.previous").mkdir()
     files.check_output(tmp_path / "b")  # nothing would be kept there
+
+
+def test_what_somebody_put_there_while_it_trained_is_kept(tmp_path, caplog):
+    target = tmp_path / "a"
+    (target / "notes").mkdir(parents=True)
+    (target / "notes/n.txt").write_text("mine")
+    swapped(target, is_another_runs=False)
+    assert run_of(target) == "new"
+    assert (tmp_path / "a.previous/notes/n.txt").read_text() == "mine"
+    assert f"kept as {tmp_path}/a.previous" in caplog.text
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("/nowhere")])
+def test_an_empty_folder_goes_and_a_link_stays(tmp_path, make):
+    make(tmp_path / "a")
+    is_link = (tmp_path / "a").is_symlink()
+    swapped(tmp_path / "a", is_another_runs=False)
+    assert run_of(tmp_path / "a") == "new"
+    assert (tmp_path / "a.previous").is_symlink() == is_link
+    assert not (tmp_path / ".a.old").exists()

@@ -1,0 +1,34 @@
+"""The log of a run is written to a regular file of its user's, and to nothing else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from launch.base.errors import ResourceError
+from launch.supervise.screen import Screen
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_what_is_no_regular_file_is_refused(tmp_path, make):
+    make(tmp_path / "training.log")
+    with pytest.raises(ResourceError, match="leads to no regular file of yours"):
+        Screen(tmp_path / "training.log")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+def test_another_users_file_is_refused(tmp_path):
+    theirs, shared = tmp_path / "theirs", tmp_path / "shared"
+    theirs.write_text("theirs")
+    os.chown(theirs, 1001, 1001)
+    shared.mkdir()
+    (shared / "training.log").symlink_to(theirs)
+    with pytest.raises(ResourceError, match="leads to no regular file of yours"):
+        Screen(shared / "training.log")
+    shared.chmod(0o1777)
+    os.lchown(shared / "training.log", 1001, 1001)
+    with pytest.raises(ResourceError, match="belongs to user 1001"):
+        Screen(shared / "training.log")
+    assert theirs.read_text() == "theirs"
