@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
-        path = shown(str(error.filename)) if error.filename else "a write"
+        root = os.environ.get("LOWMEM_ROOT") or "the folder of this program"
+        path = shown(str(error.filename or f"a write (runs and caches are in {root})"))
         if error.errno in PATH_ERRORS:
             return _refusal(f"{path}: {error.strerror}; give another path", ResourceError.exit_code)
         if error.errno in STORAGE_ERRORS:

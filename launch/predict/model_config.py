@@ -200,8 +200,17 @@ def check_folder(folder: Path) -> None:
         )
 
 
+def _refuse_special(folder: Path) -> None:
+    """Raise ResourceError for a FIFO or a device among a folder's files: some readers wait for it,
+    others do as if it were not there."""
+    for path in folder.glob("*"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ResourceError(f"{path}: is no regular file; copy the folder again")
+
+
 def check_tokenizer(folder: Path) -> None:
     """Refuse a tokenizer that brings code, or whose files are damaged. Raises ResourceError."""
+    _refuse_special(folder)
     file = folder / "tokenizer_config.json"
     config = _json(file) if file.is_file() else {}
     if not isinstance(config, dict):
@@ -281,6 +290,7 @@ def _folder_config(folder: Path) -> dict[str, Any]:
             f"model.path: {folder} is a file; give the folder that holds config.json and the"
             " weights"
         )
+    _refuse_special(folder)
     file = folder / "config.json"
     if not file.is_file():
         if (folder / "adapter_config.json").is_file():

@@ -145,7 +145,7 @@ def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
     size = section.vocab_size or tokens.model.config["vocab_size"]
     named = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
     say(f"training a tokenizer of at most {size:,} tokens on {sources.name(named)}")
-    texts = _texts(tokens)
+    texts = _said(_texts(tokens), say)
     texts = _first(texts) if data.streaming else texts
     config = tokens.model.config if _is_beside(tokens) else None
     trained = tokenizer.train(texts, section, size, config)
@@ -175,6 +175,16 @@ def _texts(tokens: TokenCache) -> Iterator[str]:
     for source in sources.of_part(data, tokens.data_format, tokens.row_counts, "train"):
         if not source.is_repeat:
             yield from map(text_of, source.read(BadRows(data.max_bad_rows)))
+
+
+def _said(texts: Iterator[str], say: Callable[[str], None]) -> Iterator[str]:
+    """Yield the texts, and say at intervals how many a tokenizer has been trained on."""
+    due = time.monotonic() + LONGEST_PAUSE_S
+    for number, text in enumerate(texts):
+        if time.monotonic() > due:
+            say(f"training the tokenizer: {number:,} rows read so far")
+            due += LONGEST_PAUSE_S
+        yield text
 
 
 def _reading(tokens: TokenCache, loaded: Any) -> str:

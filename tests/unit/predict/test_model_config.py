@@ -505,6 +505,16 @@ def test_weights_of_integers_are_refused_and_masks_of_them_are_not(folder):
         load_folder(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "chat_template.jinja"])
+def test_a_fifo_in_a_model_folder_is_named(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(ResourceError, match=rf"{name}: is no regular file; copy the folder again"):
+        load_folder(folder)
+    with pytest.raises(ResourceError, match=rf"{name}: is no regular file; copy the folder again"):
+        model_config.check_tokenizer(folder)
+
+
 def test_a_header_length_beyond_reason_is_refused_before_it_is_read(folder):
     file = folder / "model.safetensors"
     with file.open("wb") as stream:
