@@ -125,16 +125,17 @@ def test_each_tracker_has_the_losses_of_a_run_that_was_killed_and_started_again(
     store = tmp_path / "a store"
     passed = variables(tmp_path, packages, **LOCAL, MLFLOW_TRACKING_URI=store.as_uri())
     recipe = builders.recipe(
-        tmp_path, training={"max_steps": 12, "save_steps": 4, "logging_steps": 1}
+        tmp_path, training={"max_steps": 16, "save_steps": 5, "logging_steps": 1}
     )
     workspace = tmp_path / "h"
-    kill_after(workspace, words(recipe, ALL, passed), step=6, **passed)
+    # behind the evaluation of step 6: mlflow cannot read a file of metrics that was just created
+    kill_after(workspace, words(recipe, ALL, passed), step=7, **passed)
     done = builders.launch(workspace, *words(recipe, ALL, passed), **passed)
     assert done.returncode == 0, done.stderr
     assert "training.report_to" not in done.stdout
     run = builders.only_run(workspace)
     expected = losses(run)
-    assert sorted(expected) == [*range(1, 13)]
+    assert sorted(expected) == [*range(1, 17)]
     found = {
         "wandb": of_wandb(run, packages),
         "mlflow": of_mlflow(store, (run / "mlflow_run_id").read_text("utf-8")),
@@ -143,7 +144,7 @@ def test_each_tracker_has_the_losses_of_a_run_that_was_killed_and_started_again(
     for name, steps in found.items():
         assert steps == pytest.approx({step: expected[step] for step in steps}, rel=1e-3), name
         # what a tracker had not written is lost with it
-        assert {*range(5, 13)} <= steps.keys(), name
+        assert {*range(6, 17)} <= steps.keys(), name
     assert len(list(store.glob("*/*/metrics/loss"))) == 1, "a start made a run of its own"
     kept = [file.read_bytes() for file in run.glob("swanlog/run-*/backup.swanlab")]
     assert len(kept) == 2
