@@ -19,7 +19,15 @@ from typing import TypeVar
 
 from launch.base import locks
 from launch.base.errors import CheckpointError, ResourceError
-from launch.base.files import damaged_file, expanded, read, read_or_none, write_atomic, write_json
+from launch.base.files import (
+    damaged_file,
+    expanded,
+    is_model,
+    read,
+    read_or_none,
+    write_atomic,
+    write_json,
+)
 from launch.base.text import shown
 from launch.base.workspace import Workspace
 from launch.data import token_cache
@@ -402,8 +410,10 @@ def kept_aside(folder: Path, run_id: str) -> list[str]:
     other = read(folder / "lowmem.json", ExportedModel)
     if other is None or other.run == run_id:
         return []
+    before = folder.with_name(f"{folder.name}.previous")
     return [
-        f"{folder.name} holds the model of {other.run}; it will be kept as {folder.name}.previous"
+        f"{folder.name} holds the model of {other.run}; it will be kept as {before.name}"
+        + (", in the place of the older model there" if is_model(before) else "")
     ]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from launch.base import files
 from launch.base.errors import ResourceError
+from launch.run_folder import layout
 from launch.schema.result import ExportedModel
 from training.loop import export
 
@@ -85,3 +86,12 @@ def test_an_empty_folder_goes_and_a_link_stays(tmp_path, make):
     assert run_of(tmp_path / "a") == "new"
     assert (tmp_path / "a.previous").is_symlink() == is_link
     assert not (tmp_path / ".a.old").exists()
+
+
+def test_a_model_that_is_kept_aside_is_said_and_the_older_one_that_goes(tmp_path):
+    target = model(tmp_path / "a", "before")
+    line = "a holds the model of before; it will be kept as a.previous"
+    assert layout.kept_aside(target, "new") == [line]
+    model(tmp_path / "a.previous", "long before")
+    assert layout.kept_aside(target, "new") == [f"{line}, in the place of the older model there"]
+    assert layout.kept_aside(target, "before") == []
