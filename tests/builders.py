@@ -137,7 +137,7 @@ def launch(workspace: Path, *words: str, **extra: str) -> subprocess.CompletedPr
 
 
 def on_terminal(argv: Sequence[str], workspace: Path, **extra: str) -> str:
-    """What a program writes to a terminal of 100 columns, to its end."""
+    """The output of a program on a terminal of 100 columns, to its end."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
     env = environment(workspace, TERM="xterm-256color", **extra)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -91,9 +92,9 @@ class Container:
             text=True,
         )
 
-    def run(self, root: Path, **options: object) -> tuple[int, str]:
+    def run(self, root: Path, **options: Any) -> tuple[int, str]:
         """Its exit code, and what it said."""
-        child = self.popen(root, **options)  # type: ignore[arg-type]
+        child = self.popen(root, **options)
         try:
             said, _ = child.communicate(timeout=200)
         finally:

@@ -283,7 +283,12 @@ def _table_rows_of(path: Path, number: int, parts: Iterator[Any]) -> Iterator[di
         for part in parts:
             if part.nbytes > MAX_ROW_BYTES:
                 for row in range(part.num_rows):
-                    if (num_bytes := part.slice(row, 1).nbytes) > MAX_ROW_BYTES:
+                    num_bytes = sum(
+                        # of a dictionary the row's value alone
+                        (each.dictionary_decode() if hasattr(each, "dictionary") else each).nbytes
+                        for each in part.slice(row, 1).columns
+                    )
+                    if num_bytes > MAX_ROW_BYTES:
                         raise DataError(
                             f"{path}: row {first + row + 1:,} has {num_bytes:,} bytes, over"
                             f" {MAX_ROW_BYTES >> 20} MiB; write shorter rows"

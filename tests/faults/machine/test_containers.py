@@ -77,9 +77,9 @@ def pod(folder: Path) -> Container:
     there."""
     block = re.search(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     assert block is not None
-    whole = yaml.safe_load(block[1])
-    spec = whole.pop("spec")
-    assert whole == {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "train"}}
+    pod = yaml.safe_load(block[1])
+    spec = pod.pop("spec")
+    assert pod == {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "train"}}
     ((box,), user) = spec.pop("containers"), spec.pop("securityContext")
     limits = box["resources"]["limits"]
     container = Container(

@@ -30,7 +30,7 @@ from launch.base import locks
 from launch.commands.submit.job import JobDir
 with JobDir(Path(sys.argv[1])).hold(), locks.lock(Path(sys.argv[2]), "the run"):
     print("held", flush=True)
-    time.sleep(600)
+    time.sleep(600)  # the test kills it; one whose test died ends by itself
 """
 
 
@@ -104,7 +104,7 @@ with leases.admission(Path(sys.argv[1])) as begin:
     needs = leases.Needs(host_bytes=1 << 30)
     lease = begin(leases.boot_record(state="granted", needs=needs, recipe="mine"))
     print("held", flush=True)
-    time.sleep(600)
+    time.sleep(600)  # the test kills it; one whose test died ends by itself
 """
     place = tmp_path / "leases"
     place.mkdir()

@@ -116,7 +116,7 @@ def printed(root: Path, code: str) -> str:
 
 
 def pip_log(root: Path) -> str:
-    """What pip wrote in the newest installation."""
+    """The output of pip in the newest installation."""
     return (root / ".venv/install.log").read_text()
 
 

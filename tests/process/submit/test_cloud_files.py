@@ -52,7 +52,7 @@ def rented(folder: Path, kind: str, file: dict[str, Any]) -> Container:
 
 
 def killed_once(folder: Path, machine: Container, name: str, there: str) -> str:
-    """What the machine of that name said until its run had such a file; then it was preempted."""
+    """The output of the machine of that name, which is preempted when its run has such a file."""
     home = folder / f"home of {name}"
     home.mkdir()
     machine.volumes["/newhome"] = home

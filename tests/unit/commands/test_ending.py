@@ -1,4 +1,4 @@
-"""What the end of a run says about talking to its model."""
+"""The last lines of a run name how to talk to its model."""
 
 from __future__ import annotations
 

@@ -87,6 +87,13 @@ def test_a_small_file_of_gigabytes_is_read_a_few_rows_at_a_time(tmp_path):
     assert taken_mib < 200
 
 
+def test_a_long_dictionary_is_no_long_row(tmp_path):
+    texts = [f"{i}" + "a" * 9 * MIB for i in range(8)]
+    column = pa.DictionaryArray.from_arrays(pa.array([0, 7], "int32"), pa.array(texts))
+    path = write_arrow(tmp_path / "a.arrow", pa.table({"text": column}), None, "file")
+    assert list(read_samples(path, text_format("arrow"))) == [texts[0], texts[7]]
+
+
 def test_lists_that_repeat_a_long_text_are_read(tmp_path):
     content = pa.array(["a" * (MIB // 2)] * 300)
     turns = pa.StructArray.from_arrays(

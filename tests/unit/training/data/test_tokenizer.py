@@ -152,6 +152,6 @@ def test_a_reading_that_loses_characters_is_refused(tmp_path):
 def test_a_tokenizer_whose_regular_expression_is_too_slow_is_named(regex, text, said, monkeypatch):
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Split(Regex(regex), "isolated")
-    monkeypatch.setattr(tokenizer, "CALL_S", 0.3)
+    monkeypatch.setattr(tokenizer, "CALL_S", 0.3)  # a shorter wait alone
     with pytest.raises(DataError, match=rf"^the tokenizer of m {said}.*begins with 'aaa.*json"):
         tokenizer.called(partial(made.encode_batch, [text]), [text], "the tokenizer of m")

@@ -123,7 +123,7 @@ def test_config_json_has_the_keys_of_both_versions(tmp_path, config, keys):
 
 def test_weights_are_written_in_several_files_that_load_as_one(tmp_path, monkeypatch):
     assert exported_files.MAX_SHARD_BYTES == 5_000_000_000
-    monkeypatch.setattr(exported_files, "MAX_SHARD_BYTES", 20_000)
+    monkeypatch.setattr(exported_files, "MAX_SHARD_BYTES", 20_000)  # of a small model
     model = model_of(LLAMA)
     exported_files.save_model(model, tmp_path, {})
     shards = sorted(tmp_path.glob("model-*.safetensors"))
