@@ -225,16 +225,15 @@ def ask_child(program: str, argv: Sequence[str], question: bytes, what: str) -> 
     )
     if done.returncode in REFUSALS:
         raise REFUSALS[done.returncode](done.stdout.decode(errors="replace"))
-    if done.returncode:
-        sys.stderr.write(shown(done.stderr.decode(errors="replace")))
+    if not done.returncode:
+        return done.stdout
+    sys.stderr.write(shown(done.stderr.decode(errors="replace")))
     if done.returncode < 0:
         raise ResourceError(
             f"the process that {what} was ended by {signal.Signals(-done.returncode).name}, see"
             " above: it took all memory, or a file that it reads is damaged"
         )
-    if done.returncode:
-        raise LaunchError(f"the process that {what} ended with {done.returncode}, see above")
-    return done.stdout
+    raise LaunchError(f"the process that {what} ended with {done.returncode}, see above")
 
 
 def reply(work: Callable[[], Any]) -> int:
