@@ -266,7 +266,10 @@ def write_data(folder: Path, case: Case) -> Path:
         "name": "case",
         "task": "sft",
         "model": {**({"shape": shape} if shape else {"path": str(folder / "model")}), **case.model},
-        "tokenizer": {"vocab_size": 1024} if shape else {"path": str(folder / "tokenizer")},
+        # words, which Qwen2's own class of tokenizers does not read
+        "tokenizer": {"vocab_size": 1024}
+        if shape
+        else {"path": str(folder / "tokenizer"), "loading": "file"},
         "data": {
             "train_file": str(folder / "train.parquet"),
             "validation_file": str(folder / "valid.parquet"),

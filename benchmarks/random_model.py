@@ -29,12 +29,19 @@ def main(content: str, folder: Path) -> None:
     network.generation_config.bos_token_id = network.generation_config.eos_token_id = 0
     network.generation_config.pad_token_id = 0
     network.save_pretrained(folder / "model")
+    write_tokenizer(folder / "tokenizer")
+
+
+def write_tokenizer(folder: Path, vocab_size: int = 0) -> None:
+    """A tokenizer of a few words, and of others up to a vocabulary of this size."""
     made = Tokenizer(models.WordLevel(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["<pad>", "<eos>", "<unk>", "<bos>"]
     made.train_from_iterator(
         ["red blue green stone user assistant :"], trainers.WordLevelTrainer(special_tokens=special)
     )
+    words = {f"word{number}": number for number in range(made.get_vocab_size(), vocab_size)}
+    made.model = models.WordLevel(vocab={**made.get_vocab(), **words}, unk_token="<unk>")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token="<pad>",
@@ -43,7 +50,7 @@ def main(content: str, folder: Path) -> None:
         bos_token="<bos>",
     )
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder / "tokenizer")
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affected_by, all_keys, leaves
 from launch.schema.result import Answers, Outcome, Scores
 from training.checkpoints import best, commit, convert
-from training.compat import transformers_private
+from training.compat import ddp_private, transformers_private
 from training.compat.transformers_private import Network
 from training.control.heartbeat import Heartbeat
 from training.control.stop_callback import StopCallback, StopConditions
@@ -248,6 +248,8 @@ def build_parts(
     if plan.strategy.launch_mode.engine == "fsdp2":
         setup.tie_by_module(network)
     setup.unify_trained(network, plan.strategy)
+    if plan.strategy.keeps_frozen_apart and recipe.model.path is not None:
+        ddp_private.leave_out_frozen(network)
     _check_counts(network, plan)
     patience = recipe.training.early_stopping_patience
     early_stopping = EarlyStopping(patience) if patience else None

@@ -52,6 +52,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         recipe_arguments.described_machine(arguments),
         typed.constraints,
         rows_of=_tokens(arguments.rows_of),
+        as_folder=True,
     )
     recipe, machine, plan = choice.recipe, choice.machine, choice.plan
     if arguments.json:

@@ -60,6 +60,9 @@ class LaunchConstraints:
 NO_CONSTRAINTS = LaunchConstraints()
 
 
+CANNOT_RUN = " cannot run: "  # in a refusal whose cause is this machine, which can be changed
+
+
 def possible(
     context: PlanContext, constraints: LaunchConstraints
 ) -> tuple[list[Candidate], list[str]]:
@@ -285,7 +288,7 @@ def _unavailable(candidate: Candidate, constraints: LaunchConstraints) -> str | 
         obstacle = f"NCCL does not work between these GPUs ({link.reason}); use dual_gpu_gloo"
     else:
         return None
-    return f"{candidate.mode} cannot run: {obstacle}"
+    return f"{candidate.mode}{CANNOT_RUN}{obstacle}"
 
 
 def waves(

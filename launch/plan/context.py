@@ -16,7 +16,7 @@ from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.predict.budgets import host_budget_bytes
 from launch.predict.facts import PlanContext
-from launch.predict.memory import host_memory
+from launch.predict.memory import host_memory, stored_weights
 from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.target_counts import AT_TARGETS
 from launch.predict.trained_parameters import COPY
@@ -80,6 +80,17 @@ def build(
     return PlanContext(recipe, machine, counted, parameters, states, data_format, targets)
 
 
+def as_folder(context: PlanContext) -> PlanContext:
+    """The context of a named shape, with weights as in the folder that is trained later."""
+    note = (
+        f"host RAM is that of a folder of {context.model.name} in {stored_weights.USUAL_DTYPE}, as"
+        " model.path names it; a start of this shape builds random weights there first"
+    )
+    data_format = replace(context.data_format, notes=(*context.data_format.notes, note))
+    stored = stored_weights.of_shape(context.parameters)
+    return replace(context, stored=stored, data_format=data_format)
+
+
 def with_recipe(context: PlanContext, recipe: Recipe) -> PlanContext:
     """The context for another recipe on the same model and data files, with other adapters,
     precision, launch section or max_length."""
@@ -109,7 +120,6 @@ def with_recipe(context: PlanContext, recipe: Recipe) -> PlanContext:
             counts=None,
             eval_counts=None,
             largest_batches=None,
-            cache_bytes=None,
         )
     )
 
@@ -141,7 +151,6 @@ def with_rows(context: PlanContext) -> PlanContext:
         largest_batches=LargestBatches(
             folder, folder.parent.parent / "micro_batches", counts["train"]["rows"]
         ),
-        cache_bytes=sum(file.stat().st_size for file in folder.glob("*.arrow")),
     )
 
 
@@ -167,7 +176,6 @@ def with_rows_of(context: PlanContext, tokens: int) -> PlanContext:
         counts=None,
         eval_counts=None,
         largest_batches=None,
-        cache_bytes=None,
     )
 
 

@@ -142,7 +142,7 @@ def fits(
                         if shared is None:
                             shared = ScaledTraces(*of_recipe, traces, say)
                         context = replace(
-                            plan_context.with_rows_of(context, length),
+                            plan_context.with_rows_of(plan_context.as_folder(context), length),
                             may_expand=architectures.expands_segments(machine.gpus, ""),
                             import_memory=of_imports,
                             traces=shared.of(*of_recipe),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from launch.base.errors import DoesNotFit
@@ -18,7 +18,12 @@ from launch.plan import candidates, explain, relax, savings
 from launch.plan import context as plan_context
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.search import search, table_order
-from launch.plan.ways_to_fit import MAX_WAYS, does_not_fit_message, ways_to_fit
+from launch.plan.ways_to_fit import (
+    MAX_WAYS,
+    does_not_fit_message,
+    smaller_reserve,
+    ways_to_fit,
+)
 from launch.predict import estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import PlanContext
@@ -70,7 +75,7 @@ def choose(context: PlanContext, constraints: LaunchConstraints = NO_CONSTRAINTS
                     if relaxed.recipe not in spent:
                         return _choose_for(relaxed, constraints)
             raise DoesNotFit(
-                f"{refusal}. Nor does it fit with all that allow:"
+                f"{refusal}\nNor does it fit with all that allow:"
                 f" [{', '.join(context.recipe.allow)}] gives up"
                 f" ({', '.join(tried) or 'nothing here'})"
             ) from refusal
@@ -159,9 +164,10 @@ def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
             judged.clear()
             chosen = search(context, possible, constraints, judged)
     if chosen is None:
-        ways = None if recipe.allow else list(islice(ways_to_fit(context, constraints), MAX_WAYS))
-        message = does_not_fit_message(context, judged, refusals, ways)
-        raise DoesNotFit(". ".join([message, *constraints.budget_notes]))
+        ways = chain(smaller_reserve(context, judged), ways_to_fit(context, constraints))
+        offered = None if recipe.allow else list(islice(ways, MAX_WAYS))
+        message = does_not_fit_message(context, judged, refusals, offered)
+        raise DoesNotFit("\n".join([message, *constraints.budget_notes]))
     lost = (
         f"{loser.candidate.mode} with {loser.candidate.num_processes} process(es): {loser.misses}"
         for loser, _ in judged

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from launch.base import environment, files
 from launch.base.errors import ResourceError
+from launch.base.text import size
 from launch.base.workspace import FILES, Workspace
 from launch.data import chat_templates, columns, sources, token_cache, token_hashes
 from launch.plan import context as plan_context
@@ -22,7 +23,9 @@ from launch.plan.planner import Choice
 from launch.predict import model_config
 from launch.predict.facts import PlanContext
 from launch.predict.history.calibration import NO_MARGIN, Margin
+from launch.predict.memory import stored_weights
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
+from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.traces import Traces
 from launch.probe import architectures, import_memory, link_causes, link_test, packages, torch_build
 from launch.probe import machine as probe_machine
@@ -62,12 +65,17 @@ def resolve(
     say: Say = lambda line: None,
     trace: bool = True,
     rows_of: int | None = None,
+    as_folder: bool = False,
 ) -> Choice:
     """Plan a recipe, with the lengths of its rows if they are tokenised, or with max_length.
 
-    `rows_of`: with rows that all have this number of tokens."""
+    `rows_of`: with rows that all have this number of tokens. `as_folder`: a shape that cannot be
+    meant with random weights, because it gets an adapter or stands on a described machine, is
+    planned as its folder will be."""
     facts = read(recipe_name, overrides, described, constraints, say, trace=trace)
     context = facts.context
+    if as_folder and context.stored is None and (described or context.recipe.lora):
+        context = plan_context.as_folder(context)
     if rows_of is not None:
         context = plan_context.with_rows_of(context, rows_of)
     planner.refuse_hopeless(context, facts.constraints)
@@ -134,6 +142,11 @@ def read(
         )
     model = new_tokens.with_tokens(recipe, config, parameters, family, workspace.cache)
     recipe = model.recipe
+    stored = model_config.stored_weights(Path(recipe.model.path)) if recipe.model.path else None
+    if stored is not None:
+        _refuse_large_files(Path(str(recipe.model.path)), stored)
+        grown = stored_weights.grown(parameters, model.parameters)
+        stored = replace(stored, grown=tuple(grown))
     _write_sample_data(recipe, workspace, say)
     file_facts = token_cache.known_files(workspace.cache)
     is_pair = model.family.is_encoder_decoder
@@ -189,6 +202,7 @@ def read(
         context,
         changes=(*changed, *of_model, *of_tokenizer, *model.changes),
         rows=rows,
+        stored=stored,
         tokens=replace(tokens, rows=rows),
         base_fingerprint=model_config.weights_fingerprint(Path(base)) if base else None,
         import_memory=import_memory.measured_or_assumed(workspace.cache, device),
@@ -325,6 +339,17 @@ def _refuse_cards(recipe: Recipe, machine: Machine, constraints: LaunchConstrain
     asked = 1 if is_single else constraints.num_processes or launch.num_processes
     count = asked // max(launch.nodes, constraints.num_machines) if asked else len(machine.gpus)
     torch_build.refuse(machine, machine.gpus[:count])
+
+
+def _refuse_large_files(folder: Path, stored: StoredWeights) -> None:
+    """Raise ResourceError for a file of weights that this kernel does not map."""
+    most = probe_machine.largest_mapping()
+    if most is not None and stored.largest_file_bytes > most[0]:
+        raise ResourceError(
+            f"{folder}: its largest file has {size(stored.largest_file_bytes)}, and a file cannot"
+            f" be mapped that is larger than {most[1]}; add swap, or allow it with"
+            " `sysctl vm.overcommit_memory=1`"
+        )
 
 
 def _error_margin(workspace: Workspace, machine: Machine, device: Device, say: Say) -> Margin:

@@ -12,14 +12,16 @@ from launch.plan import context as plan_context
 from launch.plan.candidates import LaunchConstraints
 from launch.plan.relax import smaller_states
 from launch.plan.search import fastest
-from launch.predict import optimizers
+from launch.predict import budgets, optimizers
 from launch.predict.estimate import Judged, describe
 from launch.predict.facts import PlanContext
 from launch.predict.trained_parameters import trainable_shapes
+from launch.schema.machine import GIB
 from launch.schema.model_sections import LoraSection, QuantizationSection
 from launch.schema.recipe import Recipe
 
 MAX_WAYS = 3  # each may have to be traced
+TENTH = GIB // 10
 
 
 def does_not_fit_message(
@@ -28,28 +30,64 @@ def does_not_fit_message(
     refusals: Sequence[str],
     ways: Sequence[str] | None,
 ) -> str:
+    """Why no candidate fits, a line for each reason, the nearest first, and the ways out."""
     model, states, recipe = context.model, context.full_copy, context.recipe
-    judged_by = "" if context.traces is not None else "By model states alone, "
-    advice = (
-        f". {judged_by}{'t' if judged_by else 'T'}his would fit: {'; '.join(ways)}"
-        if ways
-        else ". Use a smaller model (--model.shape=...)"
-    )
-    by_miss: dict[str | None, Judged] = {}  # the nearest of those with the same reason
-    for loser, _ in sorted(judged, key=lambda pair: pair[0].excess):
-        by_miss.setdefault(loser.misses, loser)
-    nearest = [f"{describe(loser.candidate)}: {miss}" for miss, loser in by_miss.items()][:3]
-    on_cards = any(loser.candidate.processes_per_machine > 1 for loser, _ in judged)
+    of_mode: dict[str, Judged] = {}  # the nearest
+    losers = sorted((loser for loser, _ in judged), key=lambda loser: loser.excess)
+    for loser in losers:
+        of_mode.setdefault(loser.candidate.mode, loser)
+    nearest = [
+        f"  {describe(loser.candidate)}: {_shortage(context, loser)}{loser.misses}"
+        for loser in of_mode.values()
+    ][:3]
+    on_cards = any(loser.candidate.processes_per_machine > 1 for loser in losers)
     fullest = candidates.without_fullest(context.machine.gpus) if on_cards else ""
     exact = " with launch.exact_batch" if recipe.launch.exact_batch else ""
-    return (
+    advice = ["Use a smaller model (--model.shape=...)"] if ways is not None else []
+    if ways:
+        judged_by = "By model states alone, this" if context.traces is None else "This"
+        advice = [f"{judged_by} would fit:", *(f"  {way}" for way in ways)]
+    lines = [
         f"{recipe.name}: {model.name} ({model.parameters:,} parameters,"
         f" {model.trainable_parameters:,} trained) needs {size(states.weights_bytes)} weights +"
         f" {size(states.gradients_bytes)} gradients + {size(states.optimizer_bytes)} optimizer"
-        f" before any activation. Nothing fits{exact}. Nearest:"
-        f" {'; '.join([*nearest, *refusals])}{'' if ways is None else advice}"
-        f"{f'. {fullest}' if fullest else ''}"
-    )
+        f" before any activation. Nothing fits{exact}. Nearest:",
+        *nearest,
+        *(f"  {line}" for line in refusals if candidates.CANNOT_RUN in line),
+        *advice,
+        *filter(None, [fullest]),
+    ]
+    return "\n".join(lines)
+
+
+def _shortage(context: PlanContext, loser: Judged) -> str:
+    """What is missing where a candidate misses a budget, not because it ran out before."""
+    on_device = loser.memory.device_bytes - loser.budget_bytes
+    if on_device > 0 and loser.candidate.device == "cuda":
+        return f"short by {size(on_device)} on the card: "
+    on_host = _host_shortage(context, loser)
+    return f"short by {size(on_host)} of host RAM: " if on_host > 0 else ""
+
+
+def _host_shortage(context: PlanContext, loser: Judged) -> int:
+    budget = budgets.host_budget_bytes(context.recipe, context.machine)
+    return budgets.host_bytes(loser.candidate, loser.memory) - budget
+
+
+def smaller_reserve(context: PlanContext, judged: Sequence[tuple[Judged, str]]) -> Iterator[str]:
+    """Yield a launch.host_reserve_gib with which the nearest candidate fits, if there is one that
+    the guard of host RAM would not stop."""
+    launch, machine = context.recipe.launch, context.machine
+    budget = budgets.host_budget_bytes(context.recipe, machine)
+    reserve = machine.host_available_bytes - budget
+    guarded = int((1 - (launch.host_stop_fraction or 1)) * machine.host_limit_bytes)
+    for loser, _ in sorted(judged, key=lambda pair: pair[0].excess)[:1]:
+        left = (reserve - _host_shortage(context, loser)) // TENTH * TENTH
+        on_device = loser.memory.device_bytes <= loser.budget_bytes
+        if on_device and max(guarded, TENTH) <= left < reserve:
+            needed = size(budgets.host_bytes(loser.candidate, loser.memory))
+            flag = f"--launch.host_reserve_gib={left / GIB:.1f}"
+            yield f"{flag} ({loser.candidate.mode}, {needed} of host RAM)"
 
 
 def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterator[str]:

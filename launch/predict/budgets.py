@@ -6,6 +6,7 @@ from __future__ import annotations
 from launch.base.text import size
 from launch.predict.facts import PlanContext
 from launch.predict.memory import context as memory_context
+from launch.predict.memory import host_memory
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import MemoryEstimate, Strategy
 from launch.schema.recipe import Recipe
@@ -47,7 +48,8 @@ def misses(
         "device", candidate, memory.device_bytes - memory.margin_bytes, memory
     ):
         return ruled_out
-    if memory.device_bytes > budget and not context.assume_fits:
+    is_over = memory.device_bytes > budget and candidate.device == "cuda"
+    if is_over and not context.assume_fits:
         if memory.peak is None:
             return f"model states {size(memory.model_state_bytes)} each, budget {size(budget)}"
         return f"{size(memory.device_bytes)} in {memory.peak.section}, budget {size(budget)}"
@@ -58,6 +60,11 @@ def misses_host(context: PlanContext, candidate: Strategy, memory: MemoryEstimat
     """The excess of the machine's RAM, with numbers; None when it fits."""
     budget = host_budget_bytes(context.recipe, context.machine)
     predicted = host_bytes(candidate, memory)
+    if not memory.host_bytes:  # the ranks' shares of the states, of which mapped ones are shared
+        copies = candidate.processes_per_machine - 1
+        predicted -= copies * host_memory.mapped_weights_bytes(
+            context.recipe, candidate, context.model, context.stored
+        )
     if ruled_out := context.oom_history.rules_out("host", candidate, predicted, memory):
         return ruled_out
     needed = int(predicted * (1 + context.oom_history.host))

@@ -20,6 +20,7 @@ from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import context as memory_context
 from launch.predict.memory import host_memory, load_order, malloc, traced_steps
 from launch.predict.memory import phases as memory_phases
+from launch.predict.optimizers import has_4_bits
 from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
@@ -209,7 +210,8 @@ def _judged(
     of_host = budgets.host_bytes(candidate, memory) / max(
         budgets.host_budget_bytes(context.recipe, context.machine), 1
     )
-    excess = max(memory.device_bytes / max(budget, 1), of_host)
+    of_device = memory.device_bytes / max(budget, 1) if candidate.device == "cuda" else 0.0
+    excess = max(of_device, of_host)
     return Judged(
         candidate, memory, time, budget, budgets.misses(context, candidate, memory, budget), excess
     )
@@ -245,6 +247,7 @@ def _with_peak(
             context.model.family,
             states.weights_bytes,
             budgets.budget_bytes(context, candidate),
+            is_stored=context.stored is not None,
         )
         parts = trace.run(*counts, order)
     memory, by_phase = _with_host(context, candidate, memory, trace, num_samples, parts)
@@ -395,7 +398,16 @@ def _with_host(
             ).values()
         ],
         rows=context.rows,
-        cache_bytes=context.cache_bytes,
+        stored=context.stored,
+        quantised_elements=max(
+            (
+                math.prod(sides)
+                for name, sides in context.parameters.items()
+                if has_4_bits(name, context.model.family)
+            ),
+            default=0,
+        ),
+        counts_mappings=bool(context.machine.mappings_count),
     )
     predicted = host_memory.estimate(job, context.import_memory)
     memory = replace(

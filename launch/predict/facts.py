@@ -16,6 +16,7 @@ from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory.allocator_config import EXPANDABLE
 from launch.predict.memory.largest_batches import LargestBatches
+from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
 from launch.predict.target_counts import MostTargets
 from launch.predict.time import padding as time_padding
@@ -67,7 +68,7 @@ class PlanContext:
     changes: tuple[Change, ...] = ()  # values that the recipe replaced before planning
     rows: int | None = None  # of the training file
     tokens: TokenCache | None = None  # where the tokenised rows are, or will be
-    cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
+    stored: StoredWeights | None = None  # None: the model begins with random weights
     # of the tokenised training file, as tokenising wrote them
     counts: Mapping[str, Any] | None = None
     held_out_rows: int | None = None  # None: not counted yet

@@ -23,6 +23,7 @@ from launch.base.files import expanded
 from launch.base.text import suggestion
 from launch.predict import model_families, model_types
 from launch.predict import parameters as predict_parameters
+from launch.predict.memory.stored_weights import TYPES, StoredWeights
 from launch.schema.model_sections import ModelSection
 from launch.schema.plan import ModelFamily
 
@@ -64,12 +65,13 @@ DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}
 
 @dataclass(frozen=True)
 class Tensor:
-    """The shape of a tensor, and its place in a safetensors file."""
+    """The shape of a tensor, its place in a safetensors file, and its type there."""
 
     shape: tuple[int, ...]
     file: Path
     start: int  # bytes from the beginning of the file
     end: int
+    dtype: str = ""
 
 
 def read(
@@ -412,6 +414,22 @@ def _tensors(folder: Path) -> dict[str, Tensor] | None:
     return None
 
 
+def stored_weights(folder: Path) -> StoredWeights | None:
+    """The weights in a folder's files, without tables of whole numbers; None without weights."""
+    elements: dict[str, int] = {}
+    largest: dict[str, int] = {}
+    tensors = _tensors(folder)
+    for tensor in (tensors or {}).values():
+        if (dtype := TYPES.get(tensor.dtype)) is not None:
+            count = math.prod(tensor.shape)
+            elements[dtype] = elements.get(dtype, 0) + count
+            largest[dtype] = max(largest.get(dtype, 0), count)
+    if not tensors or not elements:
+        return None
+    files = {tensor.file for tensor in tensors.values()}
+    return StoredWeights(elements, largest, max(file.stat().st_size for file in files))
+
+
 def weights_fingerprint(folder: Path) -> str:
     """sha256 over each weight file's name, size and NUM_PARTS parts of its bytes: the weights of
     another training differ in nearly every part, and a model of 14 GB is not read whole."""
@@ -516,7 +534,7 @@ def _tensor(entry: Mapping[str, Any], file: Path, data_start: int) -> Tensor:
     bits = DTYPE_BITS.get(entry["dtype"])  # None: a newer type, whose size is taken from the file
     if bits is not None and (end - start) * 8 != math.prod(shape) * bits:
         raise ValueError(f"{end - start} bytes for shape {shape} of {entry['dtype']}")
-    return Tensor(shape, file, data_start + start, data_start + end)
+    return Tensor(shape, file, data_start + start, data_start + end, entry["dtype"])
 
 
 def _by_name(

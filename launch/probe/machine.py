@@ -26,6 +26,7 @@ GIB = 1 << 30
 UNLIMITED = 1 << 60
 # sbatch(1): megabytes
 SLURM_UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+OVERCOMMIT = "/proc/sys/vm/overcommit_memory"
 CAP_FILES = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
 # Memory that cannot be dropped under pressure, which excludes page cache. Source: kernel docs,
 # cgroup-v2.rst and cgroup-v1/memory.rst
@@ -47,12 +48,21 @@ def machine(
 
     env = os.environ if env is None else env
     limit = min(host_limits(root, env), key=_size)
-    host = (*limit, *host_available(root, env), *cpus(root, env), *_shm(root), *_disk(run_dir))
+    # what this process holds already is a part of each plan
+    own_bytes = _own_bytes() if root == Path("/") else 0
+    host = (
+        *limit,
+        *host_available(root, env, own_bytes),
+        *cpus(root, env),
+        *_shm(root),
+        *_disk(run_dir),
+    )
     signs = gpu_signs.system_root(env) if root == Path("/") else root
     cards = gpus.find(env, signs)
     # in the order of its fields: each value, then its reason
     return Machine(
-        os.uname().nodename, cards.gpus, cards.reason, *host, cards.obstacle, cards.cuda_driver
+        *(os.uname().nodename, cards.gpus, cards.reason, *host, cards.obstacle, cards.cuda_driver),
+        mappings_count=_mappings_count(root),
     )
 
 
@@ -108,14 +118,17 @@ def host_limits(root: Path = Path("/"), env: Mapping[str, str] | None = None) ->
     return [(cap, f"{where} = {size(cap)}") for cap, where in caps]
 
 
-def host_available(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> Cap:
+def host_available(
+    root: Path = Path("/"), env: Mapping[str, str] | None = None, own_bytes: int = 0
+) -> Cap:
     """The bytes that a run can still use now, and the limit that applies. Page cache counts as
-    free."""
-    available = _meminfo(root)["MemAvailable"]
+    free, and so do `own_bytes` of those in use."""
+    memory = _meminfo(root)
+    available = memory["MemAvailable"] + own_bytes
     free = [(available, f"MemAvailable in /proc/meminfo = {size(available)}")]
     for cap, version, folder, name in _cgroup_caps(root):
         use = _counters(root, f"{folder}/memory.stat")
-        used = sum(use.get(key, 0) for key in UNRECLAIMABLE[version])
+        used = max(sum(use.get(key, 0) for key in UNRECLAIMABLE[version]) - own_bytes, 0)
         use_text = (
             f"{size(used)} in use that cannot be reclaimed"
             if use
@@ -124,7 +137,35 @@ def host_available(root: Path = Path("/"), env: Mapping[str, str] | None = None)
         free.append((max(0, cap - used), f"{folder}/{name} = {size(cap)} less {use_text}"))
     caps = [*_slurm_caps(os.environ if env is None else env), *_rlimit_caps()]
     free += [(cap, f"{where} = {size(cap)}") for cap, where in caps]
+    if _read(root, OVERCOMMIT) == "2":
+        left = max(memory["CommitLimit"] - memory["Committed_AS"], 0)
+        free.append((left, f"CommitLimit less Committed_AS in /proc/meminfo = {size(left)}"))
     return min(free, key=_size)
+
+
+def largest_mapping(root: Path = Path("/")) -> Cap | None:
+    """The largest file that a process can map as its own; None: of any size. Source: kernel docs,
+    overcommit-accounting.rst (mode 0 refuses one mapping above RAM and swap)."""
+    if _read(root, OVERCOMMIT) != "0":
+        return None
+    memory = _meminfo(root)
+    most = memory["MemTotal"] + memory.get("SwapTotal", 0)
+    return most, f"RAM and swap = {size(most)}, while vm.overcommit_memory = 0"
+
+
+def _own_bytes() -> int:
+    """Anonymous memory of this process."""
+    status = _read(Path("/"), "/proc/self/status") or ""
+    found = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def _mappings_count(root: Path) -> str:
+    """Why mapped files count as memory that a process has asked for; "": they do not."""
+    limits = [where for _, where in _rlimit_caps()]
+    if _read(root, OVERCOMMIT) == "2":
+        limits.append("vm.overcommit_memory = 2")
+    return " and ".join(limits)
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,8 @@ class Machine:
     cuda_driver: str = ""  # the newest CUDA that the NVIDIA driver serves ("12.4"); "" when unknown
     # installed on a described machine; None: not known there, and asked of this Python here
     packages: tuple[OptionalPackage, ...] | None = None
+    # why the pages of mapped files count against the host's limit; "": they can be dropped
+    mappings_count: str = ""
     assumed: str = ""  # of a described machine, in place of keys that its description leaves out
 
 

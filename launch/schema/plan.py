@@ -134,6 +134,12 @@ class Strategy:
         return self.torch_compile or self.use_liger_kernel or self.launch_mode.offloads
 
     @property
+    def keeps_frozen_apart(self) -> bool:
+        """True if ranks of DDP read frozen weights from the same files, so that rank 0 need not
+        send them."""
+        return (self.launch_mode.engine, self.device, self.num_machines) == ("ddp", "cpu", 1)
+
+    @property
     def checkpointed_share(self) -> float:
         """Of the layers, those whose activations are computed again."""
         return 1 / self.every_n_layers if self.activation_checkpointing else 0.0

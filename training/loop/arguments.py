@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import TrainingArguments
 
 from launch.schema.plan import Plan, Strategy
@@ -28,6 +29,9 @@ def of(
     """The recipe's training section as TrainingArguments. Its construction starts the process
     group."""
     training, strategy = recipe.training, plan.strategy
+    if strategy.device == "cpu" and torch.distributed.is_initialized():
+        # accelerate's cpu:0 is another device: .to() would copy weights that are views of files
+        PartialState().device = torch.device("cpu")
     steps_per_epoch = -(-rows // strategy.effective_batch_size)
     args = TrainingArguments(
         output_dir=os.devnull,  # the ranks agree on the run folder later

@@ -1,8 +1,9 @@
 """Host RAM of a whole job on one machine, by cause and phase: launcher, agent, ranks, data workers.
 Pure.
 
-What is summed is PSS, as rundir.job_pss_bytes reads it: a page of a mapped file counts once,
-however many map it. "Model" is what the device's allocator has handed out; what glibc keeps of
+What is summed is what processes.job_pss_bytes reads: pages of a process's own and of shared memory,
+and those of libraries once. Pages of other mapped files, which the kernel may drop, are no need.
+"Model" is what the device's allocator has handed out; what glibc keeps of
 freed blocks is a line of its own.
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from launch.data.files import shards
 from launch.predict.memory import malloc, onednn
+from launch.predict.memory.stored_weights import StoredWeights
 from launch.probe import packages
 from launch.probe.import_memory import Imports
 from launch.schema.data_section import DataSection
@@ -34,16 +36,15 @@ DEEPSPEED_BYTES = 20 * MIB
 DEEPSPEED_ENGINE_BYTES = 20 * MIB  # objects of a rank's engine that are no tensors
 LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
 
-# as a corpus is stored: plain text has 3 to 5, packed parquet a third of that
-STREAM_BYTES_A_TOKEN = 2
-SAMPLE_MAPPED_BYTES = 64 << 10  # a page fault maps up to 16 pages around it (fault_around_bytes)
-TOKEN_BYTES = 3  # at most, of a row in the cache (training/data/stored_rows.py)
 ORDER_BYTES = 8  # of a row in a rank: the sample numbers and their permutation, int32 each
 # of a row while rows are grouped: source and target, int32 each, as columns and as one table
 LENGTHS_BYTES = 16
 PREPARE_SAMPLES = 1000  # tokenised at once (training/data/encode.py)
 PREPARE_TOKEN_BYTES = 200  # of a token there, as text, encoding and Python lists
 PACKING_BYTES = 96 * MIB  # a window of rows and the sequences made of it (training/data/packing.py)
+# of an element that is quantised on a CPU, at most: bitsandbytes 0.50, its copies in float32
+QUANTISING_BYTES = 14.2
+STAGING_BYTES = MIB * 102  # through which a rank's weights go to a card from unpinned memory
 # DDP sends weights in buckets of this size, two at a time (torch reducer.cpp)
 BROADCAST_BYTES = 250 * MIB
 BUCKET_BYTES = 25 * MIB  # of gradients that DDP reduces at once, from the second step on
@@ -69,7 +70,9 @@ class Job:
     offloaded_activations: Sequence[int] = ()  # bytes of each tensor of a micro-batch
     trained_elements: Sequence[int] = ()  # of each trained tensor
     rows: int | None = None  # of the training file; None: not counted
-    cache_bytes: int | None = None  # of the tokenised rows; None: not there yet
+    stored: StoredWeights | None = None  # None: the model begins with random weights
+    quantised_elements: int = 0  # of the largest matrix that gets 4 bits
+    counts_mappings: bool = False  # pages of mapped files count against the machine's limit
 
     @property
     def ranks(self) -> int:
@@ -82,38 +85,27 @@ class Job:
         return parameters + self.model.lora_bytes
 
     @property
-    def stored_dtype(self) -> str:
-        """The type that a local folder's config.json gives its weights."""
-        config = self.model.config
-        return config.get("dtype") or config.get("torch_dtype") or self.recipe.model.dtype
-
-    @property
-    def converts(self) -> bool:
-        """A local folder stores its weights in another type than they are loaded in: each rank has
-        a copy of its own, and the files' pages beside it."""
-        return self.recipe.model.path is not None and self.stored_dtype != self.recipe.model.dtype
-
-    @property
     def untied_bytes(self) -> int:
         """The output embedding, which exists for a moment before it is tied to the input's; not in
         a stored model, but, in float32, if LoRA copies its embedding."""
         if copied := self.model.tied_copy_bytes // DTYPE_BYTES[self.recipe.model.dtype]:
             return copied * DTYPE_BYTES["float32"]
         is_tied = self.model.family.ties_head
-        return self.embedding_bytes if is_tied and self.recipe.model.path is None else 0
+        return self.embedding_bytes if is_tied and self.stored is None else 0
 
-    @property
-    def mapped_weights_bytes(self) -> int:
-        """Frozen weights of a local folder: pages of its files, which all ranks share. Quantised,
-        they are a rank's."""
-        if self.recipe.model.path is None or self.recipe.quantization is not None or self.converts:
-            return 0
-        if self.strategy.device == "cuda" or self.strategy.launch_mode.engine == "deepspeed":
-            return 0
-        frozen = self.model.parameters - (
-            self.model.trainable_parameters - self.model.lora_parameters
-        )
-        return frozen * DTYPE_BYTES[self.recipe.model.dtype]
+
+def mapped_weights_bytes(
+    recipe: Recipe, strategy: Strategy, model: ModelSize, stored: StoredWeights | None
+) -> int:
+    """Frozen weights of a local folder on CPUs: pages of its files, which all ranks share and read
+    in each step. Quantised or converted, they are a rank's."""
+    dtype = recipe.model.dtype
+    if stored is None or recipe.quantization or stored.converted_bytes(dtype):
+        return 0
+    if strategy.device == "cuda" or strategy.launch_mode.engine == "deepspeed":
+        return 0
+    frozen = model.parameters - (model.trainable_parameters - model.lora_parameters)
+    return frozen * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True)
@@ -148,11 +140,8 @@ def estimate(job: Job, import_memory: Imports) -> HostEstimate:
     }
     data = job.recipe.data
     if data.streaming:
-        block_bytes = 4 * data.stream_unit_bytes
-        training_bytes |= {
-            "tokenising": shards.STREAM_PROCESSES * _tokenising_bytes(data, import_memory),
-            "rows read": block_bytes // STREAM_BYTES_A_TOKEN * TOKEN_BYTES,
-        }
+        tokenising = shards.STREAM_PROCESSES * _tokenising_bytes(data, import_memory)
+        training_bytes["tokenising"] = tokenising
     resident_bytes = job.states.weights_bytes + job.states.optimizer_bytes
     if job.strategy.launch_mode.engine == "ddp":
         # the buckets stay when the gradients are dropped
@@ -237,24 +226,30 @@ def _preparing(job: Job, import_memory: Imports) -> dict[str, int]:
 def _loading(job: Job) -> dict[str, int]:
     """Each rank builds the whole model on its host, then DDP on CPUs sends rank 0's to the others.
 
-    Weights of a local folder are mapped; one is read, once for all ranks, when it is converted,
-    moved or trained.
-    """
-    strategy, is_mapped = job.strategy, job.recipe.model.path is not None
+    Weights of a local folder are mapped: the host has a copy of those that are converted, grow or
+    are quantised there, and the largest tensor passes through the page cache."""
+    strategy, stored, dtype = job.strategy, job.stored, job.recipe.model.dtype
     sent = 0
     if strategy.launch_mode.engine == "ddp" and strategy.device == "cpu":
-        sent = min(job.built_bytes, 2 * BROADCAST_BYTES)
-    built = job.model.lora_bytes if is_mapped and not job.converts else job.built_bytes
-    is_read = strategy.device == "cuda" or job.converts
-    # bytes of a type that is not listed, as of 8 bits: as many as are loaded, which is more
-    element_bytes = DTYPE_BYTES.get(job.stored_dtype, DTYPE_BYTES[job.recipe.model.dtype])
-    stored = job.model.parameters * element_bytes
-    if is_mapped and job.recipe.quantization is not None:  # a tensor at a time, to where it trains
-        built, is_read = 0 if strategy.device == "cuda" else job.states.weights_bytes, True
+        apart = stored is not None and strategy.keeps_frozen_apart
+        sent = job.model.trainable_parameters * DTYPE_BYTES[dtype] if apart else job.built_bytes
+        sent = min(sent, 2 * BROADCAST_BYTES)
+    if stored is None:
+        passing = max(job.untied_bytes, sent)
+        return {"weights": job.ranks * job.built_bytes, "while building": job.ranks * passing}
+    on_card, is_quantised = strategy.device == "cuda", job.recipe.quantization is not None
+    grown, copies = (0, 0) if on_card and is_quantised else stored.growing_bytes(dtype)
+    if not is_quantised:
+        built, passing = job.model.lora_bytes + stored.converted_bytes(dtype), job.untied_bytes
+    elif on_card:  # tensor by tensor
+        built, passing = 0, stored.largest_converted_bytes(dtype)
+    else:
+        built, passing = job.states.weights_bytes, int(QUANTISING_BYTES * job.quantised_elements)
+    staging = STAGING_BYTES if on_card else 0
     return {
-        "weights": job.ranks * built,
-        "weights' files": stored if is_mapped and is_read else 0,
-        "while building": job.ranks * max(job.untied_bytes, sent),
+        "weights": job.ranks * (built + grown),
+        "weights' files": stored.total_bytes if job.counts_mappings else stored.largest_bytes,
+        "while building": job.ranks * (max(passing, sent, copies) + staging),
     }
 
 
@@ -262,7 +257,7 @@ def _on_host(job: Job, device_bytes: int, holes_bytes: int) -> dict[str, int]:
     """Memory of a model in ranks on CPUs; frozen weights that are mapped count once."""
     if job.strategy.device == "cuda":
         return {}
-    mapped = job.mapped_weights_bytes
+    mapped = mapped_weights_bytes(job.recipe, job.strategy, job.model, job.stored)
     return {
         "model": job.ranks * max(device_bytes - job.untouched_bytes - mapped, 0),
         "freed and kept by malloc": job.ranks * holes_bytes,
@@ -273,15 +268,11 @@ def _on_host(job: Job, device_bytes: int, holes_bytes: int) -> dict[str, int]:
 def _data(job: Job) -> dict[str, int]:
     strategy, data = job.strategy, job.recipe.data
     rows = min(job.rows or 0, data.max_train_samples or job.rows or 0)
-    cache = job.cache_bytes if job.cache_bytes is not None else rows * data.max_length * TOKEN_BYTES
-    steps = job.recipe.training.max_steps
-    read = rows if steps < 0 else min(rows, steps * strategy.effective_batch_size)
     columns, waiting = _columns(job), _waiting(job)
     batch = strategy.per_device_train_batch_size * data.max_length * columns * 8
     of_lengths = LENGTHS_BYTES if data.group_by_length or data.batch_by_tokens else 0
     return {
         "order of samples": job.ranks * rows * (ORDER_BYTES + of_lengths),
-        "rows read": min(cache, read * SAMPLE_MAPPED_BYTES),
         "data workers": (
             job.ranks * (strategy.dataloader_num_workers * WORKER_BYTES + waiting * batch)
         ),
@@ -349,7 +340,7 @@ def _pinned_states(job: Job) -> tuple[list[int], list[int]]:
     if strategy.launch_mode.shards_parameters:
         parts = [math.ceil(count / ranks) * element_bytes for count in job.trained_elements]
         head = parts[:1] if job.model.family.ties_head else []
-        built = [*parts, *head] if job.recipe.model.path is not None else parts
+        built = parts if job.stored is None else [*parts, *head]
         return [float32, element_bytes * piece, element_bytes * piece], built
     widest = max(job.trained_elements, default=0) * element_bytes
     buffers = [element_bytes * piece, widest]
@@ -404,7 +395,7 @@ def _saving(job: Job) -> dict[str, int]:
         }
     if strategy.device == "cpu":
         return {}
-    is_adapter = job.recipe.lora is not None and job.recipe.model.path is not None
+    is_adapter = job.recipe.lora is not None and job.stored is not None
     of_adapter = job.model.lora_bytes + job.model.tied_copy_bytes
     written = of_adapter if is_adapter else job.built_bytes
     return {"weights to write": written}  # rank 0's; optimizer states go one tensor at a time

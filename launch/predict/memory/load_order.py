@@ -21,12 +21,16 @@ def of(
     family: ModelFamily,
     weights_bytes: int,
     budget_bytes: int,
+    is_stored: bool = True,
 ) -> loading.Load:
     """`weights_bytes`: of all weights on a rank, as they are loaded. `budget_bytes`: of its
-    device."""
+    device. `is_stored`: the weights come from a folder."""
     engine = strategy.launch_mode.engine
     if engine == "ddp":
         sent = host_memory.BROADCAST_BYTES
+        if is_stored and strategy.keeps_frozen_apart:
+            trained = trainable_shapes(tensor_shapes, recipe.model.freeze, recipe.lora, family)
+            weights_bytes = total_elements(trained) * DTYPE_BYTES[recipe.model.dtype]
         rest = min(sent, weights_bytes - sent)
         return partial(loading.ddp, buckets=(sent, rest) if rest > 0 else ())
     if strategy.device == "cpu":
@@ -34,8 +38,8 @@ def of(
     if engine == "fsdp2":
         return partial(loading.fsdp2, ranks=strategy.num_processes)
     if engine == "deepspeed":
-        return _of_zero(recipe, strategy, tensor_shapes, family, budget_bytes)
-    if recipe.quantization is None or recipe.model.path is None:
+        return _of_zero(recipe, strategy, tensor_shapes, family, budget_bytes, is_stored)
+    if recipe.quantization is None or not is_stored:
         return loading.plain
     return _of_four_bits(recipe, tensor_shapes, family)
 
@@ -60,6 +64,7 @@ def _of_zero(
     tensor_shapes: Shapes,
     family: ModelFamily,
     budget_bytes: int,
+    is_stored: bool,
 ) -> loading.Load:
     """Weights that DeepSpeed divides. ZeRO-1 and 2 copy them into a flat tensor on the card if it
     fits there. Source: deepspeed 0.19.8 stage_1_and_2.py, flatten_on_accelerator.
@@ -77,7 +82,6 @@ def _of_zero(
     built_bytes = DTYPE_BYTES[recipe.model.dtype]
     head = math.prod(next(iter(tensor_shapes.values())))
     casts = [head * element_bytes] if built_bytes != element_bytes else []
-    is_whole = recipe.model.path is None
     undivided = [math.prod(sides) * element_bytes for sides in tensor_shapes.values()]
     parts = [-(-size // ranks) for size in sizes]
     pairs = zip(sizes, parts, strict=True)
@@ -85,7 +89,7 @@ def _of_zero(
     return partial(
         loading.zero3,
         built=() if mode.offloads else parts,
-        head_bytes=[] if is_whole else [head * built_bytes, *casts],
+        head_bytes=[head * built_bytes, *casts] if is_stored else [],
         gathered=gathered,
-        undivided=undivided if is_whole else (),
+        undivided=() if is_stored else undivided,
     )

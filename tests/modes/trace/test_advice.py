@@ -25,18 +25,18 @@ def described(folder: Path, free_gib: tuple[float, ...], available_gib: float) -
 
 def offered(stderr: str) -> list[list[str]]:
     """The flags of each way out."""
-    ways = stderr.partition("This would fit: ")[2].strip().split("; ")
-    return [re.sub(r" \([^()]*\)$", "", way).split() for way in ways]
+    ways = stderr.partition("This would fit:\n")[2].splitlines()
+    return [re.sub(r" \([^()]*\)$", "", way).split() for way in ways if way.startswith("  ")]
 
 
 def test_a_model_that_the_host_cannot_build_is_refused_and_what_is_offered_fits(tmp_path):
-    on = ["--machine", described(tmp_path, (23.6,), 2.6)]
+    on = ["--machine", described(tmp_path, (23.6,), 2.4)]
     words = ["plan", "sft_fast", "--launch.mode=single_gpu", *on]
     refused = builders.launch(tmp_path / "workspace", *words)
     assert refused.returncode == 3
     missed = (
-        r"single_gpu x1, batch 16 x 2: 2\.\d\d GiB in host RAM in load, budget 1\.95 GiB \(2\.60"
-        r" GiB available"
+        r"single_gpu x1, batch 16 x 2: short by 0\.\d\d GiB of host RAM: 2\.\d\d GiB in host RAM in"
+        r" load, budget 1\.80 GiB \(2\.40 GiB available"
     )
     assert re.search(missed, refused.stderr)
     ways = offered(refused.stderr)
@@ -57,7 +57,7 @@ def test_a_way_out_that_fits_takes_one_trace(tmp_path):
     ways = offered(refused.stderr)
     assert len(ways) == 3
     # the others are of ways that do not fit
-    assert len(list(traces.glob("*.json"))) <= 2 * len(ways)
+    assert len(list(traces.glob("*.json"))) <= 3 * len(ways)
 
 
 def test_beside_a_card_that_is_nearly_full_the_free_one_alone_is_taken(tmp_path):
@@ -86,6 +86,8 @@ def test_where_whole_copies_fit_in_single_samples_only_sharded_ones_are_taken_if
 
 def test_data_workers_are_as_many_as_the_cpus_feed_and_fewer_where_host_ram_has_no_room(tmp_path):
     recipe = str(builders.recipe(tmp_path, training={"per_device_train_batch_size": 4}))
+    # batches that wait, so that a step has more in host RAM than a load
+    ahead = ["--data.max_length=512", "--training.dataloader_prefetch_factor=512"]
 
     def planned(available_gib: float, *words: str) -> tuple[str, float]:
         """(what the plan says of data workers, GiB of host RAM)"""
@@ -94,7 +96,9 @@ def test_data_workers_are_as_many_as_the_cpus_feed_and_fewer_where_host_ram_has_
             described(tmp_path, (23.6,), available_gib),
             "--launch.host_reserve_gib=0",
         ]
-        done = builders.launch(tmp_path / "workspace", "plan", "--explain", recipe, *on, *words)
+        done = builders.launch(
+            tmp_path / "workspace", "plan", "--explain", recipe, *on, *ahead, *words
+        )
         assert done.returncode == 0, done.stderr
         said = re.search(r"data workers \d+(?::| instead) .*", done.stdout)
         needed = re.search(r"host RAM   ([\d.]+) GiB in (?:train|save)", done.stdout)
@@ -103,14 +107,14 @@ def test_data_workers_are_as_many_as_the_cpus_feed_and_fewer_where_host_ram_has_
 
     roomy, needed = planned(32)
     assert roomy == "data workers 4: 8 CPUs over 1 process(es)"
-    for left_out, workers in ((0.02, (2, 3)), (0.04, (1, 2))):
+    for left_out, workers in ((0.02, (2, 3)), (0.1, (1, 2))):
         said, takes = planned(needed - left_out)
         found = re.fullmatch(r"data workers (\d) instead of 4: host RAM has no room for more", said)
         assert found is not None, said
         assert int(found[1]) in workers
         assert takes <= needed - left_out + 0.005
     asked, takes = planned(
-        32, "--training.dataloader_num_workers=6", "--training.dataloader_prefetch_factor=8"
+        32, "--training.dataloader_num_workers=6", "--training.dataloader_prefetch_factor=999"
     )
     assert asked == "", "a number that was asked for needs no reason"
     assert takes > needed

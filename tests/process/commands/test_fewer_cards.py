@@ -32,6 +32,6 @@ def test_a_number_or_a_mode_that_the_user_names_is_kept_or_refused(tmp_path):
     for flag in ("--launch.num_processes=2", "--launch.mode=dual_gpu_nccl"):
         done = plan(tmp_path, flag)
         assert done.returncode == 3
-        assert "Nothing fits. Nearest: dual_gpu_nccl x2" in done.stderr
+        assert "Nothing fits. Nearest:\n  dual_gpu_nccl x2" in done.stderr
     asked = plan(tmp_path, "--launch.num_processes=1", "--explain").stdout
     assert "idle" not in asked

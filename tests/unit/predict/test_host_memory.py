@@ -15,7 +15,15 @@ from launch.base import environment
 from launch.base.errors import ResourceError
 from launch.predict import parameters
 from launch.predict.memory import malloc, onednn
-from launch.predict.memory.host_memory import Job, estimate, pinned_bytes, rounded_pinned
+from launch.predict.memory.host_memory import (
+    QUANTISING_BYTES,
+    STAGING_BYTES,
+    Job,
+    estimate,
+    pinned_bytes,
+    rounded_pinned,
+)
+from launch.predict.memory.stored_weights import StoredWeights
 from launch.probe import import_memory
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import MIB
@@ -70,7 +78,14 @@ def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **k
         "embedding_bytes": 40_000_000,
         **known,
     }
+    if path:
+        values = {"stored": stored_as("float32"), **values}
     return Job(recipe, chosen, shape, values.pop("states", states), **values)
+
+
+def stored_as(dtype: str, **known: Any) -> StoredWeights:
+    """The files of that model, in one type."""
+    return StoredWeights({dtype: 100_000_000}, {dtype: 10_000_000}, 400_000_000, **known)
 
 
 def test_each_rank_keeps_kernels_of_bf16_from_the_first_step_on() -> None:
@@ -127,20 +142,64 @@ def test_frozen_weights_of_a_folder_are_mapped_once_for_all_ranks() -> None:
     assert parts["model"] == 2 * 100_000_000
 
 
-def test_weights_of_another_type_are_converted_in_each_rank_beside_their_files() -> None:
-    def loading(stored: dict[str, str]) -> Mapping[str, Mapping[str, int]]:
-        asked = job(strategy("multi_cpu", 2), path="/model", lora_parameters=1_000_000)
-        model = replace(asked.model, config={"model_type": "gpt2", **stored})
-        return estimate(replace(asked, model=model), IMPORTS).by_phase
+def loading(
+    mode: str, stored: StoredWeights, sections: Mapping[str, Any] = {}, **known: Any
+) -> Mapping[str, int]:
+    """Host RAM of a load of LoRA with a million parameters, float32, by cause."""
+    ranks = 1 if mode in ("cpu", "single_gpu") else 2
+    asked = job(strategy(mode, ranks), path="/m", lora_parameters=1_000_000, stored=stored, **known)
+    recipe = Recipe.model_validate({**asked.recipe.model_dump(mode="json"), **sections})
+    asked = replace(asked, recipe=recipe)
+    return estimate(asked, IMPORTS).by_phase["load"]
 
-    converted = loading({"dtype": "bfloat16"})
-    assert converted["load"]["weights"] == 2 * (400_000_000 + 4_000_000)
-    assert converted["load"]["weights' files"] == 200_000_000
-    assert "weights' files" not in converted["step"]  # the frozen weights are each rank's own
-    assert loading({"torch_dtype": "bfloat16"}) == converted
-    mapped = loading({"dtype": "float32"})
-    assert mapped["load"]["weights"] == 2 * 4_000_000  # the adapters
-    assert mapped == loading({})
+
+IN_4_BITS = {"lora": {"r": 8}, "quantization": {"load_in_4bit": True}}
+
+
+def test_weights_of_another_type_are_converted_in_each_rank() -> None:
+    converted = loading("multi_cpu", stored_as("bfloat16"))
+    assert converted["weights"] == 2 * (400_000_000 + 4_000_000)
+    assert loading("multi_cpu", stored_as("float32"))["weights"] == 2 * 4_000_000  # the adapters
+    mixed = StoredWeights(
+        {"float32": 99_000_000, "bfloat16": 1_000_000}, {"float32": 9_000_000, "bfloat16": 5}, 1
+    )
+    assert loading("single_gpu", mixed)["weights"] == 4 * 1_000_000 + 4_000_000
+
+
+def test_of_mapped_files_one_tensor_is_in_ram_unless_a_limit_counts_them_whole() -> None:
+    for mode in ("cpu", "single_gpu"):
+        assert loading(mode, stored_as("bfloat16"))["weights' files"] == 20_000_000
+        limited = loading(mode, stored_as("bfloat16"), counts_mappings=True)
+        assert limited["weights' files"] == 200_000_000
+
+
+def test_weights_for_4_bits_go_to_a_card_tensor_by_tensor() -> None:
+    same = loading("single_gpu", stored_as("float32"), IN_4_BITS)
+    assert "weights" not in same
+    assert same["while building"] == STAGING_BYTES
+    other = loading("dual_gpu_nccl", stored_as("bfloat16"), IN_4_BITS)
+    assert "weights" not in other
+    assert other["while building"] == 2 * (40_000_000 + STAGING_BYTES)
+
+
+def test_a_cpu_packs_weights_into_4_bits_beside_copies_of_one_matrix() -> None:
+    states = MemoryEstimate(60_000_000, 0, 0)
+    parts = loading(
+        *("cpu", stored_as("bfloat16"), IN_4_BITS), states=states, quantised_elements=4_000_000
+    )
+    assert parts["weights"] == 60_000_000
+    assert parts["while building"] == QUANTISING_BYTES * 4_000_000
+
+
+def test_a_vocabulary_that_grows_is_copied_on_the_host() -> None:
+    stored = stored_as("float32", grown=(10_000_000, 8_000_000))
+    grown = loading("single_gpu", stored)
+    assert grown["weights"] == 4_000_000 + 4 * 18_000_000
+    assert grown["while building"] == 4 * 10_000_000 + STAGING_BYTES
+    half = {"model": {"path": "/m", "dtype": "bfloat16"}}
+    stored = stored_as("bfloat16", grown=(10_000_000,))
+    assert loading("single_gpu", stored, half)["while building"] == 8 * 10_000_000 + STAGING_BYTES
+    assert loading("single_gpu", stored, {**half, **IN_4_BITS})["while building"] == STAGING_BYTES
 
 
 def test_ddp_on_cpus_loads_with_one_more_copy_of_the_weights() -> None:
@@ -327,18 +386,9 @@ def test_what_is_never_freed_is_there_once() -> None:
     assert resident_bytes([(0, 5 * MIB), (1, MIB), (1, -1)]) == 6 * MIB + 2 * malloc.ALIGNED_BYTES
 
 
-def test_only_rows_that_a_run_reads_come_into_ram() -> None:
-    rows = 10_000_000
-    few = job(strategy(), rows=rows, cache_bytes=4 << 30)
-    few = replace(
-        few,
-        recipe=few.recipe.model_copy(
-            update={"training": few.recipe.training.model_copy(update={"max_steps": 5})}
-        ),
-    )
-    parts = estimate(few, IMPORTS).by_phase["step"]
-    assert parts["rows read"] == 5 * 4 * (64 << 10)
-    assert parts["order of samples"] == 8 * rows
+def test_each_rank_has_the_order_of_all_rows() -> None:
+    parts = estimate(job(strategy("multi_cpu", 2), rows=10_000_000), IMPORTS).by_phase["step"]
+    assert parts["order of samples"] == 2 * 8 * 10_000_000
 
 
 def test_imports_are_assumed_until_they_were_measured_on_this_device(tmp_path: Path) -> None:

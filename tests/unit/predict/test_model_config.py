@@ -695,3 +695,24 @@ def test_a_type_whose_embedding_is_not_known_keeps_its_vocabulary(saved):
     assert load_folder(saved / "mamba", vocab_size=100).parameters > 0
     with pytest.raises(ConfigError, match="the model's weights name no embedding of tokens"):
         load_folder(saved / "mamba", vocab_size=101)
+
+
+def test_stored_weights_are_counted_by_their_types(tmp_path):
+    tensors = {
+        "a": torch.zeros(4, 6),
+        "b": torch.zeros(30, dtype=torch.bfloat16),
+        "c": torch.zeros(5, dtype=torch.bfloat16),
+        "table": torch.zeros(100, dtype=torch.int64),  # is no weight
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = model_config.stored_weights(tmp_path)
+    assert stored is not None
+    assert stored.elements == {"float32": 24, "bfloat16": 35}
+    assert stored.largest == {"float32": 24, "bfloat16": 30}
+    assert stored.largest_file_bytes == (tmp_path / "model.safetensors").stat().st_size
+    assert (stored.total_bytes, stored.largest_bytes) == (24 * 4 + 35 * 2, 24 * 4)
+    assert stored.converted_bytes("float32") == 35 * 4
+    assert stored.largest_converted_bytes("float32") == 30 * 4
+    assert stored.largest_converted_bytes("float16") == 30 * 2
+    (tmp_path / "model.safetensors").unlink()
+    assert model_config.stored_weights(tmp_path) is None

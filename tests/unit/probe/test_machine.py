@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -494,3 +495,36 @@ def test_all_missing_keys_are_named_at_once(tmp_path):
 def test_the_files_of_the_project_assume_nothing():
     machines = map(described.from_file, sorted(MACHINES.iterdir()))
     assert [machine.assumed for machine in machines if machine.assumed] == []
+
+
+@pytest.mark.parametrize(
+    ("overcommit", "largest_gib", "available", "counts"),
+    [
+        ("0", 72, 32, ""),
+        ("1", None, 32, ""),
+        ("2", None, 7, "vm.overcommit_memory = 2"),
+    ],
+)
+def test_mapped_files_count_where_the_kernel_promises_memory(
+    tmp_path, overcommit, largest_gib, available, counts
+):
+    root = tree(tmp_path, [], ["0::/"], {})
+    (root / "proc/sys/vm").mkdir(parents=True)
+    (root / "proc/sys/vm/overcommit_memory").write_text(overcommit)
+    swap_and_commits = [("SwapTotal", 8), ("CommitLimit", 40), ("Committed_AS", 33)]
+    with (root / "proc/meminfo").open("a") as meminfo:
+        meminfo.writelines(f"{name}: {gib << 20} kB\n" for name, gib in swap_and_commits)
+    largest = probe_machine.largest_mapping(root)
+    assert (largest and largest[0]) == (largest_gib and largest_gib * GIB)
+    assert probe_machine.host_available(root, {})[0] == available * GIB
+    assert probe_machine.machine(root, {}).mappings_count == counts
+
+
+def test_a_limit_of_this_process_counts_what_it_maps():
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (1 << 45, hard))
+    try:
+        assert probe_machine.machine().mappings_count == "RLIMIT_DATA"
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    assert probe_machine.machine().mappings_count == ""

@@ -1,0 +1,193 @@
+"""Predicted beside measured host RAM of trainings whose weights are larger than the limit they run
+in, or that the host converts, packs or lets grow.
+
+Each is started by `python -m launch run` in a memory cgroup. What is measured is the most anonymous
+and shared memory of all its processes; what is predicted is the plan's peak without the pages of
+libraries and mapped weights, which the kernel counts apart. As root; an hour with the 7B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks import cgroups, recording
+from launch.schema.machine import GIB
+
+LLAMA_7B = {
+    **{"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "rms_norm_eps": 1e-5},
+    **{"intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "max_position_embeddings": 2048,
+}
+LLAMA = {  # 1.6 billion parameters
+    **{"model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "rms_norm_eps": 1e-5},
+    **{"intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "max_position_embeddings": 2048},
+}
+LARGER = int(1.5 * 2.96 * GIB)  # than its weights
+WIDE = {**LLAMA, "vocab_size": 128256, "num_hidden_layers": 2}  # mostly embeddings
+LORA = {"r": 8, "target_modules": ["q_proj", "v_proj"]}
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+NOT_ANONYMOUS = ("libraries", "weights' files")  # causes of the plan
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, and the limit of its cgroup."""
+
+    name: str
+    config: Mapping[str, Any]
+    limit_bytes: int
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    stored: str = "bfloat16"
+    shards: int = 1
+    ranks: int = 1
+    is_full: bool = False  # the tokenizer has a word for each row of the embeddings
+
+
+def bf16(**more: Any) -> dict[str, Any]:
+    return {"model": {"dtype": "bfloat16"}, "lora": LORA, **more}
+
+
+CASES = (
+    Case("1.6B, LoRA, bf16", LLAMA, LARGER, bf16()),
+    Case("1.6B, LoRA, bf16, two ranks", LLAMA, LARGER, bf16(), ranks=2),
+    Case("1.6B, LoRA, float32 of bf16", LLAMA, 9 * GIB, {"lora": LORA}),
+    Case("1.6B, 4 bits", LLAMA, 3 * GIB, bf16(quantization=FOUR_BITS)),
+    Case("1.6B, 4 bits, two ranks", LLAMA, 5 * GIB, bf16(quantization=FOUR_BITS), ranks=2),
+    Case(
+        "wide, LoRA, grown vocabulary",
+        WIDE,
+        6 * GIB,
+        bf16(tokenizer={"add_tokens": [f"<new{number}>" for number in range(8)]}),
+        is_full=True,
+    ),
+    Case(
+        "llama-7b, 4 bits, LoRA r=8, 64 tokens",
+        LLAMA_7B,
+        6 * GIB,
+        bf16(quantization=FOUR_BITS),
+        shards=3,
+    ),
+)
+
+
+def write(folder: Path, case: Case) -> Path:
+    """The model's folder, rows and recipe of a case; the recipe's file."""
+    vocab_size = case.config["vocab_size"] if case.is_full else 0
+    cgroups.with_tokenizer(folder, case.config, case.stored, case.shards, vocab_size)
+    row = {"prompt": "red blue green", "response": "blue stone red green " * 20}
+    (folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * 2 * case.ranks)
+    model = {"path": str(folder / "model"), **case.sections.get("model", {})}
+    tokenizer = {
+        "path": str(folder / "tokenizer"),
+        "loading": "file",
+        **case.sections.get("tokenizer", {}),
+    }
+    recipe = {
+        **{"name": "case", "task": "sft", **case.sections, "model": model, "tokenizer": tokenizer},
+        "data": {"train_file": str(folder / "rows.jsonl"), "max_length": 64},
+        "training": {
+            **{"per_device_train_batch_size": 1, "max_steps": 2, "learning_rate": 1e-4},
+            **{"logging_steps": 1, "save_steps": 100},
+        },
+        "launch": {
+            **({"mode": "multi_cpu", "num_processes": 2} if case.ranks > 1 else {"mode": "cpu"}),
+            **{"host_reserve_gib": 0, "host_stop_fraction": 0},
+        },
+        "output_dir": str(folder / "out"),
+    }
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return file
+
+
+def measured(case: Case, folder: Path) -> dict[str, Any]:
+    """What the plan of a case names beside what its processes held."""
+    recipe = write(folder, case)
+    env = {
+        **{**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]},
+        "LOWMEM_LEASES": str(folder / "leases"),  # beside none of this machine's runs
+    }
+    start = [sys.executable, "-m", "launch"]
+    # traces are made outside the limit, as by an earlier plan
+    cgroups.run([*start, "plan", str(recipe)], env)
+    ended = cgroups.run([*start, "run", str(recipe), "--name=case"], env, case.limit_bytes)
+    assert ended.exit_code == 0, ended.said
+    (run,) = (folder / "runs/case").glob("*")
+    plan = json.loads((run / "attempts/01/plan.json").read_text(encoding="utf-8"))
+    supervisor = json.loads((run / "attempts/01/supervisor.json").read_text(encoding="utf-8"))
+    phases = {name: part["by_cause"] for name, part in plan["host"].items() if part}
+    anonymous = {
+        name: sum(size for cause, size in causes.items() if cause not in NOT_ANONYMOUS)
+        for name, causes in phases.items()
+    }
+    return {
+        "case": case.name,
+        "limit_bytes": case.limit_bytes,
+        "weights_bytes": sum(
+            file.stat().st_size for file in (folder / "model").glob("*.safetensors")
+        ),
+        "predicted_bytes": sum(plan["estimate"]["host"].values()),
+        "reported_bytes": supervisor["host_peak_bytes"],
+        "predicted_anonymous_bytes": max(anonymous.values()),
+        "anonymous_by_phase": anonymous,
+        "held_bytes": ended.held_bytes,
+        "wall_s": ended.wall_s,
+    }
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    head = ["training", "weights, GiB", "limit", "anonymous, predicted", "held", "difference"]
+    head += ["all, predicted", "reported"]
+    lines = [
+        [
+            row["case"],
+            *(
+                f"{row[key] / GIB:.2f}"
+                for key in (
+                    *("weights_bytes", "limit_bytes", "predicted_anonymous_bytes", "held_bytes"),
+                )
+            ),
+            f"{(row['predicted_anonymous_bytes'] - row['held_bytes']) / GIB:+.2f} GiB,"
+            f" {row['predicted_anonymous_bytes'] / row['held_bytes'] - 1:+.1%}",
+            *(f"{row[key] / GIB:.2f}" for key in ("predicted_bytes", "reported_bytes")),
+        ]
+        for row in rows
+    ]
+    return recording.table(head, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="cases whose name contains this; not recorded")
+    only = parser.parse_args().only
+    rows = []
+    with tempfile.TemporaryDirectory() as place:
+        os.environ["LOWMEM_TRACES"] = str(Path(place) / "traces")
+        for number, case in enumerate(case for case in CASES if only in case.name):
+            folder = Path(place) / str(number)
+            folder.mkdir()
+            rows.append(measured(case, folder))
+            print(json.dumps(rows[-1]), flush=True)
+            shutil.rmtree(folder)
+            if not only:
+                recording.write("host_loads", {"rows": rows}, text(rows))
+    if only:
+        print(text(rows))
+
+
+if __name__ == "__main__":
+    main()
