@@ -412,6 +412,7 @@ def _trained(
             metrics = {"train_runtime": 0.0}
             logger.info("%s", why)
         if recipe.training.load_best_model_at_end and not parts.control.agreed:
+            parts.heartbeat.beat("export")
             best.take(parts.trainer, Path(str(parts.trainer.args.output_dir)))
             scores["exported_step"] = parts.trainer.state.best_global_step
             scores["exported_eval_loss"] = parts.trainer.state.best_metric

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,14 @@ THREADS = 4  # of one process, beside those of which there is one for each CPU
 THREAD_STACK_BYTES = 64 << 10  # else each takes 8 MiB of what `ulimit -v` allows
 PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 1  # prctl(2)
 REFUSALS = {error.exit_code: error for error in (ConfigError, DataError, ResourceError)}
-HIGHEST = re.compile(r"VmHWM:\s+(\d+) kB")
+SIZES = re.compile(rb"^(\w+):\s+(\d+) kB$", re.MULTILINE)
+# smaps: is it code, the path of a file with an inode, resident pages, those of them that are copies
+MAPPED_FILE = re.compile(
+    rb"^[\da-f]+-[\da-f]+ ..(.). [\da-f]+ \S+ [1-9]\d* +(.+)\n(?:[A-Z].*\n)*?Rss: +(\d+) kB\n"
+    rb"(?:[A-Z].*\n)*?Anonymous: +(\d+) kB$",
+    re.MULTILINE,
+)
+WALKING_SHARE = 0.01  # of the time: a walk takes 20 ms a resident GiB and 10 ms a thousand mappings
 
 
 def adopt() -> None:
@@ -253,31 +261,112 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def job_pss_bytes(root_pid: int) -> tuple[int, int]:
-    """(PSS of a process and its descendants now, the most that it can have been), as if no other
-    job ran on this machine.
+@dataclass(frozen=True)
+class Pages:
+    """Resident bytes of a process that the kernel has to keep, or that it reads all the time."""
 
-    Private pages count for their process, and shared pages count once for the job. The real PSS is
-    smaller beside other jobs that map the same libraries. The second figure adds the difference
-    between each process's highest RSS (VmHWM) and its RSS now, so that no peak between two reads is
-    lost. For several ranks that peak at different times it is an upper bound. Processes that end
-    meanwhile are left out.
-    """
-    own = shared = above = 0
+    own_bytes: int  # anonymous and shared memory: its share where several processes map a page
+    shared_bytes: int  # the remainder of that memory, which counts for the other processes
+    library_bytes: int  # pages of files whose code it has mapped
+    weight_bytes: int  # pages of .safetensors files
+
+
+def pages(pid: int | None = None) -> Pages:
+    """Walk the pages of a process, of this one without `pid`. Raises OSError of a process that is
+    gone or another user's, KeyError of one that has ended."""
+    folder = Path(f"/proc/{pid or 'self'}")
+    sizes = _sizes(folder / "smaps_rollup")
+    unlike_files = sizes["Anonymous"] + _sizes(folder / "status")["RssShmem"]
+    own = min(sizes["Pss"], unlike_files)  # before Linux 5.3
+    if "Pss_Anon" in sizes:
+        own = sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+    mappings = MAPPED_FILE.findall((folder / "smaps").read_bytes())
+    libraries = {path for is_code, path, *_ in mappings if is_code == b"x"}
+    clean = [(path, int(resident) - int(copied)) for _, path, resident, copied in mappings]
+    return Pages(
+        own,
+        max(unlike_files - own, 0),
+        sum(kib for path, kib in clean if path in libraries) << 10,
+        sum(kib for path, kib in clean if b".safetensors" in path) << 10,
+    )
+
+
+def _pages_or_none(pid: int) -> Pages | None:
     try:
-        root = psutil.Process(root_pid)
-        processes = [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return 0, 0
-    for process in processes:
+        return pages(pid)
+    except (OSError, KeyError):
+        return None
+
+
+def _sizes(file: Path) -> dict[str, int]:
+    return {name.decode(): int(kib) << 10 for name, kib in SIZES.findall(file.read_bytes())}
+
+
+def forget_peak() -> None:
+    """Let the highest resident size of this process (VmHWM) begin anew."""
+    with suppress(OSError):  # a sandbox without it: an older peak may be reported
+        Path("/proc/self/clear_refs").write_bytes(b"5")
+
+
+class JobMemory:
+    """Host RAM of a process and its descendants, as if no other job ran on this machine.
+
+    Their anonymous and shared memory counts, and once for all of them the libraries and, from the
+    training on, weights that lie in files: frozen ones of a CPU run, which each step reads. Pages
+    of other mapped files (a model that is loaded, rows, checkpoints) can be dropped at any time and
+    do not count. The kernel's counters are read each time; what is shared and mapped is looked up
+    in WALKING_SHARE of the time, and for new processes. Processes that are gone or another user's
+    are left out."""
+
+    def __init__(self, root_pid: int) -> None:
+        self._root = root_pid
+        self._pages: dict[int, Pages | None] = {}
+        self._walk_s = 0.0  # of the next walk, on the monotonic clock
+        self._mapped: dict[int, int] = {}  # most bytes of files that a process mapped in training
+        self._library_bytes = self._weight_bytes = 0
+        self.bytes = self.peak_bytes = 0
+
+    def read(self, in_training: bool, is_exact: bool = False) -> int:
+        """Find the processes of the job, and sample them."""
         try:
-            memory = process.memory_full_info()
-            highest = HIGHEST.search(
-                Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
-            )
-        except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLookupError):
-            continue
-        own += memory.uss
-        shared = max(shared, memory.rss - memory.uss)
-        above += max(int(highest[1]) * 1024 - memory.rss, 0) if highest else 0
-    return own + shared, own + shared + above
+            children = psutil.Process(self._root).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return self.bytes
+        pids = {self._root, *(child.pid for child in children)}
+        began, is_new = time.monotonic(), pids != self._pages.keys()
+        if is_new or is_exact or began >= self._walk_s:
+            self._pages = {pid: _pages_or_none(pid) for pid in pids}
+            walked = [each for each in self._pages.values() if each]
+            self._library_bytes = max((each.library_bytes for each in walked), default=0)
+            if in_training:
+                self._weight_bytes = max((each.weight_bytes for each in walked), default=0)
+            took_s = time.monotonic() - began
+            # a new process may be about to run another program: it is walked again
+            self._walk_s = 0.0 if is_new else began + took_s / WALKING_SHARE
+        return self.sample(in_training)
+
+    def sample(self, in_training: bool) -> int:
+        """Bytes now of the processes that were found last; the highest are in `peak_bytes`.
+
+        In training, where few files are mapped and none dropped, the highest resident size (VmHWM)
+        less the mapped pages shows a peak between two samples. For several ranks that peak at
+        different times it is an upper bound."""
+        own = above = 0
+        if not in_training:
+            self._mapped.clear()
+        for pid, walked in self._pages.items():
+            try:
+                sizes = _sizes(Path(f"/proc/{pid}/status"))
+            except OSError:
+                continue
+            if walked is None or "RssAnon" not in sizes:
+                continue
+            unlike_files = sizes["RssAnon"] + sizes["RssShmem"]
+            own += max(unlike_files - walked.shared_bytes, 0)
+            if in_training:
+                mapped = max(sizes["RssFile"], self._mapped.get(pid, 0))
+                above += max(sizes["VmHWM"] - mapped - unlike_files, 0)
+                self._mapped[pid] = mapped
+        self.bytes = own + self._library_bytes + self._weight_bytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes + above)
+        return self.bytes

@@ -140,7 +140,7 @@ def _of_memory(a: Side, b: Side) -> Iterator[Figure]:
         yield of(f"VRAM {kind}, peak", measured, "no GPU")
         if "cuda" in (a.plan.strategy.device, b.plan.strategy.device):
             yield of("  predicted", partial(_predicted, quantity=f"{kind}_bytes"))
-    yield of("host RAM of the job (PSS), peak", lambda side: side.host_peak_bytes)
+    yield of("host RAM of the job, peak", lambda side: side.host_peak_bytes)
     yield of("  predicted", lambda side: side.plan.estimate.host_bytes)
 
 

@@ -161,7 +161,7 @@ def predicted_beside_measured(plan: Plan, result: RunResult, events: Sequence[St
     groups = [
         ("by category", list(_by_category(plan, result.summary))),
         ("by phase, a rank's device (reserved)", list(_by_device_phase(plan, result.summary))),
-        ("by phase, host RAM of the job (PSS)", list(_by_host_phase(plan, result, events))),
+        ("by phase, host RAM of the job", list(_by_host_phase(plan, result, events))),
     ]
     drawn = "".join(_group(title, pairs, size) for title, pairs in groups if pairs)
     steady = [step.seconds for step in events[STEADY_FROM:]]

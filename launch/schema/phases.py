@@ -64,7 +64,7 @@ class DevicePhases:
 class HostMemory:
     """Host RAM of all processes of the job on one machine, in one part of a run."""
 
-    bytes: Annotated[int, Field(description="the sum of by_cause, as PSS")]
+    bytes: Annotated[int, Field(description="the sum of by_cause; a page of a library counts once")]
     by_cause: Annotated[Mapping[str, int], Field(description="bytes by cause")]
 
 

@@ -31,7 +31,7 @@ class StepEvent:
     vram_allocated_bytes: int  # peak over ranks since the start
     vram_reserved_bytes: int
     vram_total_bytes: int  # 0: no GPU
-    host_pss_bytes: int  # of the whole job, now
+    host_pss_bytes: int  # of the whole job, now, as base.processes.JobMemory counts
     time: float  # unix time
     computed_tokens: int | None = None  # padding included; None: not counted
     # the part of `seconds` until rank 0 had its batches and all ranks had theirs
@@ -100,7 +100,7 @@ class SecondStep:
 
     allocated_bytes: int
     reserved_bytes: int
-    host_pss_bytes: int  # of the whole job
+    host_pss_bytes: int  # of the whole job: the highest of the steps so far
     free_bytes: int = 0  # of rank 0's card
 
 

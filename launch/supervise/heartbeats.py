@@ -24,6 +24,7 @@ FLOORS = {
     "export": 30,
 }
 BEFORE_TRAINING = ("load", "tokenise")
+MAPPING = (*BEFORE_TRAINING, "export")  # sections in which whole models are mapped and dropped
 # times the limit, for ranks that still compute: a rank that gets a tenth of a CPU is slow, not
 # stuck
 SPARED = 2.5

@@ -18,7 +18,7 @@ def pressure(
     """The reason why a run should stop now, None without one. `fraction` is
     launch.host_stop_fraction of the limit; 0: never.
 
-    Page cache counts as free. `job_bytes` is the job's PSS, because some limits (Slurm's, an
+    Page cache counts as free. `job_bytes` is of JobMemory, because some limits (Slurm's, an
     rlimit) do not show how much of them is used."""
     if not fraction:
         return None

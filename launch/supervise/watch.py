@@ -22,7 +22,7 @@ from launch.supervise.heartbeats import Beat, Progress
 from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 
-PSS_INTERVAL_S = 1.0
+MEASURED_INTERVAL_S = 1.0
 STOOD_S = 5.0  # between two looks: this process itself was stopped, or its machine slept
 LOAD_GRACE_S = 10.0  # for ranks that have trained nothing yet
 STACKS_S = 2.0  # for stacks to be written
@@ -70,7 +70,7 @@ class RankWatcher:
         self._ended = Ended()
         self._signalled: set[int] = set()  # pids of ranks that know they are to stop
         self._is_checked = False
-        self._measured_at = 0.0
+        self._job, self._measured_at = processes.JobMemory(os.getpid()), 0.0
         self._stopping_since: float | None = None
         self._hanging_since: float | None = None
         self._alone_since: float | None = None
@@ -80,12 +80,13 @@ class RankWatcher:
     def until_end(self, child: subprocess.Popen[bytes]) -> Ended:
         """Watch until the launcher and its ranks have ended, or nothing can end them."""
         is_forced = False
+        processes.forget_peak()
         self._screen.start(self._attempt)
         try:
             while not is_forced and not self._is_over(child):
                 self._screen.update()
                 now, beats = time.monotonic(), self._beats()
-                self._measure(now)
+                self._measure(now, beats)
                 is_forced = (
                     self._refuted()
                     or self._stop(child, beats, now)
@@ -100,6 +101,7 @@ class RankWatcher:
             # no process outlives the attempt, however it ended
             unkillable = processes.end_tree(self._run.tag)
         self._ended.unkillable = [process.pid for process in unkillable]
+        self._ended.host_peak_bytes = self._job.peak_bytes
         if not unkillable:
             child.wait()
             processes.reap()
@@ -129,17 +131,18 @@ class RankWatcher:
             return False
         return True
 
-    def _measure(self, now: float) -> None:
-        if now - self._measured_at < PSS_INTERVAL_S:
+    def _measure(self, now: float, beats: list[Beat]) -> None:
+        in_training = bool(beats) and all(beat.section not in heartbeats.MAPPING for beat in beats)
+        if now - self._measured_at < MEASURED_INTERVAL_S:
+            self._job.sample(in_training)
             return
         self._measured_at = now
         # measured on both sides of the job: what it takes or frees meanwhile is not others' memory
         before = machine.host_available()[0]
-        job, highest = processes.job_pss_bytes(os.getpid())
+        job = self._job.read(in_training)
         if self._hold(job) and not self._ended.is_yielded:
             self._ended.is_yielded = True
             self._screen.say("queue yield: saving a checkpoint, then waiting for memory again")
-        self._ended.host_peak_bytes = max(self._ended.host_peak_bytes, highest)
         for_job = job + max(before, machine.host_available()[0])
         self._ended.host_left_bytes = min(self._ended.host_left_bytes or for_job, for_job)
         if not self._ended.pressure:

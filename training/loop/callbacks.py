@@ -30,33 +30,40 @@ logger = logging.getLogger("lowmem")
 STEADY_STEP = 2  # the first step has no optimizer states yet
 LONG_WAIT_S = 60.0  # until a log line: the remaining time is logged before
 COUNTED = ("tokens", "computed_tokens", "samples")
-PSS_INTERVAL_S = 2.0  # reading smaps_rollup costs milliseconds a GiB
+HOST_INTERVAL_S = 2.0  # finding the job's processes takes a millisecond
 
 
 class HostMemory:
-    """PSS of the job (launcher, ranks, data workers), read at most every PSS_INTERVAL_S seconds."""
+    """Host RAM of the job (launcher, ranks, data workers), read at most every HOST_INTERVAL_S
+    seconds."""
 
     def __init__(self) -> None:
         root = os.environ.get("LOWMEM_ROOT_PID") or (
             os.getppid() if "WORLD_SIZE" in os.environ else os.getpid()
         )
-        self._root = int(root)
-        self._read_at = -PSS_INTERVAL_S
-        self.bytes = 0
-        self.peak_bytes = 0
+        self._job = processes.JobMemory(int(root))
+        self._read_at = -HOST_INTERVAL_S
+        self._in_training = False
+
+    def begin_training(self) -> None:
+        """Forget the peak of loading, in which pages of files are mapped."""
+        processes.forget_peak()
+        self._in_training = True
+
+    def end_training(self) -> None:
+        self.highest()
+        self._in_training = False
 
     def read(self) -> int:
-        if time.monotonic() - self._read_at >= PSS_INTERVAL_S:
+        if time.monotonic() - self._read_at >= HOST_INTERVAL_S:
             self._read_at = time.monotonic()
-            self.bytes, highest = processes.job_pss_bytes(self._root)
-            self.peak_bytes = max(self.peak_bytes, highest)
-        return self.bytes
+            self._job.read(self._in_training)
+        return self._job.bytes
 
     def highest(self) -> int:
-        """The highest PSS that the job can have had so far, read now."""
-        self._read_at = -PSS_INTERVAL_S
-        self.read()
-        return self.peak_bytes
+        """The highest that the job can have had at the reads so far, and now."""
+        self._job.read(self._in_training, is_exact=True)
+        return self._job.peak_bytes
 
 
 class StepMeter:
@@ -184,6 +191,8 @@ class Reporter(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if not self._steps:
+            self.host.begin_training()
         self._step_began = time.monotonic()
 
     # the time of an evaluation or a save does not count for the next step
@@ -269,6 +278,8 @@ class Reporter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.flush(state.max_steps, None)
+        if self._rank == 0:
+            self.host.end_training()
         if self._bar:
             self._bar.stop()
 

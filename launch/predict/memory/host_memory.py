@@ -1,9 +1,9 @@
 """Host RAM of a whole job on one machine, by cause and phase: launcher, agent, ranks, data workers.
 Pure.
 
-What is summed is what processes.job_pss_bytes reads: pages of a process's own and of shared memory,
-and those of libraries once. Pages of other mapped files, which the kernel may drop, are no need.
-"Model" is what the device's allocator has handed out; what glibc keeps of
+What is summed is what base.processes.JobMemory reads: pages of a process's own and of shared
+memory, and those of libraries once. Pages of other mapped files, which the kernel may drop, are no
+need. "Model" is what the device's allocator has handed out; what glibc keeps of
 freed blocks is a line of its own.
 """
 

@@ -140,7 +140,7 @@ def test_the_figures_are_what_the_steps_add_up_to(workspace):
     assert found["  evaluations"] == (f"{6 / 22:.1%}", f"{6 / 22:.1%}", "")
     assert found["  saves, logs, steps that were lost"] == ("0.0%", f"{8 / 22:.1%}", "")
     assert found["VRAM allocated, peak"] == ("no GPU", "no GPU", "")
-    assert found["host RAM of the job (PSS), peak"] == ("2.00 GiB", "2.00 GiB", "1.000")
+    assert found["host RAM of the job, peak"] == ("2.00 GiB", "2.00 GiB", "1.000")
     assert found["training loss, 72-80 samples"] == ("0.1000", "0.1000", "1.000")
     assert found["held-out loss at 80 samples"] == ("0.2000", "0.2000", "1.000")
     assert found["non-padding tokens of 80 samples"] == ("800", "800", "1.000")
