@@ -41,6 +41,7 @@ MAPPED_FILE = re.compile(
     rb"(?:[A-Z].*\n)*?Anonymous: +(\d+) kB$",
     re.MULTILINE,
 )
+DRIVERS = (b"/dev/nvidia", b"/dev/kfd", b"/dev/dri/")  # what they map of RAM stays there
 WALKING_SHARE = 0.01  # of the time: a walk takes 20 ms a resident GiB and 10 ms a thousand mappings
 
 
@@ -265,8 +266,9 @@ def boot_id() -> str:
 class Pages:
     """Resident bytes of a process that the kernel has to keep, or that it reads all the time."""
 
-    own_bytes: int  # anonymous and shared memory: its share where several processes map a page
-    shared_bytes: int  # the remainder of that memory, which counts for the other processes
+    # anonymous and shared memory, its share where several processes map a page, and drivers' memory
+    own_bytes: int
+    shared_bytes: int  # anonymous and shared memory beyond own_bytes; below 0: that of drivers
     library_bytes: int  # pages of files whose code it has mapped
     weight_bytes: int  # pages of .safetensors files
 
@@ -283,9 +285,10 @@ def pages(pid: int | None = None) -> Pages:
     mappings = MAPPED_FILE.findall((folder / "smaps").read_bytes())
     libraries = {path for is_code, path, *_ in mappings if is_code == b"x"}
     clean = [(path, int(resident) - int(copied)) for _, path, resident, copied in mappings]
+    own += sum(kib for path, kib in clean if path.startswith(DRIVERS)) << 10
     return Pages(
         own,
-        max(unlike_files - own, 0),
+        unlike_files - own,
         sum(kib for path, kib in clean if path in libraries) << 10,
         sum(kib for path, kib in clean if b".safetensors" in path) << 10,
     )
