@@ -13,7 +13,6 @@ from pathlib import Path
 
 from launch.base import environment, files
 from launch.base.errors import ResourceError
-from launch.base.text import size
 from launch.base.workspace import FILES, Workspace
 from launch.data import chat_templates, columns, sources, token_cache, token_hashes
 from launch.plan import context as plan_context
@@ -25,7 +24,6 @@ from launch.predict.facts import PlanContext
 from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import stored_weights
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
-from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.traces import Traces
 from launch.probe import architectures, import_memory, link_causes, link_test, packages, torch_build
 from launch.probe import machine as probe_machine
@@ -144,7 +142,7 @@ def read(
     recipe = model.recipe
     stored = model_config.stored_weights(Path(recipe.model.path)) if recipe.model.path else None
     if stored is not None:
-        _refuse_large_files(Path(str(recipe.model.path)), stored)
+        probe_machine.check_mapping(Path(str(recipe.model.path)), stored.largest_file_bytes)
         grown = stored_weights.grown(parameters, model.parameters)
         stored = replace(stored, grown=tuple(grown))
     _write_sample_data(recipe, workspace, say)
@@ -339,17 +337,6 @@ def _refuse_cards(recipe: Recipe, machine: Machine, constraints: LaunchConstrain
     asked = 1 if is_single else constraints.num_processes or launch.num_processes
     count = asked // max(launch.nodes, constraints.num_machines) if asked else len(machine.gpus)
     torch_build.refuse(machine, machine.gpus[:count])
-
-
-def _refuse_large_files(folder: Path, stored: StoredWeights) -> None:
-    """Raise ResourceError for a file of weights that this kernel does not map."""
-    most = probe_machine.largest_mapping()
-    if most is not None and stored.largest_file_bytes > most[0]:
-        raise ResourceError(
-            f"{folder}: its largest file has {size(stored.largest_file_bytes)}, and a file cannot"
-            f" be mapped that is larger than {most[1]}; add swap, or allow it with"
-            " `sysctl vm.overcommit_memory=1`"
-        )
 
 
 def _error_margin(workspace: Workspace, machine: Machine, device: Device, say: Say) -> Margin:

@@ -30,7 +30,7 @@ def does_not_fit_message(
     refusals: Sequence[str],
     ways: Sequence[str] | None,
 ) -> str:
-    """Why no candidate fits, a line for each reason, the nearest first, and the ways out."""
+    """The refusal of a recipe: a line for the nearest candidate of each mode, then the ways out."""
     model, states, recipe = context.model, context.full_copy, context.recipe
     of_mode: dict[str, Judged] = {}  # the nearest
     losers = sorted((loser for loser, _ in judged), key=lambda loser: loser.excess)
@@ -61,7 +61,7 @@ def does_not_fit_message(
 
 
 def _shortage(context: PlanContext, loser: Judged) -> str:
-    """What is missing where a candidate misses a budget, not because it ran out before."""
+    """The bytes that a candidate misses a budget by; "" if it ran out of memory before."""
     on_device = loser.memory.device_bytes - loser.budget_bytes
     if on_device > 0 and loser.candidate.device == "cuda":
         return f"short by {size(on_device)} on the card: "
@@ -82,11 +82,11 @@ def smaller_reserve(context: PlanContext, judged: Sequence[tuple[Judged, str]]) 
     reserve = machine.host_available_bytes - budget
     guarded = int((1 - (launch.host_stop_fraction or 1)) * machine.host_limit_bytes)
     for loser, _ in sorted(judged, key=lambda pair: pair[0].excess)[:1]:
-        left = (reserve - _host_shortage(context, loser)) // TENTH * TENTH
+        smaller = (reserve - _host_shortage(context, loser)) // TENTH * TENTH
         on_device = loser.memory.device_bytes <= loser.budget_bytes
-        if on_device and max(guarded, TENTH) <= left < reserve:
+        if on_device and max(guarded, TENTH) <= smaller < reserve:
             needed = size(budgets.host_bytes(loser.candidate, loser.memory))
-            flag = f"--launch.host_reserve_gib={left / GIB:.1f}"
+            flag = f"--launch.host_reserve_gib={smaller / GIB:.1f}"
             yield f"{flag} ({loser.candidate.mode}, {needed} of host RAM)"
 
 

@@ -18,9 +18,10 @@ from launch.predict import budgets, sharding
 from launch.predict.facts import PlanContext
 from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import context as memory_context
-from launch.predict.memory import host_memory, load_order, malloc, traced_steps
+from launch.predict.memory import host_memory, load_order, malloc, onednn, traced_steps
 from launch.predict.memory import phases as memory_phases
 from launch.predict.optimizers import has_4_bits
+from launch.predict.parameters import Shapes
 from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
@@ -372,6 +373,12 @@ def _with_host(
                 [event for _, events in begins for event in events], written, rounds=1
             )
             first_holes = max(resident_bytes - first_bytes + untouched, 0)
+    trained = trainable_shapes(
+        context.parameters,
+        context.recipe.model.freeze,
+        context.recipe.lora,
+        context.model.family,
+    )
     job = host_memory.Job(
         recipe=context.recipe,
         strategy=candidate,
@@ -388,15 +395,8 @@ def _with_host(
         ],
         holes_bytes=holes,
         first_holes_bytes=first_holes,
-        trained_elements=[
-            math.prod(sides)
-            for sides in trainable_shapes(
-                context.parameters,
-                context.recipe.model.freeze,
-                context.recipe.lora,
-                context.model.family,
-            ).values()
-        ],
+        trained_elements=list(map(math.prod, trained.values())),
+        kernels=_kernels(context, candidate, trained),
         rows=context.rows,
         stored=context.stored,
         quantised_elements=max(
@@ -417,6 +417,25 @@ def _with_host(
         pinned_bytes=host_memory.pinned_bytes(job),
     )
     return memory, predicted.by_phase
+
+
+def _kernels(context: PlanContext, candidate: Strategy, trained: Shapes) -> int:
+    """The kernels that oneDNN compiles for a CPU's products."""
+    counts, data, training = context.counts, context.recipe.data, context.recipe.training
+    if counts is None:
+        return onednn.KERNELS
+    rows = candidate.per_device_train_batch_size
+    micro_batches = counts["rows"] * training.num_train_epochs / rows / candidate.num_processes
+    if training.max_steps > 0:
+        micro_batches = training.max_steps * candidate.gradient_accumulation_steps
+    lengths = 1.0
+    if not data.packing:
+        lengths = onednn.padded_lengths(
+            [source for source, _ in counts["lengths"]],
+            1 if data.group_by_length or data.batch_by_tokens else rows,
+            micro_batches,
+        )
+    return onednn.kernels(context.parameters, trained, lengths, context.recipe.evaluates)
 
 
 def _update(full_copy: MemoryEstimate) -> WorkCost:

@@ -138,8 +138,8 @@ def host_available(
     caps = [*_slurm_caps(os.environ if env is None else env), *_rlimit_caps()]
     free += [(cap, f"{where} = {size(cap)}") for cap, where in caps]
     if _read(root, OVERCOMMIT) == "2":
-        left = max(memory["CommitLimit"] - memory["Committed_AS"], 0)
-        free.append((left, f"CommitLimit less Committed_AS in /proc/meminfo = {size(left)}"))
+        promised = max(memory["CommitLimit"] - memory["Committed_AS"], 0)
+        free.append((promised, f"CommitLimit less Committed_AS = {size(promised)}"))
     return min(free, key=_size)
 
 
@@ -153,15 +153,25 @@ def largest_mapping(root: Path = Path("/")) -> Cap | None:
     return most, f"RAM and swap = {size(most)}, while vm.overcommit_memory = 0"
 
 
+def check_mapping(folder: Path, file_bytes: int, root: Path = Path("/")) -> None:
+    """Raise ResourceError if a folder's largest file of weights cannot be mapped."""
+    most = largest_mapping(root)
+    if most is not None and file_bytes > most[0]:
+        raise ResourceError(
+            f"{folder}: its largest file has {size(file_bytes)}, and none can be mapped that is"
+            f" larger than {most[1]}; add swap, or allow it with `sysctl vm.overcommit_memory=1`"
+        )
+
+
 def _own_bytes() -> int:
     """Anonymous memory of this process."""
     status = _read(Path("/"), "/proc/self/status") or ""
-    found = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
 
 
 def _mappings_count(root: Path) -> str:
-    """Why mapped files count as memory that a process has asked for; "": they do not."""
+    """The limits that count mapped files as memory that was asked for; "": none."""
     limits = [where for _, where in _rlimit_caps()]
     if _read(root, OVERCOMMIT) == "2":
         limits.append("vm.overcommit_memory = 2")

@@ -196,7 +196,18 @@ def from_folder(
             head.weight.data.copy_(embedding.weight.data)
     if quantization is not None:
         four_bit.settle(model)
+        if device.type == "cpu":
+            leave_files(model)
     return model
+
+
+@torch.no_grad()
+def leave_files(model: Network) -> None:
+    """Copy the weights that are views of the files beside weights of 4 bits, so that the files are
+    mapped no longer, of which most has been read and is not needed again."""
+    for weight in model.parameters():
+        if weight.is_floating_point():
+            weight.data = weight.data.clone()
 
 
 def grow_vocabulary(model: Network, vocab_size: int, seed: int = 0) -> None:

@@ -69,6 +69,7 @@ class Job:
     first_holes_bytes: int = 0  # the same, in the first step
     offloaded_activations: Sequence[int] = ()  # bytes of each tensor of a micro-batch
     trained_elements: Sequence[int] = ()  # of each trained tensor
+    kernels: int = onednn.KERNELS  # that a CPU compiles for products in bf16
     rows: int | None = None  # of the training file; None: not counted
     stored: StoredWeights | None = None  # None: the model begins with random weights
     quantised_elements: int = 0  # of the largest matrix that gets 4 bits
@@ -134,7 +135,8 @@ def estimate(job: Job, import_memory: Imports) -> HostEstimate:
         **_processes(job, import_memory),
         **_data(job),
         **_offloaded(job),
-        "bf16 kernels": job.ranks * onednn.kept_bytes(job.strategy, job.recipe.model.dtype),
+        "bf16 kernels": job.ranks
+        * onednn.kept_bytes(job.strategy, job.recipe.model.dtype, job.kernels),
         "offloaded activations": job.ranks * sum(map(rounded_pinned, job.offloaded_activations)),
         "pinned copies of Gloo": job.ranks * sum(map(rounded_pinned, _copied_by_gloo(job))),
     }

@@ -20,7 +20,7 @@ MMAP_THRESHOLD_BYTES = 32 << 20  # the largest that glibc takes
 TRIM_THRESHOLD_BYTES = 1 << 30
 SETTINGS = {
     "GLIBC_TUNABLES": (
-        "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
+        "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0:glibc.malloc.arena_max=1"
         f":glibc.malloc.mmap_threshold={MMAP_THRESHOLD_BYTES}:glibc.malloc.trim_threshold={TRIM_THRESHOLD_BYTES}"
     )
 }

@@ -8,8 +8,12 @@ whose layers use them again. Kernels in float32 are MKL's, which compiles none. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
+from launch.predict.parameters import Shapes
 from launch.schema.plan import Strategy
 
 KERNELS = 64
@@ -32,7 +36,31 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     return added
 
 
-def kept_bytes(strategy: Strategy, dtype: str) -> int:
-    """Bytes of the kernels that a rank keeps; `dtype` is that of the weights."""
+def kernels(tensor_shapes: Shapes, trained: Shapes, lengths: float, evaluates: bool) -> int:
+    """The kernels that micro-batches of so many lengths need: a product of each shape of a matrix,
+    the gradients of its input, and of its weights if it is trained; an evaluation has products of
+    its own."""
+    matrices, of_trained = (
+        {sides for sides in parts.values() if len(sides) == 2}
+        for parts in ({**tensor_shapes, **trained}, trained)
+    )
+    of_step = lengths * (2 * len(matrices) + len(of_trained))
+    return math.ceil(of_step) + evaluates * len(matrices)
+
+
+def padded_lengths(row_lengths: Sequence[int], micro_batch: int, micro_batches: float) -> float:
+    """The number of lengths that micro-batches of rows at random are padded to, on average.
+    `row_lengths`: a sample."""
+    lengths, below = 0.0, 0.0
+    for count in accumulate(count for _, count in sorted(Counter(row_lengths).items())):
+        share = (count / len(row_lengths)) ** micro_batch
+        lengths += 1 - (1 - share + below) ** micro_batches
+        below = share
+    return lengths
+
+
+def kept_bytes(strategy: Strategy, dtype: str, needed: int = KERNELS) -> int:
+    """Bytes of the kernels that a rank keeps of those that are needed; `dtype` is that of the
+    weights."""
     is_bf16 = strategy.mixed_precision == "bf16" or dtype == "bfloat16"
-    return KERNELS * KERNEL_BYTES if strategy.device == "cpu" and is_bf16 else 0
+    return min(needed, KERNELS) * KERNEL_BYTES if strategy.device == "cpu" and is_bf16 else 0

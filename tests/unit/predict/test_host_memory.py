@@ -409,3 +409,16 @@ def test_imports_that_fail_are_a_problem_with_the_childs_last_line(
     with pytest.raises(ResourceError, match=r"imports fails: .*invalid choice: 'no such role'"):
         import_memory.measure(tmp_path, "cpu")
     assert import_memory.measured_or_assumed(tmp_path, "cpu") == ASSUMED
+
+
+def test_kernels_are_as_many_as_products_and_lengths_of_micro_batches() -> None:
+    shapes = {"a": (64, 64), "b": (64, 64), "c": (128, 64), "norm": (64,)}
+    assert onednn.kernels(shapes, shapes, 1, evaluates=False) == 3 * 2
+    assert onednn.kernels(shapes, {"lora": (8, 64)}, 2, evaluates=True) == 2 * (2 * 3 + 1) + 3
+    assert onednn.padded_lengths([64] * 9, 4, 100) == 1
+    # a quarter of the rows is shorter, which a batch of 4 hides 255 times of 256
+    assert onednn.padded_lengths([256] * 3 + [248], 4, 4) == pytest.approx(1 + 4 / 256, abs=1e-4)
+    assert onednn.padded_lengths([256] * 3 + [248], 1, 1000) == pytest.approx(2)
+    chosen = replace(strategy("multi_cpu", ranks=2), mixed_precision="bf16")
+    parts = estimate(job(chosen, kernels=10), IMPORTS).by_phase["step"]
+    assert parts["bf16 kernels"] == 2 * 10 * onednn.KERNEL_BYTES

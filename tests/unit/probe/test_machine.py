@@ -518,6 +518,10 @@ def test_mapped_files_count_where_the_kernel_promises_memory(
     assert (largest and largest[0]) == (largest_gib and largest_gib * GIB)
     assert probe_machine.host_available(root, {})[0] == available * GIB
     assert probe_machine.machine(root, {}).mappings_count == counts
+    probe_machine.check_mapping(Path("/models/m"), 72 * GIB, root)
+    if largest_gib:
+        with pytest.raises(ResourceError, match=r"none can be mapped .*; add swap, or"):
+            probe_machine.check_mapping(Path("/models/m"), 72 * GIB + 1, root)
 
 
 def test_a_limit_of_this_process_counts_what_it_maps():
