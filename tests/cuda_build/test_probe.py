@@ -96,6 +96,16 @@ def test_doctor_keeps_what_selfcheck_has_measured_of_the_card(tmp_path: Path):
     assert "products 50 TFLOP/s (selfcheck)" in "\n".join(plan["why"])
 
 
+def test_doctors_rank_does_what_a_rank_does_on_a_card(one_card: Workplace):
+    """Attention, products, clipping and an optimizer on a pinned batch of a data worker."""
+    words = ("-m", "training.children.import_memory", "rank", "--device", "cuda")
+    done = one_card.python(*words)
+    assert done.returncode == 0, done.stderr
+    (rank,) = (each for each in one_card.machine.processes() if each.launches)
+    assert rank.launches > 100
+    assert rank.peak_pinned_bytes >= 4 * 256 * 8  # a batch of int64
+
+
 def test_a_card_that_fell_off_the_bus_is_named(tmp_path: Path):
     done = Workplace(tmp_path, Card(), Card(lost=1)).launch("doctor")
     assert "NVML lists 1; GPU 1: GPU is lost" in done.stdout, done.stdout

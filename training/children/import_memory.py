@@ -98,21 +98,29 @@ def _first_step(device: str) -> None:
     ).backward()
     optimizer.step()
     if device == "cuda":
-        _attend()
+        _train()
 
 
-def _attend() -> None:
-    """Take a step of a layer in 16 bits, as trainings do: on a card the libraries load a kernel,
-    and the host the pages that it lies in, when it is first used."""
+def _train() -> None:
+    """Take two steps of a small Llama in 16 bits, as a rank does, from pinned batches that a data
+    worker makes: on a card the driver and the libraries load a kernel, and the host the pages that
+    it lies in, when it is first used."""
     import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    layer = torch.nn.TransformerEncoderLayer(64, 1, batch_first=True, device="cuda")
-    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
-    with torch.autocast("cuda", half):
-        layer(torch.ones(8, 64, 64, device="cuda")).sum().backward()
-    torch.nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
-    optimizer.step()
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    config = AutoConfig.for_model("llama", vocab_size=512, num_hidden_layers=1, **sizes)
+    model = AutoModelForCausalLM.from_config(config).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    rows = torch.utils.data.TensorDataset(torch.ones(8, 256, dtype=torch.long))
+    for (batch,) in torch.utils.data.DataLoader(rows, 4, num_workers=1, pin_memory=True):
+        batch = batch.to("cuda", non_blocking=True)
+        with torch.autocast("cuda", half):
+            model(input_ids=batch, labels=batch).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def memory_bytes() -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests import builders
 
-RAM_GIB = "1.7"  # less than two ranks import, more than one does
+RAM_GIB = "2.9"  # less than two ranks import, more than one does
 
 
 def plan(folder: Path, *words: str):
