@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import platform
 import socket
 import sys
 import time
@@ -35,7 +36,7 @@ from launch.base.errors import (
     LaunchError,
     ResourceError,
 )
-from launch.base.text import shown
+from launch.base.text import shown, size
 from launch.data import sources, token_hashes
 from launch.data.conversation import Conversation
 from launch.data.rows import BadRows
@@ -47,7 +48,7 @@ from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affected_by, all_keys, leaves
 from launch.schema.result import Answers, Outcome, Scores
 from training.checkpoints import best, commit, convert
-from training.compat import ddp_private, transformers_private
+from training.compat import ddp_private, deepspeed_private, transformers_private
 from training.compat.transformers_private import Network
 from training.control.heartbeat import Heartbeat
 from training.control.stop_callback import StopCallback, StopConditions
@@ -198,6 +199,28 @@ def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(limit, device)
 
 
+def _check_pinned_memory(plan: Plan, device: torch.device, kernel: str) -> None:
+    """Raises ResourceError if this rank cannot lock the host memory that the plan pins. It is tried
+    where `kernel`, the release of the operating system's, is that of WSL 2: Windows lets its
+    programs lock about half of the RAM, and those in its containers less (microsoft/WSL issue
+    14078). On Linux, NVIDIA's driver locks what is free, whatever `ulimit -l` says."""
+    wanted = plan.estimate.pinned_bytes
+    if "microsoft" not in kernel.lower() or not wanted or device.type != "cuda":
+        return
+    try:
+        block = torch.empty(wanted, dtype=torch.uint8)
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(int(runtime.cudaHostRegister(block.data_ptr(), wanted, 0)))
+        torch.cuda.check_error(int(runtime.cudaHostUnregister(block.data_ptr())))
+    except RuntimeError as error:
+        raise ResourceError(
+            f"WSL 2 does not lock {size(wanted)} of host memory for a rank"
+            f" ({str(error).splitlines()[0]}), which {plan.strategy.mode} pins; give WSL more"
+            " memory (memory= in %UserProfile%\\.wslconfig), or keep on the card what is offloaded:"
+            " another --launch.mode, --training.activation_checkpointing_kwargs={}"
+        ) from error
+
+
 def build_parts(
     start: Start,
     run: RunDir,
@@ -213,6 +236,7 @@ def build_parts(
     rows, order, feeders = dataset.of(start, run, attempt, args, tokens, heartbeat.beat)
     if args.device.type == "cuda":
         _hold_to_free_memory(plan, args.device)
+        _check_pinned_memory(plan, args.device, platform.release())
     meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stdout.isatty()
     watch = nan_guard.NanGuard(
@@ -345,14 +369,15 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts, token
             save_seconds=trainer.save_s,
             model_dir=start.recipe.output_dir,
         )
-        trained = state = None
+        trained = full_model = None
         if is_complete:
             parts.heartbeat.beat("export")
             questions = [question for question, _ in pairs]
             trained = export_check.trained(start, trainer, tokens, questions)
-            state = setup.gathered(start.plan.strategy, trainer)
+            if start.plan.strategy.launch_mode.shards_parameters:
+                full_model = _full_model(start, parts)
     if trained is not None and args.process_index == 0:
-        outcome = replace(outcome, export_check=_export(start, run, parts, trained, state))
+        outcome = replace(outcome, export_check=_export(start, run, parts, trained, full_model))
     for folder in _outcome_folders(start, attempt, args):
         seconds, host_bytes = time.monotonic() - began, parts.reporter.host.highest()
         files.write_json(
@@ -360,14 +385,16 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts, token
         )
 
 
-def _export(start: Start, run: RunDir, parts: Parts, trained: Trained, state: Any) -> str:
+def _export(
+    start: Start, run: RunDir, parts: Parts, trained: Trained, full_model: Network | None
+) -> str:
     """Write the model and check its folder; a sentence on what was compared.
 
-    `state`: the whole state dict, if ranks hold parts of it. Raises ExportError."""
+    `full_model`: a copy with all weights, if ranks hold parts of them. Raises ExportError."""
     trainer, folder = parts.trainer, Path(start.recipe.output_dir)
-    network: Network = trainer.accelerator.unwrap_model(trainer.model)
-    if state is not None:
-        network = _whole_model(start, parts.tokenizer, state)
+    network: Network = full_model
+    if full_model is None:
+        network = trainer.accelerator.unwrap_model(trainer.model)
     content = export.write(
         network,
         trainer,
@@ -438,22 +465,30 @@ def _outcome_folders(
     return [start.attempt] if start.attempt and is_own and not args.local_process_index else []
 
 
-def _whole_model(
-    start: Start, tokenizer: PreTrainedTokenizerBase, state: dict[str, torch.Tensor]
-) -> torch.nn.Module:
-    """The model on this rank's host, with the weights of all shards."""
-    recipe, plan = start.recipe, start.plan
-    with setup.whole_weights(plan.strategy):
-        network = build.build(
-            recipe.model,
-            plan.shape,
-            recipe.lora,
-            plan.lora_targets,
-            tokenizer,
-            recipe.training.seed,
-            keeps_ids=recipe.keeps_ids,
-        )
-    network.load_state_dict(state)
+def _full_model(start: Start, parts: Parts) -> Network | None:
+    """The model on rank 0's host, with the weights of all ranks, gathered one at a time; None on
+    another rank. Collective."""
+    recipe, plan, trainer = start.recipe, start.plan, parts.trainer
+    network, copies = None, {}
+    if trainer.args.process_index == 0:
+        with setup.whole_weights(plan.strategy):
+            network = build.build(
+                recipe.model,
+                plan.shape,
+                recipe.lora,
+                plan.lora_targets,
+                parts.tokenizer,
+                recipe.training.seed,
+                keeps_ids=recipe.keeps_ids,
+            )
+        copies = dict(network.named_parameters())
+    trained: Network = trainer.accelerator.unwrap_model(trainer.model)
+    for name, parameter in trained.named_parameters():
+        with deepspeed_private.gathered([parameter]), torch.no_grad():
+            full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            if network is not None:
+                copies.pop(name).copy_(full)
+    assert not copies, f"not gathered: {sorted(copies)}"
     return network
 
 

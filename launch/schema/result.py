@@ -203,6 +203,13 @@ class Continues:
     group_size: int | None = None  # of rows grouped by length
 
 
+# of an exported file of weights: a loader maps a whole file, which may not exceed RAM and swap
+# (transformers 5 writes 50 GB)
+MAX_SHARD_BYTES = 5_000_000_000
+# the same where host RAM holds a training's states: what a card writes is copied to it by file
+MAX_SMALL_SHARD_BYTES = 1_000_000_000
+
+
 @dataclass(frozen=True)
 class ExportedModel:
     """The origin of a finished model: lowmem.json in its folder."""

@@ -250,7 +250,8 @@ PATTERNS = (
         "host_oom",
         6,
         "the host cannot pin more memory",
-        "see `ulimit -l` (make it unlimited); or train without offload: name another mode with"
+        "under WSL 2 about half of the RAM can be pinned, and less in containers; elsewhere see"
+        " `ulimit -l` (make it unlimited); or train without offload: name another mode with"
         " launch.mode",
         (
             (

@@ -146,6 +146,9 @@ class DelayedWrites:
         return getattr(self.writer, name)
 
     def save(self, state_dict: Any, path: str) -> None:
+        weights = state_dict.get("module")
+        if weights:
+            state_dict = {**state_dict, "module": _in_storages_of_their_own(weights)}
         self._do(self.writer.save, state_dict, path)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -160,6 +163,21 @@ class DelayedWrites:
     def check(self) -> None:
         if self.failed is not None:
             raise self.failed
+
+
+def _in_storages_of_their_own(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights of a card, where they are, each as a storage of its own; weights that are tied
+    share theirs. torch.save copies one storage at a time to the host, and the weights of ZeRO 1 and
+    2 are slices of one."""
+    alone: dict[Any, torch.Tensor] = {}
+
+    def view(weight: Any) -> Any:
+        if not torch.is_tensor(weight) or not weight.is_cuda or not weight.numel():
+            return weight
+        place = (weight.data_ptr(), weight.shape, weight.stride(), weight.dtype)
+        return alone.setdefault(place, torch.from_dlpack(weight.detach()))
+
+    return {name: view(weight) for name, weight in weights.items()}
 
 
 # ---- disk space

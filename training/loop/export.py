@@ -65,7 +65,8 @@ def write(
     )
     files.write_json(aside / "lowmem.json", facts)  # first: it marks the folder as ours
     content = save_weights(
-        network, tokenizer, recipe, plan.shape.config, aside, trainer.state.global_step
+        *(network, tokenizer, recipe, plan.shape.config, aside, trainer.state.global_step),
+        is_short_of_ram=plan.strategy.launch_mode.offloads,
     )
     (aside / "README.md").write_text(_card(trainer, recipe, plan, content), encoding="utf-8")
     files.sync_all(aside)
@@ -131,6 +132,7 @@ def save_weights(
     config: Mapping[str, Any],
     folder: Path,
     step: int,
+    is_short_of_ram: bool = False,
 ) -> str:
     """Save the weights; return a description of the content. `config` is that of the model before
     training. A LoRA adapter on a named shape is
@@ -158,7 +160,7 @@ def save_weights(
         if parameter.dtype != getattr(torch, dtype):
             parameter.data = parameter.data.to("cpu", getattr(torch, dtype))
     nan_guard.check_export(model, step, dtype)
-    exported_files.save_model(model, folder, config)
+    exported_files.save_model(model, folder, config, is_short_of_ram)
     return "the model with its LoRA adapter merged" if is_lora else "the whole model"
 
 

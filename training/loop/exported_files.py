@@ -17,12 +17,10 @@ from transformers import (
 )
 
 from launch.base import files
+from launch.schema.result import MAX_SHARD_BYTES, MAX_SMALL_SHARD_BYTES
 from training.compat.transformers_private import Network
 from training.model import merging
 
-# of a file of weights: a loader maps a whole file, which may not exceed RAM and swap (transformers
-# 5 writes 50 GB)
-MAX_SHARD_BYTES = 5_000_000_000
 # Files of a tokenizer that transformers 5 reads, but does not write beside tokenizer.json
 VOCABULARIES = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt"),
@@ -32,13 +30,16 @@ VOCABULARIES = (
 TYPE_AND_FACTORS = ("phi3", "phi4_multimodal", "olmo", "olmo2", "hunyuan_v1_dense", "fuyu")
 
 
-def save_model(model: Network, folder: Path, base: Mapping[str, Any]) -> None:
+def save_model(
+    model: Network, folder: Path, base: Mapping[str, Any], is_short_of_ram: bool = False
+) -> None:
     """Save a whole model. `base` is the config.json of the model before training."""
+    max_bytes = MAX_SMALL_SHARD_BYTES if is_short_of_ram else MAX_SHARD_BYTES
     head, weights = model.get_output_embeddings(), None
     if _is_unscaled(model.config.to_dict()) and head.weight is model.get_input_embeddings().weight:
         # transformers 4.57 would make a random head beside tie_word_embeddings: false
         weights = {**model.state_dict(), "lm_head.weight": head.weight.detach().clone()}
-    model.save_pretrained(folder, state_dict=weights, max_shard_size=MAX_SHARD_BYTES)
+    model.save_pretrained(folder, state_dict=weights, max_shard_size=max_bytes)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = for_both_versions(config, base)
     is_tied = head is None or head.weight is model.get_input_embeddings().weight

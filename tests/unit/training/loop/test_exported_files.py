@@ -121,11 +121,17 @@ def test_config_json_has_the_keys_of_both_versions(tmp_path, config, keys):
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters == trained.rope_parameters
 
 
-def test_weights_are_written_in_several_files_that_load_as_one(tmp_path, monkeypatch):
-    assert exported_files.MAX_SHARD_BYTES == 5_000_000_000
-    monkeypatch.setattr(exported_files, "MAX_SHARD_BYTES", 20_000)  # of a small model
+@pytest.mark.parametrize(
+    ("name", "is_short_of_ram", "size"),
+    [("MAX_SHARD_BYTES", False, 5_000_000_000), ("MAX_SMALL_SHARD_BYTES", True, 1_000_000_000)],
+)
+def test_weights_are_written_in_several_files_that_load_as_one(
+    tmp_path, monkeypatch, name, is_short_of_ram, size
+):
+    assert getattr(exported_files, name) == size
+    monkeypatch.setattr(exported_files, name, 20_000)  # of a small model
     model = model_of(LLAMA)
-    exported_files.save_model(model, tmp_path, {})
+    exported_files.save_model(model, tmp_path, {}, is_short_of_ram)
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) > 3
     assert all(len(load_file(file)) == 1 or file.stat().st_size < 25_000 for file in shards)
