@@ -391,6 +391,7 @@ def launched(folder: Path, case: Case, variables: Mapping[str, str], *options: s
     few = isinstance(case.config, str) or (case.ragged and not case.data)
     argv += EVERY_TWELVE if few else EVERY_TWO
     argv += [f"--launch.mode={case.mode}"]  # of FSDP2 the CPU's benchmark makes its own mode
+    argv += ["--tokenizer.loading=file"]  # of the tests, whatever the type of the model
     env = {**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]}
     done = subprocess.run(
         argv, env={**env, **variables}, cwd=recording.CODE, capture_output=True, text=True

@@ -11,6 +11,7 @@ from launch.plan.candidates import LaunchConstraints
 from launch.predict import target_counts
 from launch.predict.estimate import Judged, card_figures, describe
 from launch.predict.facts import PlanContext
+from launch.predict.memory import pinned_memory
 from launch.probe import architectures
 from launch.recipe.strict_yaml import show
 from launch.schema.machine import GIB, Link, Machine
@@ -50,11 +51,13 @@ def switches(
     config = context.model.config
     of_kernels = kernels.switches(context.recipe, config, candidate, gpus, *obstacles)
     rows = [*of_kernels, _logits(context, candidate), *_rows(context, candidate)]
-    settings = context.allocator_settings(candidate)
-    if not settings:
-        return tuple(rows)
-    why = "rows differ in length or targets; another PYTORCH_ALLOC_CONF is taken instead"
-    return (*rows, Switch("allocator", settings, why))
+    if settings := context.allocator_settings(candidate):
+        why = "rows differ in length or targets; another PYTORCH_ALLOC_CONF is taken instead"
+        rows.append(Switch("allocator", settings, why))
+    if setting := pinned_memory.setting(candidate):
+        why = "larger blocks are not rounded up to a power of two; beside settings of your own"
+        rows.append(Switch("pinned", setting, why))
+    return tuple(rows)
 
 
 def _logits(context: PlanContext, candidate: Candidate) -> Switch:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping
 
 from launch.base.workspace import CODE, Workspace
-from launch.predict.memory import malloc
-from launch.predict.memory.allocator_config import users_settings
+from launch.predict.memory import malloc, pinned_memory
+from launch.predict.memory.allocator_config import VARIABLES
 from launch.probe import architectures
 from launch.probe.gpus import visible_devices
 from launch.run_folder.layout import AttemptDir, RunDir
@@ -41,8 +41,12 @@ def command(
     defaults = dict(malloc.SETTINGS)
     if strategy.device == "cuda":
         defaults = architectures.environment(machine.gpus[:per_machine], plan.packing)
-        if plan.allocator_settings and users_settings(environ) is None:
-            added["PYTORCH_ALLOC_CONF"] = plan.allocator_settings
+        users = {name: environ[name] for name in VARIABLES if name in environ}
+        for name, settings in (users or {VARIABLES[0]: plan.allocator_settings}).items():
+            is_pinned = pinned_memory.KEY in settings
+            parts = [settings, "" if is_pinned else pinned_memory.setting(strategy)]
+            if (joined := ",".join(filter(None, parts))) != environ.get(name, ""):
+                added[name] = joined
         added |= visible_devices(machine, per_machine)
     elif strategy.launch_mode.engine == "deepspeed":
         added["DS_ACCELERATOR"] = "cpu"

@@ -106,12 +106,12 @@ def _train() -> None:
     worker makes: on a card the driver and the libraries load a kernel, and the host the pages that
     it lies in, when it is first used."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-    config = AutoConfig.for_model("llama", vocab_size=512, num_hidden_layers=1, **sizes)
-    model = AutoModelForCausalLM.from_config(config).to("cuda")
+    config = LlamaConfig(vocab_size=512, num_hidden_layers=1, **sizes)
+    model = LlamaForCausalLM(config).to("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     rows = torch.utils.data.TensorDataset(torch.ones(8, 256, dtype=torch.long))
     for (batch,) in torch.utils.data.DataLoader(rows, 4, num_workers=1, pin_memory=True):

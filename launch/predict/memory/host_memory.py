@@ -10,11 +10,11 @@ freed blocks is a line of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from launch.data.files import shards
-from launch.predict.memory import malloc, onednn
+from launch.predict.memory import malloc, onednn, pinned_memory
 from launch.predict.memory.stored_weights import StoredWeights
 from launch.probe import packages
 from launch.probe.import_memory import Imports
@@ -23,6 +23,7 @@ from launch.schema.machine import MIB
 from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
 from launch.schema.recipe import Recipe
+from launch.schema.result import MAX_SHARD_BYTES, MAX_SMALL_SHARD_BYTES
 
 # The rest of this block was measured beside the imports, on runs whose model takes next to nothing.
 STARTED_BYTES = 30 * MIB  # tokenizer, Trainer, event files, a rank's first step
@@ -85,6 +86,11 @@ class Job:
         parameters = self.model.parameters * DTYPE_BYTES[self.recipe.model.dtype]
         return parameters + self.model.lora_bytes
 
+    def pinned(self, sizes: Iterable[int]) -> int:
+        """Bytes that torch takes for pinned blocks of these sizes."""
+        max_kept = pinned_memory.max_kept_bytes(self.strategy)
+        return sum(pinned_memory.block_bytes(size, max_kept) for size in sizes)
+
     @property
     def untied_bytes(self) -> int:
         """The output embedding, which exists for a moment before it is tied to the input's; not in
@@ -137,8 +143,8 @@ def estimate(job: Job, import_memory: Imports) -> HostEstimate:
         **_offloaded(job),
         "bf16 kernels": job.ranks
         * onednn.kept_bytes(job.strategy, job.recipe.model.dtype, job.kernels),
-        "offloaded activations": job.ranks * sum(map(rounded_pinned, job.offloaded_activations)),
-        "pinned copies of Gloo": job.ranks * sum(map(rounded_pinned, _copied_by_gloo(job))),
+        "offloaded activations": job.ranks * job.pinned(job.offloaded_activations),
+        "pinned copies of Gloo": job.ranks * job.pinned(_copied_by_gloo(job)),
     }
     data = job.recipe.data
     if data.streaming:
@@ -301,9 +307,9 @@ def _pinned_batches(job: Job, columns: int, waiting: int) -> int:
         return 0
     row_bytes = recipe.data.max_length * 8
     batches = waiting + 1 + strategy.gradient_accumulation_steps
-    size = batches * rounded_pinned(strategy.per_device_train_batch_size * row_bytes)
+    size = batches * job.pinned([strategy.per_device_train_batch_size * row_bytes])
     if recipe.evaluates:
-        size += 2 * rounded_pinned(strategy.per_device_eval_batch_size * row_bytes)
+        size += 2 * job.pinned([strategy.per_device_eval_batch_size * row_bytes])
     return columns * size
 
 
@@ -321,10 +327,8 @@ def _offloaded(job: Job) -> dict[str, int]:
     states, buffers = _pinned_states(job)
     return {
         "offloaded states": job.ranks * offloaded,
-        "rounding of pinned memory": (
-            job.ranks * sum(rounded_pinned(size) - size for size in states)
-        ),
-        "pinned buffers": job.ranks * sum(map(rounded_pinned, buffers)),
+        "rounding of pinned memory": job.ranks * (job.pinned(states) - sum(states)),
+        "pinned buffers": job.ranks * job.pinned(buffers),
     }
 
 
@@ -343,6 +347,9 @@ def _pinned_states(job: Job) -> tuple[list[int], list[int]]:
         parts = [math.ceil(count / ranks) * element_bytes for count in job.trained_elements]
         head = parts[:1] if job.model.family.ties_head else []
         built = parts if job.stored is None else [*parts, *head]
+        max_kept = pinned_memory.max_kept_bytes(strategy)
+        if max_kept is not None:  # larger ones are given back
+            built = [size for size in built if size <= max_kept]
         return [float32, element_bytes * piece, element_bytes * piece], built
     widest = max(job.trained_elements, default=0) * element_bytes
     buffers = [element_bytes * piece, widest]
@@ -377,33 +384,35 @@ def pinned_bytes(job: Job) -> int:
         return 0
     columns, waiting = _columns(job), _waiting(job)
     size = _pinned_batches(job, columns, waiting)
-    size += sum(map(rounded_pinned, _copied_by_gloo(job)))
-    size += sum(map(rounded_pinned, job.offloaded_activations))
+    size += job.pinned([*_copied_by_gloo(job), *job.offloaded_activations])
     if job.states.offloaded_bytes:
         states, buffers = _pinned_states(job)
-        size += sum(map(rounded_pinned, [*states, *buffers]))
+        size += job.pinned([*states, *buffers])
     return size
 
 
 def _saving(job: Job) -> dict[str, int]:
     """Copies on the host while a checkpoint or the model is written. Tensors that are there are
-    written from there."""
-    strategy = job.strategy
-    # rank 0 gathers, and builds the model once more
-    if strategy.launch_mode.shards_parameters:
-        return {
-            "gathered weights": job.built_bytes,
-            "model to export": job.built_bytes + job.untied_bytes,
-        }
+    written from there; a card's are copied one at a time into a checkpoint, and those of an
+    exported file at once."""
+    strategy, recipe, mode = job.strategy, job.recipe, job.strategy.launch_mode
+    # rank 0 builds the model once more, and gathers weight by weight
+    if mode.shards_parameters:
+        return {"model to export": job.built_bytes + job.untied_bytes}
     if strategy.device == "cpu":
         return {}
-    is_adapter = job.recipe.lora is not None and job.stored is not None
-    of_adapter = job.model.lora_bytes + job.model.tied_copy_bytes
-    written = of_adapter if is_adapter else job.built_bytes
-    return {"weights to write": written}  # rank 0's; optimizer states go one tensor at a time
-
-
-def rounded_pinned(size: int) -> int:
-    """Bytes that torch's pinned-memory cache takes for a block. Source: torch 2.13
-    CachingHostAllocator.h, the default."""
-    return 1 << (size - 1).bit_length() if size else 0
+    if recipe.lora is not None and job.stored is not None:
+        return {"weights to write": job.model.lora_bytes + job.model.tied_copy_bytes}
+    if mode.engine != "deepspeed":  # a checkpoint's weights are in one file, and rank 0's
+        return {"weights to write": job.built_bytes}
+    trained = {"bf16": "bfloat16", "fp16": "float16"}.get(strategy.mixed_precision)
+    trained, dtype = trained or recipe.model.dtype, recipe.output_dtype(job.model.config)
+    written = job.model.parameters * DTYPE_BYTES[dtype]
+    if dtype == trained:  # else the host has the model whole in the other type
+        largest = max(job.trained_elements, default=0) * DTYPE_BYTES[dtype]
+        file_bytes = MAX_SMALL_SHARD_BYTES if mode.offloads else MAX_SHARD_BYTES
+        written = max(min(written, file_bytes), largest)
+    if not mode.offloads:  # each rank's part of an optimizer state is one tensor
+        part = math.ceil(job.model.trainable_parameters / strategy.num_processes)
+        written = max(written, job.ranks * DTYPE_BYTES["float32"] * part)
+    return {"weights to write": written}

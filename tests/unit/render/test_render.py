@@ -158,5 +158,24 @@ def test_the_users_settings_of_the_allocator_are_left_alone(users, added):
     assert made.env.get("PYTORCH_ALLOC_CONF") == added
 
 
+@pytest.mark.parametrize(
+    ("users", "added"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_cached_size_mb:16"}),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64,pinned_max_cached_size_mb:16"},
+        ),
+        ({"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:4"}, {}),
+    ],
+)
+def test_pinned_blocks_of_offloaded_states_are_exact_beside_the_users_settings(users, added):
+    chosen = plan(recipe_of(), machine(1), mode="deepspeed_zero2_offload")
+    chosen = replace(chosen, allocator_settings="expandable_segments:True")
+    run, workspace = RunDir(Path("/runs/1")), Workspace(Path("/"))
+    made = render_command.command(chosen, machine(1), run, run.attempt(1), workspace, users)
+    assert {name: text for name, text in made.env.items() if "ALLOC_CONF" in name} == added
+
+
 def test_processes_share_the_cpus():
     assert command(machine(), num_processes=3).env["OMP_NUM_THREADS"] == "2"
