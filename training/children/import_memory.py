@@ -109,9 +109,15 @@ def _train() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     half = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=512, num_hidden_layers=1, **sizes)
-    model = LlamaForCausalLM(config).to("cuda")
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+    )
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     rows = torch.utils.data.TensorDataset(torch.ones(8, 256, dtype=torch.long))
     for (batch,) in torch.utils.data.DataLoader(rows, 4, num_workers=1, pin_memory=True):
