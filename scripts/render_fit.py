@@ -23,7 +23,7 @@ from launch.plan.fit import Fit, Method  # noqa: E402
 from launch.predict import model_config  # noqa: E402
 from launch.predict.traces import Traces  # noqa: E402
 from launch.probe import described  # noqa: E402
-from launch.probe.import_memory import ASSUMED  # noqa: E402
+from launch.probe.import_memory import ASSUMED_CUDA  # noqa: E402
 from launch.report import fit_table, peaks_svg  # noqa: E402
 
 FILE = CODE / "docs" / "fit.md"
@@ -68,7 +68,7 @@ def answers(
     """The trainings of a card; without its section's other models."""
     machine = described.from_words(gpu, 1, CARDS[gpu])
     traces = Workspace.here().traces
-    return list(fit.fits(machine, ASSUMED, traces, models, methods, say=print))
+    return list(fit.fits(machine, ASSUMED_CUDA, traces, models, methods, say=print))
 
 
 def picture(traces: Path) -> str:
@@ -77,7 +77,7 @@ def picture(traces: Path) -> str:
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=traces.parent)
     machine = described.from_words("RTX 3090", 1, 64)
     context = plan_context.build(recipe, machine, config, parameters, family, fit.ANY_FORMAT)
-    context = replace(plan_context.with_rows_of(context, 2048), import_memory=ASSUMED)
+    context = replace(plan_context.with_rows_of(context, 2048), import_memory=ASSUMED_CUDA)
     steps = Traces(recipe, context.model, context.lora_targets, traces, print)
     return peaks_svg.picture(planner.choose(replace(context, traces=steps)).plan.compared)
 
