@@ -6,8 +6,8 @@ ones of Python's and torch's keep the slack between others: a heap of twice the 
 measured. With SETTINGS slack is joined again when a block is freed, and a block is mapped only
 where the heap, which is not given back, would have to grow by 32 MiB or more for it; that saves
 page faults too (benchmarks/malloc_settings.py). Source: glibc 2.31 to 2.41 malloc.c (_int_memalign,
-tcache, fast bins, sysmalloc, best fit from sorted bins). One arena: backward on CPUs runs in the
-thread that calls it. Pure.
+tcache, fast bins, sysmalloc, best fit from sorted bins). One arena, also for threads that load a
+model; backward on CPUs runs in the thread that calls it. Pure.
 """
 
 from __future__ import annotations
