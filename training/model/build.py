@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,18 +162,20 @@ def from_folder(
     asked_tie = section.tie_word_embeddings
     if asked_tie is not None:
         config.tie_word_embeddings = asked_tie
+    packs_here = quantization is not None and device.type == "cpu"
     try:
-        loading: Any = family.from_pretrained(
-            section.path,
-            config=config,
-            dtype=getattr(torch, section.dtype),
-            attn_implementation=attention,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **in_4_bits,
-        )
+        with four_bit.giving_blocks_back() if packs_here else nullcontext():
+            loading: Any = family.from_pretrained(
+                section.path,
+                config=config,
+                dtype=getattr(torch, section.dtype),
+                attn_implementation=attention,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                **in_4_bits,
+            )
     except (OSError, ValueError) as error:
         raise ResourceError(
             f"{section.path}: the model cannot be loaded ({str(error).splitlines()[0]})"
@@ -196,8 +198,8 @@ def from_folder(
             head.weight.data.copy_(embedding.weight.data)
     if quantization is not None:
         four_bit.settle(model)
-        if device.type == "cpu":
-            leave_files(model)
+    if packs_here:
+        leave_files(model)
     return model
 
 

@@ -10,7 +10,9 @@ logits, in any case.
 from __future__ import annotations
 
 import copy
+import ctypes
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from launch.schema.model_sections import QuantizationSection
 from training.compat import bitsandbytes_private, transformers_private
 from training.compat.transformers_private import Network
 
+M_MMAP_THRESHOLD = -3  # malloc.h
+MMAP_THRESHOLD_BYTES = 32 << 20  # as ranks on CPUs start with (launch/predict/memory/malloc.py)
 SCALES_BLOCK = 256  # number of scales with a common scale: bitsandbytes 0.50 quantize_4bit
 
 
@@ -59,6 +63,19 @@ def settle(model: torch.nn.Module) -> None:
         # On CPUs with AVX512-BF16 an evaluation would repack the weights until the end, rounding
         # their scales, into a layout without gradients.
         layer.support_avx512bf16_for_cpu = False
+
+
+@contextmanager
+def giving_blocks_back() -> Iterator[None]:
+    """Have glibc map each block of 1 MiB or more, so that it goes back when it is freed.
+
+    Packed weights keep apart the holes that their larger copies leave: 1.4 GiB of a 7B's load."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
+    mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 def layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -6,8 +6,8 @@ ones of Python's and torch's keep the slack between others: a heap of twice the 
 measured. With SETTINGS slack is joined again when a block is freed, and a block is mapped only
 where the heap, which is not given back, would have to grow by 32 MiB or more for it; that saves
 page faults too (benchmarks/malloc_settings.py). Source: glibc 2.31 to 2.41 malloc.c (_int_memalign,
-tcache, fast bins, sysmalloc, best fit from sorted bins). One arena, also for threads that load a
-model; backward on CPUs runs in the thread that calls it. Pure.
+tcache, fast bins, sysmalloc, best fit from sorted bins). One arena: backward on CPUs runs in the
+thread that calls it. Pure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MMAP_THRESHOLD_BYTES = 32 << 20  # the largest that glibc takes
 TRIM_THRESHOLD_BYTES = 1 << 30
 SETTINGS = {
     "GLIBC_TUNABLES": (
-        "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0:glibc.malloc.arena_max=1"
+        "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
         f":glibc.malloc.mmap_threshold={MMAP_THRESHOLD_BYTES}:glibc.malloc.trim_threshold={TRIM_THRESHOLD_BYTES}"
     )
 }
