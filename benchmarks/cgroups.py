@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks import recording
 
 SAMPLE_S = 0.02
@@ -94,6 +96,39 @@ def with_tokenizer(
         **{"cwd": folder, "check": True, "stderr": subprocess.DEVNULL},
         env={**os.environ, "PYTHONPATH": str(recording.CODE)},
     )
+
+
+def write_recipe(
+    folder: Path, mode: str, rows: int, sections: Mapping[str, Mapping[str, Any]]
+) -> Path:
+    """Rows, all alike, and a recipe for the model and the tokenizer beside them, which may take all
+    of a cgroup; the recipe's file. `sections` lie over its own."""
+    row = {"prompt": "red blue green", "response": "blue stone red green " * 100}
+    (folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * rows)
+    count = 1 if mode == "cpu" else 2
+    recipe: dict[str, Any] = {
+        **{"name": "case", "task": "sft", "output_dir": str(folder / "out")},
+        "model": {"path": str(folder / "model")},
+        "tokenizer": {"path": str(folder / "tokenizer"), "loading": "file"},
+        "data": {"train_file": str(folder / "rows.jsonl"), "max_length": 64},
+        "training": {"per_device_train_batch_size": 1, "max_steps": 2, "learning_rate": 1e-4},
+        "launch": {
+            **{"mode": mode, "num_processes": count},
+            **{"host_reserve_gib": 0, "host_stop_fraction": 0},
+        },
+    }
+    for name, section in sections.items():
+        recipe[name] = {**recipe.get(name, {}), **section}
+    file = folder / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    return file
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """The environment of a launch below a folder, with traces of its own campaign, and beside none
+    of this machine's runs."""
+    own = {"LOWMEM_TRACES": os.environ["LOWMEM_TRACES"], "LOWMEM_LEASES": str(folder / "leases")}
+    return recording.environment(folder) | own
 
 
 @contextmanager

@@ -21,8 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks import cgroups, recording
 from launch.schema.machine import GIB
 
@@ -34,7 +32,7 @@ MODELS: dict[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-MODES = {"cpu": 1, "multi_cpu": 2, "deepspeed_zero2": 2, "deepspeed_zero3": 2}
+MODES = ("cpu", "multi_cpu", "deepspeed_zero2", "deepspeed_zero3")
 SPARED = 0.03  # of the budget: a refusal may be wrong by so much
 WITHIN = (0.90, 1.10)
 
@@ -93,38 +91,26 @@ def drawn(seed: int) -> Drawn:
 def write(folder: Path, case: Drawn) -> Path:
     """The model's folder, rows and recipe of a training; the recipe's file."""
     cgroups.with_tokenizer(folder, case.config, case.stored)
-    row = {"prompt": "red blue green", "response": "blue stone red green " * case.length}
-    (folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * 3 * case.batch * 2)
-    adapter: dict[str, Any] = {} if case.method == "full" else {"lora": {"r": 8}}
-    if case.method == "qlora":
-        adapter["quantization"] = {"load_in_4bit": True}
-    recipe = {
-        **{"name": "edge", "task": "sft", **adapter},
-        "model": {"path": str(folder / "model"), "dtype": case.dtype},
-        "tokenizer": {"path": str(folder / "tokenizer"), "loading": "file"},
-        "data": {"train_file": str(folder / "rows.jsonl"), "max_length": case.length},
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"dtype": case.dtype},
+        "data": {"max_length": case.length},
         "training": {
-            **{"per_device_train_batch_size": case.batch, "max_steps": 3, "learning_rate": 1e-4},
-            **{"logging_steps": 1, "save_steps": 2, "num_output_chunks": 1},
+            **{"per_device_train_batch_size": case.batch, "max_steps": 3},
+            "num_output_chunks": 1,
         },
-        "launch": {
-            **{"mode": case.mode, "num_processes": MODES[case.mode], "exact_batch": True},
-            **{"host_reserve_gib": 0, "host_stop_fraction": 0},
-        },
-        "output_dir": str(folder / "out"),
+        "launch": {"exact_batch": True},
     }
-    file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return file
+    if case.method != "full":
+        sections["lora"] = {"r": 8}
+    if case.method == "qlora":
+        sections["quantization"] = {"load_in_4bit": True}
+    return cgroups.write_recipe(folder, case.mode, 6 * case.batch, sections)
 
 
 def tried(case: Drawn, folder: Path) -> dict[str, Any]:
     """What a training needs, what the plan says at its share of that, and how it ends there."""
     recipe = write(folder, case)
-    env = {
-        **{**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]},
-        "LOWMEM_LEASES": str(folder / "leases"),
-    }
+    env = cgroups.environment(folder)
     start = [sys.executable, "-m", "launch", "run", str(recipe), "--resume=never"]
     free = cgroups.run([*start, "--name=free"], env)
     assert free.exit_code == 0, free.said

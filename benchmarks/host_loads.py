@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks import cgroups, recording
 from launch.schema.machine import GIB
 
@@ -86,39 +84,14 @@ def write(folder: Path, case: Case) -> Path:
     """The model's folder, rows and recipe of a case; the recipe's file."""
     vocab_size = case.config["vocab_size"] if case.is_full else 0
     cgroups.with_tokenizer(folder, case.config, case.stored, case.shards, vocab_size)
-    row = {"prompt": "red blue green", "response": "blue stone red green " * 20}
-    (folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * 2 * case.ranks)
-    model = {"path": str(folder / "model"), **case.sections.get("model", {})}
-    tokenizer = {
-        "path": str(folder / "tokenizer"),
-        "loading": "file",
-        **case.sections.get("tokenizer", {}),
-    }
-    recipe = {
-        **{"name": "case", "task": "sft", **case.sections, "model": model, "tokenizer": tokenizer},
-        "data": {"train_file": str(folder / "rows.jsonl"), "max_length": 64},
-        "training": {
-            **{"per_device_train_batch_size": 1, "max_steps": 2, "learning_rate": 1e-4},
-            **{"logging_steps": 1, "save_steps": 100},
-        },
-        "launch": {
-            **({"mode": "multi_cpu", "num_processes": 2} if case.ranks > 1 else {"mode": "cpu"}),
-            **{"host_reserve_gib": 0, "host_stop_fraction": 0},
-        },
-        "output_dir": str(folder / "out"),
-    }
-    file = folder / "recipe.yaml"
-    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return file
+    mode = "multi_cpu" if case.ranks > 1 else "cpu"
+    return cgroups.write_recipe(folder, mode, 2 * case.ranks, case.sections)
 
 
 def measured(case: Case, folder: Path) -> dict[str, Any]:
     """What the plan of a case names beside what its processes held."""
     recipe = write(folder, case)
-    env = {
-        **{**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]},
-        "LOWMEM_LEASES": str(folder / "leases"),  # beside none of this machine's runs
-    }
+    env = cgroups.environment(folder)
     start = [sys.executable, "-m", "launch"]
     # traces are made outside the limit, as by an earlier plan
     cgroups.run([*start, "plan", str(recipe)], env)
