@@ -38,6 +38,7 @@ from benchmarks.cpu_memory import (
 from launch.schema.plan import Strategy
 from tests.fake_cuda.machine import Card, Machine
 
+SITE = recording.CODE / "tests/fake_cuda/site/sitecustomize.py"
 A100 = Card("NVIDIA A100-SXM4-80GB", 80, "8.0", 108)
 GPT2 = {**cpu_memory.GPT2, "vocab_size": 50257, "n_embd": 768, "n_head": 12}
 QWEN = {
@@ -384,6 +385,29 @@ class RunFailed(Exception):
     """A run did not end as complete, or its plan was made without a trace: what it said."""
 
 
+def without_logits(folder: Path) -> dict[str, str]:
+    """The environment of ranks that compare no logits after the export: no kernel computes them,
+    and what stands in their memory differs from time to time."""
+    hooks = [SITE, recording.CODE / "tests/faults/inject/sitecustomize.py"]
+    (folder / "site").mkdir()
+    (folder / "site/sitecustomize.py").write_text(
+        "".join(
+            f"exec(compile(open({str(path)!r}).read(), {str(path)!r}, 'exec'))\n" for path in hooks
+        )
+    )
+    fault = {
+        **{"module": "training.loop.export_check", "attribute": "trained"},
+        "do": "import torch, training.loop.export_check as check\n"
+        "check.logits = lambda model, inputs, accelerator: torch.zeros(1, 1)",
+    }
+    (folder / "marks").mkdir()
+    return {
+        "PYTHONPATH": f"{folder / 'site'}:{recording.CODE}",
+        "PYTHON_FAULTS": json.dumps({"logits": fault}),
+        "PYTHON_FAULT_MARKS": str(folder / "marks"),
+    }
+
+
 def launched(folder: Path, case: Case, variables: Mapping[str, str], *options: str) -> Path:
     """The run folder of a case. Raises RunFailed."""
     recipe = str(cpu_memory.write_data(folder, case))
@@ -425,7 +449,7 @@ def measured(folder: Path, case: Case) -> dict[str, Any]:
     """Train a case: for each part of the run and each figure, predicted and measured bytes of the
     fullest rank; and pinned host memory."""
     machine = Machine(folder / "cards", [A100] * case.ranks)
-    run = launched(folder, case, machine.environment())
+    run = launched(folder, case, machine.environment() | without_logits(folder))
     plan = read(run / "plan.json")
     return sources.digests(RESULT) | {
         "case": case.name,
