@@ -24,7 +24,7 @@ FLAGS = [
     "--evaluation.exact_match_rows=0",
 ]
 GUIDES = ["train", "--is_finetune=True", "--use_fast_config=True", "--data.max_train_samples=48"]
-GLOO = re.compile(r"rank (\d) of 2 on \S+: cpu:0, backend gloo \(torch.distributed\)")
+GLOO = re.compile(r"rank (\d) of 2 on \S+: cpu, backend gloo \(torch.distributed\)")
 
 
 def run(argv: list[str], workspace: Path, **extra: str) -> subprocess.CompletedProcess[str]:

@@ -30,13 +30,13 @@ def offered(stderr: str) -> list[list[str]]:
 
 
 def test_a_model_that_the_host_cannot_build_is_refused_and_what_is_offered_fits(tmp_path):
-    on = ["--machine", described(tmp_path, (23.6,), 2.4)]
+    on = ["--machine", described(tmp_path, (23.6,), 3.2)]
     words = ["plan", "sft_fast", "--launch.mode=single_gpu", *on]
     refused = builders.launch(tmp_path / "workspace", *words)
     assert refused.returncode == 3
     missed = (
         r"single_gpu x1, batch 16 x 2: short by 0\.\d\d GiB of host RAM: 2\.\d\d GiB in host RAM in"
-        r" load, budget 1\.80 GiB \(2\.40 GiB available"
+        r" load, budget 2\.40 GiB \(3\.20 GiB available"
     )
     assert re.search(missed, refused.stderr)
     ways = offered(refused.stderr)
