@@ -108,7 +108,7 @@ def write(folder: Path, case: Drawn) -> Path:
 
 
 def tried(case: Drawn, folder: Path) -> dict[str, Any]:
-    """What a training needs, what the plan says at its share of that, and how it ends there."""
+    """The need of a training, the plan at its share of that, and how it ends there."""
     recipe = write(folder, case)
     env = cgroups.environment(folder)
     start = [sys.executable, "-m", "launch", "run", str(recipe), "--resume=never"]

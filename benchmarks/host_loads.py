@@ -89,7 +89,7 @@ def write(folder: Path, case: Case) -> Path:
 
 
 def measured(case: Case, folder: Path) -> dict[str, Any]:
-    """What the plan of a case names beside what its processes held."""
+    """The bytes that the plan of a case names, and those that its processes held."""
     recipe = write(folder, case)
     env = cgroups.environment(folder)
     start = [sys.executable, "-m", "launch"]

@@ -1,4 +1,4 @@
-"""What a card's weights take of the host while they are saved, and blocks that the driver pins."""
+"""Host memory that a card's weights take while they are saved, and blocks that the driver pins."""
 
 from __future__ import annotations
 

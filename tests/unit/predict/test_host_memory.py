@@ -261,6 +261,7 @@ def test_offloaded_states_are_rounded_up_where_they_are_pinned(monkeypatch) -> N
     on_gpu = replace(strategy("deepspeed_zero2_offload"), device="cuda", backend="nccl")
     of_job = job(on_gpu, states=states)
     assert "rounding of pinned memory" not in estimate(of_job, IMPORTS).by_phase["step"]
+    # an older torch, which cannot be installed beside this one
     monkeypatch.setattr(pinned_memory, "WITH_EXACT_SIZES", (99, 0))
     rounding = 2 * ((1 << 29) - 400_000_000)  # of the float32 weights and of their gradients
     assert estimate(of_job, IMPORTS).by_phase["step"]["rounding of pinned memory"] == rounding
@@ -277,7 +278,7 @@ def test_pinned_states_and_buffers_are_those_that_the_driver_was_asked_for(
 ) -> None:
     """On the CUDA build without a card: gpt2 of 6 layers under ZeRO-2, qwen2 of 6 under ZeRO-3,
     both offloaded, one rank; its batches were 0.8 and 0.4 MB."""
-    if not is_exact:
+    if not is_exact:  # as above
         monkeypatch.setattr(pinned_memory, "WITH_EXACT_SIZES", (99, 0))
     width, words = 768, 50257
     layer = [width, width, 3 * width**2, 3 * width, width**2, width, width, width]
