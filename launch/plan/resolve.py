@@ -18,12 +18,14 @@ from launch.data import chat_templates, columns, sources, token_cache, token_has
 from launch.plan import context as plan_context
 from launch.plan import new_tokens, planner
 from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
+from launch.plan.new_tokens import ModelFacts
 from launch.plan.planner import Choice
 from launch.predict import model_config
 from launch.predict.facts import PlanContext
 from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import stored_weights
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
+from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.traces import Traces
 from launch.probe import architectures, import_memory, link_causes, link_test, packages, torch_build
 from launch.probe import machine as probe_machine
@@ -38,7 +40,7 @@ from launch.recipe.paths import (
     with_absolute_paths,
 )
 from launch.schema.machine import Device, Link, Machine, OptionalPackage
-from launch.schema.plan import DataFormat, ModelSize, Strategy
+from launch.schema.plan import Change, DataFormat, ModelSize, Strategy
 from launch.schema.recipe import Recipe
 
 TOKENIZER_FILES = ("token*", "*.model", "vocab*")  # names in a folder; *.model: sentencepiece
@@ -94,34 +96,90 @@ def read(
     `trace` False: plans count model states alone, for starts of many ranks at once."""
     workspace = Workspace.here()
     machine = described or probe_machine.machine(run_dir=workspace.root)
-    is_start = described is None and constraints.num_processes is None
     if constraints.num_processes == 1:
         machine = _with_one_gpu(machine)
     if described is None:
         packages.refuse_old()
     has_gpu = bool(machine.gpus) and not constraints.force_cpu
+    recipe, changes = _recipe(recipe_name, overrides, has_gpu, workspace)
+    machine, constraints = _available(recipe, machine, constraints, described is None, say)
+    model, stored = _model(recipe, described is None, workspace)
+    recipe = model.recipe
+    _write_sample_data(recipe, workspace, say)
+    data_format, rows = _rows(model, workspace)
+    # a described machine is planned for the torch that is installed here
+    constraints = replace(constraints, no_varlen_attn=packages.no_varlen_attn())
+    if described is None:
+        constraints = _installed(recipe, machine, constraints, workspace, say, test_link)
+    elif machine.packages is not None:
+        constraints = _with_described_packages(constraints, machine.packages)
+    context = plan_context.build(
+        recipe, machine, model.config, model.parameters, model.family, data_format
+    )
+    tokens = token_cache.token_cache(workspace.cache, recipe, context.model, data_format)
+    if tokens.row_counts is not None:
+        rows = sum(part.rows for part in sources.trained_rows(recipe.data, tokens.row_counts))
+    context = replace(
+        context,
+        changes=(*changes, *model.changes),
+        rows=rows,
+        stored=stored,
+        tokens=replace(tokens, rows=rows),
+    )
+    context = _with_measurements(context, workspace, has_gpu, described is None, say)
+    if trace:
+        context = replace(
+            context,
+            traces=Traces(recipe, context.model, context.lora_targets, workspace.traces, say),
+            error_margin=_error_margin(workspace, machine, "cuda" if has_gpu else "cpu", say),
+        )
+    if tokens.folder.exists() and token_hashes.counts(tokens.folder) is None:
+        say(f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again")
+    return Facts(workspace, plan_context.with_rows(context), constraints)
+
+
+def _recipe(
+    recipe_name: str, overrides: Sequence[str], has_gpu: bool, workspace: Workspace
+) -> tuple[Recipe, list[Change]]:
+    """The recipe, whose paths are absolute, and the values that it replaces itself. Raises
+    ResourceError for folders that are another user's or that hold something else."""
     recipe, changed = load.load(
         recipe_name, [absolute_override(text) for text in overrides], has_gpu
     )
-    live = granted_leases(say) if is_start else []
-    machine, budget_notes = limits.limited(admission.beside(machine, live), recipe, live)
-    if constraints.num_processes is None:
-        machine = _by_free_memory(machine)
-    constraints = _beside(constraints, budget_notes, live)
-    if described is None and not constraints.force_cpu and recipe.launch.device != "cpu":
-        _refuse_cards(recipe, machine, constraints)
     above = Path.cwd() if load.is_file(recipe_name) else workspace.root
     recipe, of_model = use_existing_model(with_absolute_paths(recipe, above))
     recipe, of_tokenizer = use_existing_tokenizer(recipe)
-    of_tokenizer += [
+    unused = (
         change
         for change in unused_tokenizer_keys(recipe)
         if load.is_written(recipe_name, overrides, change.key)
-    ]
+    )
     for folder in (*(workspace.root / name for name in ("runs", "logs", ".cache")), recipe.log_dir):
         if folder:
             files.refuse_strangers(Path(folder))
     files.check_output(Path(recipe.output_dir))
+    return recipe, [*changed, *of_model, *of_tokenizer, *unused]
+
+
+def _available(
+    recipe: Recipe, machine: Machine, constraints: LaunchConstraints, is_here: bool, say: Say
+) -> tuple[Machine, LaunchConstraints]:
+    """The machine with the memory that the recipe may take beside other runs, and the constraints
+    with lines on it. Raises ResourceError for cards that cannot be used."""
+    live = granted_leases(say) if is_here and constraints.num_processes is None else []
+    machine, notes = limits.limited(admission.beside(machine, live), recipe, live)
+    if constraints.num_processes is None:
+        machine = _by_free_memory(machine)
+    if is_here and not constraints.force_cpu and recipe.launch.device != "cpu":
+        _refuse_cards(recipe, machine, constraints)
+    return machine, _beside(constraints, notes, live)
+
+
+def _model(
+    recipe: Recipe, is_here: bool, workspace: Workspace
+) -> tuple[ModelFacts, StoredWeights | None]:
+    """The model with its added tokens and with lines of the plan on it, and the weights of its
+    folder. Raises ResourceError for a folder that cannot be read."""
     if recipe.tokenizer.path and not Path(recipe.tokenizer.path).is_dir():
         raise ResourceError(
             f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out"
@@ -129,93 +187,87 @@ def read(
     config, parameters, family = model_config.read(recipe.model, root=FILES, cache=workspace.cache)
     tokenizer = Path(recipe.tokenizer.path or recipe.model.path or "")
     model_config.check_tokenizer(tokenizer)
-    if (
-        described is None
-        and tokenizer.parts
-        and not any(file for form in TOKENIZER_FILES for file in tokenizer.glob(form))
-    ):
+    has_tokenizer = any(file for form in TOKENIZER_FILES for file in tokenizer.glob(form))
+    if is_here and tokenizer.parts and not has_tokenizer:
         raise ResourceError(
             f"{tokenizer}: found no tokenizer.json or its like; name a tokenizer with"
             " --tokenizer.path=FOLDER"
         )
     model = new_tokens.with_tokens(recipe, config, parameters, family, workspace.cache)
-    recipe = model.recipe
+    notes = plan_context.copied_modules(model.recipe, model.parameters, model.family)
+    if unread := dict.fromkeys(model_config.unread_keys(config)):
+        notes += (
+            f"private keys of config.json that transformers does not read: {', '.join(unread)}",
+        )
+    notes += plan_context.exported_dtype(model.recipe, model.config)
+    notes += plan_context.own_head(family, parameters)
     stored = model_config.stored_weights(Path(recipe.model.path)) if recipe.model.path else None
     if stored is not None:
         probe_machine.check_mapping(Path(str(recipe.model.path)), stored.largest_file_bytes)
         grown = stored_weights.grown(parameters, model.parameters)
         stored = replace(stored, grown=tuple(grown))
-    _write_sample_data(recipe, workspace, say)
+    return replace(model, notes=(*model.notes, *notes)), stored
+
+
+def _rows(model: ModelFacts, workspace: Workspace) -> tuple[DataFormat, int | None]:
+    """The format of the training rows, with the plan's lines on rows and model; and their number,
+    if it is known without tokenising."""
+    recipe, is_pair = model.recipe, model.family.is_encoder_decoder
     file_facts = token_cache.known_files(workspace.cache)
-    is_pair = model.family.is_encoder_decoder
     unread = () if is_pair else chat_templates.unread_keys(recipe)
     data_format = columns.detect(recipe.data, workspace.root, file_facts, unread)
     data_format = _with_template(data_format, recipe, is_pair)
-    copied = plan_context.copied_modules(recipe, model.parameters, model.family)
-    notes = (*sources.trained_and_held_out(recipe.data), *model.notes, *copied)
-    if unread := dict.fromkeys(model_config.unread_keys(config)):
-        notes += (
-            f"private keys of config.json that transformers does not read: {', '.join(unread)}",
-        )
-    notes += plan_context.exported_dtype(recipe, model.config)
-    notes += plan_context.own_head(family, parameters)
-    data_format = replace(data_format, notes=(*data_format.notes, *notes))
-    rows = None
-    if not recipe.data.streaming and not sources.are_counted(recipe.data):
-        rows = columns.row_count(recipe.data.paths[0], file_facts)
-        is_of_several = (
-            data_format.kind == "oasst" or data_format.file_type in sources.SEVERAL_LINES
-        )
-        if rows is not None and is_of_several:  # lines of the file make a row
-            rows = sum(sources.count_rows(recipe.data, data_format, file_facts)[0])
-    # a described machine is planned for the torch that is installed here
-    constraints = replace(constraints, no_varlen_attn=packages.no_varlen_attn())
-    if described is None:
-        packages.refuse_missing(recipe)
-        constraints = _with_packages(recipe, constraints, workspace, has_gpu)
-        if has_gpu:
-            link = _link(recipe, machine, constraints, workspace, say, test_link)
-            constraints = replace(constraints, link=link)
-    elif machine.packages is not None:
-        constraints = _with_described_packages(constraints, machine.packages)
-    context = plan_context.build(
-        recipe, machine, model.config, model.parameters, model.family, data_format
-    )
+    notes = *data_format.notes, *sources.trained_and_held_out(recipe.data), *model.notes
+    data_format = replace(data_format, notes=notes)
+    if recipe.data.streaming or sources.are_counted(recipe.data):
+        return data_format, None
+    rows = columns.row_count(recipe.data.paths[0], file_facts)
+    is_of_several = data_format.kind == "oasst" or data_format.file_type in sources.SEVERAL_LINES
+    if rows is not None and is_of_several:  # lines of the file make a row
+        rows = sum(sources.count_rows(recipe.data, data_format, file_facts)[0])
+    return data_format, rows
+
+
+def _installed(
+    recipe: Recipe,
+    machine: Machine,
+    constraints: LaunchConstraints,
+    workspace: Workspace,
+    say: Say,
+    test_link: bool,
+) -> LaunchConstraints:
+    """Add the packages of this machine, and the link between its cards."""
+    packages.refuse_missing(recipe)
+    has_gpu = bool(machine.gpus) and not constraints.force_cpu
+    constraints = _with_packages(recipe, constraints, workspace, has_gpu)
+    if not has_gpu:
+        return constraints
+    link = _link(recipe, machine, constraints, workspace, say, test_link)
+    return replace(constraints, link=link)
+
+
+def _with_measurements(
+    context: PlanContext, workspace: Workspace, has_gpu: bool, is_here: bool, say: Say
+) -> PlanContext:
+    """Add settings of the allocator, and what was measured or read before: the base of an adapter,
+    memory of imports, the fastest strategies of trials."""
+    machine: Machine = context.machine
     device: Device = "cuda" if has_gpu else "cpu"
-    tokens = token_cache.token_cache(workspace.cache, recipe, context.model, data_format)
-    if tokens.row_counts is not None:
-        rows = sum(part.rows for part in sources.trained_rows(recipe.data, tokens.row_counts))
-    base = recipe.model.path if recipe.lora is not None else None
     if has_gpu:
         settings = users_settings(os.environ)
-        context = replace(
-            context,
-            allocator=AllocatorConfig.parse(settings or ""),
-            may_expand=settings is None
-            and architectures.expands_segments(
-                machine.gpus, "" if described else platform.release()
-            ),
-        )
+        kernel = platform.release() if is_here else ""
+        expands = settings is None and architectures.expands_segments(machine.gpus, kernel)
+        allocator = AllocatorConfig.parse(settings or "")
+        context = replace(context, allocator=allocator, may_expand=expands)
+    adapted = context.recipe.model.path if context.recipe.lora is not None else None
     context = replace(
         context,
-        changes=(*changed, *of_model, *of_tokenizer, *model.changes),
-        rows=rows,
-        stored=stored,
-        tokens=replace(tokens, rows=rows),
-        base_fingerprint=model_config.weights_fingerprint(Path(base)) if base else None,
+        base_fingerprint=model_config.weights_fingerprint(Path(adapted)) if adapted else None,
         import_memory=import_memory.measured_or_assumed(workspace.cache, device),
     )
-    if described is None and workspace.ledger_file.exists():
+    if is_here and workspace.ledger_file.exists():
         context = replace(context, recall=_recall(workspace, machine, say))
-    if trace:
-        context = replace(
-            context,
-            traces=Traces(recipe, context.model, context.lora_targets, workspace.traces, say),
-            error_margin=_error_margin(workspace, machine, device, say),
-        )
-    if tokens.folder.exists() and token_hashes.counts(tokens.folder) is None:
-        say(f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again")
-    return Facts(workspace, plan_context.with_rows(context), constraints)
+    return context
 
 
 def granted_leases(say: Say = lambda line: None) -> list[Lease]:
