@@ -248,7 +248,7 @@ def _with_peak(
             context.model.family,
             states.weights_bytes,
             budgets.budget_bytes(context, candidate),
-            is_stored=context.stored is not None,
+            context.stored,
         )
         parts = trace.run(*counts, order)
     memory, by_phase = _with_host(context, candidate, memory, trace, num_samples, parts)
@@ -340,39 +340,8 @@ def _with_host(
     """Add the job's host RAM, and return that of each part of the run; without a trace, all but the
     memory of a step on CPUs. `parts`: the events of an exact prediction."""
     counts = num_samples, _eval_samples(context, candidate)
-    sizes = (
-        {section: peak.allocated_bytes for section, peak in trace.peaks(*counts).items()}
-        if trace
-        else {}
-    )
-    # also where nothing is evaluated: what an engine holds beside the states is known from it
-    evaluated = (
-        trace.peaks(num_samples, context.evaluated_samples(candidate)).get("evaluation")
-        if trace
-        else None
-    )
-    written = {}
-    # its bucket is as large as asked for, and filled as far as there are gradients
-    if candidate.launch_mode.engine == "deepspeed":
-        element_bytes = sharding.computed_element_bytes(context.recipe.model, candidate)
-        filled = min(context.model.trainable_parameters, sharding.BUCKET_ELEMENTS)
-        written[sharding.BUCKET_ELEMENTS * element_bytes] = filled * element_bytes
-    untouched = sum(size - touched for size, touched in written.items())
     first = next(iter(context.parameters.values()))
-    step_bytes = max(
-        (size for section, size in sizes.items() if section != "evaluation"), default=0
-    )
-    first_bytes, holes, first_holes = step_bytes, 0, 0
-    if candidate.device == "cpu" and parts and trace is not None:
-        resident_bytes = malloc.resident_bytes(trace.events(*counts), written)
-        holes = first_holes = max(resident_bytes - max(sizes.values()) + untouched, 0)
-        begins = [part for part in parts if part[0] in ("load", "first_step")]
-        if len(begins) == 2:
-            first_bytes = memory_phases.allocated_bytes(begins)["first_step"]
-            resident_bytes = malloc.resident_bytes(
-                [event for _, events in begins for event in events], written, rounds=1
-            )
-            first_holes = max(resident_bytes - first_bytes + untouched, 0)
+    live, holes, by_gloo = _of_a_cpu(context, candidate, trace, counts, parts)
     trained = trainable_shapes(
         context.parameters,
         context.recipe.model.freeze,
@@ -384,17 +353,13 @@ def _with_host(
         strategy=candidate,
         model=context.model,
         states=memory,
-        step_bytes=step_bytes,
-        first_step_bytes=first_bytes,
-        evaluation_bytes=evaluated.allocated_bytes if evaluated else 0,
         embedding_bytes=math.prod(first) * DTYPE_BYTES[context.recipe.model.dtype],
-        untouched_bytes=untouched,
-        reduced_bytes=sum(written.values()),
+        copied_by_gloo_bytes=by_gloo,
         offloaded_activations=[
             math.ceil(size.total(num_samples)) for size in (trace.work.offloaded if trace else ())
         ],
+        tensor_bytes=live,
         holes_bytes=holes,
-        first_holes_bytes=first_holes,
         trained_elements=list(map(math.prod, trained.values())),
         kernels=_kernels(context, candidate, trained),
         rows=context.rows,
@@ -419,17 +384,53 @@ def _with_host(
     return memory, predicted.by_phase
 
 
+def _reduced(context: PlanContext, candidate: Strategy) -> tuple[dict[int, int], int]:
+    """DeepSpeed's bucket, which is as large as asked for, with the bytes that are written of it: as
+    far as there are gradients. And those of the copy that Gloo makes of it."""
+    if candidate.launch_mode.engine != "deepspeed":
+        return {}, 0
+    element_bytes = sharding.computed_element_bytes(context.recipe.model, candidate)
+    filled = min(context.model.trainable_parameters, sharding.BUCKET_ELEMENTS) * element_bytes
+    copied = filled if candidate.backend == "gloo" and candidate.launch_mode.zero_stage == 3 else 0
+    return {sharding.BUCKET_ELEMENTS * element_bytes: filled}, copied
+
+
+def _of_a_cpu(
+    context: PlanContext,
+    candidate: Strategy,
+    trace: Trace | None,
+    counts: tuple[int, int | None],
+    parts: memory_phases.Parts,
+) -> tuple[dict[str, int], dict[str, int], int]:
+    """By phase, the bytes of a rank's tensors, and those that malloc keeps of freed ones; and what
+    Gloo's threads keep of a copy."""
+    written, copied = _reduced(context, candidate)
+    in_threads = 0
+    if copied < malloc.MMAP_THRESHOLD_BYTES:  # in the arenas of two threads
+        copied, in_threads = 0, 2 * copied
+    if trace is None or candidate.device != "cpu":
+        return {}, {}, in_threads + copied
+    untouched = sum(size - touched for size, touched in written.items())
+    of_step = {name: peak.allocated_bytes for name, peak in trace.peaks(*counts).items()}
+    live = {"evaluation": of_step.pop("evaluation", 0), "step": max(of_step.values())}
+    live |= {"first_step": live["step"]} | memory_phases.allocated_bytes(parts)
+    resident = malloc.resident_bytes(parts, written, candidate.backend == "gloo")
+    live = {part: max(size - untouched, 0) for part, size in live.items()}
+    holes = {part: max(size - live[part], 0) for part, size in resident.items()}
+    beside = max(of_step.get("backward", 0) + copied - max(of_step.values()), 0)
+    return live | {part: live[part] + beside for part in ("first_step", "step")}, holes, in_threads
+
+
 def _kernels(context: PlanContext, candidate: Strategy, trained: Shapes) -> int:
-    """The kernels that oneDNN compiles for a CPU's products."""
+    """The kernels that oneDNN compiles for a CPU's products; while rows are not counted, those of
+    one length."""
     counts, data, training = context.counts, context.recipe.data, context.recipe.training
-    if counts is None:
-        return onednn.KERNELS
-    rows = candidate.per_device_train_batch_size
-    micro_batches = counts["rows"] * training.num_train_epochs / rows / candidate.num_processes
-    if training.max_steps > 0:
-        micro_batches = training.max_steps * candidate.gradient_accumulation_steps
     lengths = 1.0
-    if not data.packing:
+    if counts is not None and not data.packing:
+        rows = candidate.per_device_train_batch_size
+        micro_batches = counts["rows"] * training.num_train_epochs / rows / candidate.num_processes
+        if training.max_steps > 0:
+            micro_batches = training.max_steps * candidate.gradient_accumulation_steps
         lengths = onednn.padded_lengths(
             [source for source, _ in counts["lengths"]],
             1 if data.group_by_length or data.batch_by_tokens else rows,

@@ -325,3 +325,7 @@ class NewTokens:
     size: int  # after the tokens are added
     ids: dict[str, int]
     there: dict[str, int]
+
+
+# of host RAM that the copy for an export's check may always take; a larger one, what the plan has
+CHECK_BYTES = 256 << 20

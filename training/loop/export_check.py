@@ -29,6 +29,7 @@ from launch.run_folder.layout import Start
 from launch.schema.machine import GIB
 from launch.schema.model_sections import TokenizerLoading
 from launch.schema.recipe import Recipe
+from launch.schema.result import CHECK_BYTES
 from training.compat.transformers_private import Network
 from training.data import tokenise, tokenizer
 from training.data.encode import Encoder, Row
@@ -39,7 +40,6 @@ from training.model import build, four_bit, merging, varlen_attention
 NUM_ROWS = 100
 ROW_TOKENS = 128  # of the row whose logits are compared
 MOST_OFF_IN_16_BITS = 0.01  # of the largest logit, in the arithmetic of the training
-SPARE_BYTES = 256 << 20  # of host RAM, less than any plan leaves free
 Inputs = Mapping[str, list[int]]  # of the model: one row
 
 
@@ -127,7 +127,7 @@ def close_engine(trainer: LowMemTrainer, planned_host_bytes: int, host_bytes: in
     empty_cache()
     if trainer.args.device.type == "cuda":
         return torch.cuda.mem_get_info(trainer.args.device)[0]
-    return max(planned_host_bytes - host_bytes, SPARE_BYTES)
+    return max(planned_host_bytes - host_bytes, CHECK_BYTES)
 
 
 def check(

@@ -134,9 +134,10 @@ def landmarks(log: Log, tied: bool) -> Landmarks:
     phases = {phase: range(inside[0], inside[-1] + 1) for phase, inside in positions.items()}
     names = [phase.partition(":")[2] for phase in phases if phase.startswith("backward")]
     end = phases[f"backward:{names[-1]}"].stop
-    weights = [
+    weights = [  # repeated layers' blocks have the last numbers
         Weight(number, block.layer, block.fixed_bytes, block.op == TRAINED, block.op != UNUSED)
-        for number, block in enumerate(log.blocks)
+        for number in (event.block for event in log.events if event.birth)
+        for block in [log.blocks[number]]
         if block.born == "start:weights" and block.kind == "weights"
     ]
     return Landmarks(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from launch.data.files import shards
 from launch.predict.memory import malloc, onednn, pinned_memory
@@ -23,7 +23,7 @@ from launch.schema.machine import MIB
 from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
 from launch.schema.recipe import Recipe
-from launch.schema.result import MAX_SHARD_BYTES, MAX_SMALL_SHARD_BYTES
+from launch.schema.result import CHECK_BYTES, MAX_SHARD_BYTES, MAX_SMALL_SHARD_BYTES
 
 # The rest of this block was measured beside the imports, on runs whose model takes next to nothing.
 STARTED_BYTES = 30 * MIB  # tokenizer, Trainer, event files, a rank's first step
@@ -37,6 +37,7 @@ DEEPSPEED_BYTES = 20 * MIB
 DEEPSPEED_ENGINE_BYTES = 20 * MIB  # objects of a rank's engine that are no tensors
 LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
 
+TRAINING_PHASES = "step", "first_step", "evaluation", "save"
 ORDER_BYTES = 8  # of a row in a rank: the sample numbers and their permutation, int32 each
 # of a row while rows are grouped: source and target, int32 each, as columns and as one table
 LENGTHS_BYTES = 16
@@ -59,15 +60,11 @@ class Job:
     strategy: Strategy
     model: ModelSize
     states: MemoryEstimate  # as sharding.per_rank gives it
-    step_bytes: int  # highest count of the device's allocator in a step
-    first_step_bytes: int  # the same, in the first step, whose optimizer has no states yet
-    evaluation_bytes: int  # the same, in an evaluation
     embedding_bytes: int  # of the input embedding in the weights' type
-    # of the allocator's: never written, never in RAM (DeepSpeed's bucket above the gradients)
-    untouched_bytes: int = 0
-    reduced_bytes: int = 0  # of gradients at once, by DeepSpeed
-    holes_bytes: int = 0  # what malloc keeps of a step's freed blocks (malloc.py)
-    first_holes_bytes: int = 0  # the same, in the first step
+    copied_by_gloo_bytes: int = 0  # of gradients that DeepSpeed reduces, kept by Gloo's threads
+    # by phase, on a CPU: the highest count of its allocator, and what malloc keeps beyond it
+    tensor_bytes: Mapping[str, int] = field(default_factory=dict)
+    holes_bytes: Mapping[str, int] = field(default_factory=dict)
     offloaded_activations: Sequence[int] = ()  # bytes of each tensor of a micro-batch
     trained_elements: Sequence[int] = ()  # of each trained tensor
     kernels: int = onednn.KERNELS  # that a CPU compiles for products in bf16
@@ -150,21 +147,12 @@ def estimate(job: Job, import_memory: Imports) -> HostEstimate:
     if data.streaming:
         tokenising = shards.STREAM_PROCESSES * _tokenising_bytes(data, import_memory)
         training_bytes["tokenising"] = tokenising
-    resident_bytes = job.states.weights_bytes + job.states.optimizer_bytes
-    if job.strategy.launch_mode.engine == "ddp":
-        # the buckets stay when the gradients are dropped
-        resident_bytes += job.states.gradients_bytes
-    if job.strategy.launch_mode.engine == "deepspeed":  # so do its own
-        resident_bytes = max(resident_bytes, job.evaluation_bytes)
     phases = {  # of equal peaks the first gives the name
         "prepare": _preparing(job, import_memory),
         "load": {**_processes(job, import_memory), **_loading(job)},
-        "step": training_bytes | _on_host(job, job.step_bytes, job.holes_bytes),
-        "first_step": training_bytes | _on_host(job, job.first_step_bytes, job.first_holes_bytes),
-        "evaluation": training_bytes
-        | _on_host(job, max(job.evaluation_bytes, resident_bytes), job.holes_bytes),
-        "save": training_bytes | _on_host(job, resident_bytes, job.holes_bytes) | _saving(job),
+        **{name: training_bytes | _on_host(job, name) for name in TRAINING_PHASES},
     }
+    phases["save"] |= _saving(job)
     if not job.recipe.evaluates:
         del phases["evaluation"]
     return HostEstimate(
@@ -180,12 +168,7 @@ def _processes(job: Job, import_memory: Imports) -> dict[str, int]:
     is_deepspeed = strategy.launch_mode.engine == "deepspeed"
     deepspeed, engine = (DEEPSPEED_BYTES, DEEPSPEED_ENGINE_BYTES) if is_deepspeed else (0, 0)
     several = deepspeed + engine + (GROUP_BYTES if strategy.backend is not None else 0)
-    if is_deepspeed and strategy.backend == "gloo":
-        # a copy of what Gloo reduces: mapped for a moment, or kept in the arenas of two of its
-        # threads
-        several += job.reduced_bytes * (
-            1 if job.reduced_bytes >= malloc.MMAP_THRESHOLD_BYTES else 2
-        )
+    several += job.copied_by_gloo_bytes
     left_out = packages.unused(job.recipe, strategy)
     sizes = {"peft": PEFT_BYTES, "bitsandbytes": BITSANDBYTES_BYTES}
     optional = sum(size for package, size in sizes.items() if package not in left_out)
@@ -248,7 +231,12 @@ def _loading(job: Job) -> dict[str, int]:
     on_card, is_quantised = strategy.device == "cuda", job.recipe.quantization is not None
     grown, copies = (0, 0) if on_card and is_quantised else stored.growing_bytes(dtype)
     if not is_quantised:
-        built, passing = job.model.lora_bytes + stored.converted_bytes(dtype), job.untied_bytes
+        built = stored.converted_bytes(dtype)
+        if strategy.launch_mode.engine == "deepspeed" and strategy.mixed_precision != "no":
+            # cast before they go to the device (deepspeed 0.19.8, _cast_module_mixed_precision)
+            cast = 0 if strategy.launch_mode.shards_parameters else 2 * job.model.parameters
+            built = max(built, cast)
+        built, passing = built + job.model.lora_bytes, job.untied_bytes
     elif on_card:  # tensor by tensor
         built, passing = 0, stored.largest_converted_bytes(dtype)
     else:
@@ -261,14 +249,17 @@ def _loading(job: Job) -> dict[str, int]:
     }
 
 
-def _on_host(job: Job, device_bytes: int, holes_bytes: int) -> dict[str, int]:
+def _on_host(job: Job, phase: str) -> dict[str, int]:
     """Memory of a model in ranks on CPUs; frozen weights that are mapped count once."""
     if job.strategy.device == "cuda":
         return {}
     mapped = mapped_weights_bytes(job.recipe, job.strategy, job.model, job.stored)
+    tensor_bytes = job.tensor_bytes.get(
+        phase, job.states.weights_bytes + job.states.optimizer_bytes
+    )
     return {
-        "model": job.ranks * max(device_bytes - job.untouched_bytes - mapped, 0),
-        "freed and kept by malloc": job.ranks * holes_bytes,
+        "model": job.ranks * max(tensor_bytes - mapped, 0),
+        "freed and kept by malloc": job.ranks * job.holes_bytes.get(phase, 0),
         "weights' files": mapped,
     }
 
@@ -397,10 +388,11 @@ def _saving(job: Job) -> dict[str, int]:
     exported file at once."""
     strategy, recipe, mode = job.strategy, job.recipe, job.strategy.launch_mode
     # rank 0 builds the model once more, and gathers weight by weight
-    if mode.shards_parameters:
-        return {"model to export": job.built_bytes + job.untied_bytes}
+    built = job.built_bytes + job.untied_bytes if mode.shards_parameters else 0
     if strategy.device == "cpu":
-        return {}
+        return {"model to export": built, "copy to check the export": _checking_bytes(job)}
+    if mode.shards_parameters:
+        return {"model to export": built}
     if recipe.lora is not None and job.stored is not None:
         return {"weights to write": job.model.lora_bytes + job.model.tied_copy_bytes}
     if mode.engine != "deepspeed":  # a checkpoint's weights are in one file, and rank 0's
@@ -416,3 +408,22 @@ def _saving(job: Job) -> dict[str, int]:
         part = math.ceil(job.model.trainable_parameters / strategy.num_processes)
         written = max(written, job.ranks * DTYPE_BYTES["float32"] * part)
     return {"weights to write": written}
+
+
+def _checking_bytes(job: Job) -> int:
+    """The copy of the exported model on a CPU with which it is compared (training/loop/
+    export_check.py), beyond what is free by then: optimizer states, and room in the heap, which
+    large tensors do not take. A copy above CHECK_BYTES is made only within the plan."""
+    recipe, stored, dtype = job.recipe, job.stored, job.recipe.model.dtype
+    if recipe.quantization is not None:
+        copy_bytes = job.states.weights_bytes
+    elif recipe.lora is not None and stored is not None:
+        copy_bytes = stored.converted_bytes(dtype)
+    else:  # mapped, unless it is written in another type
+        is_same = recipe.output_dtype(job.model.config) == dtype
+        copy_bytes = 0 if is_same else job.model.parameters * DTYPE_BYTES[dtype]
+    if copy_bytes > CHECK_BYTES:
+        return 0
+    largest = stored.largest_converted_bytes(dtype) if copy_bytes and stored else 0
+    free_bytes = job.states.optimizer_bytes + job.holes_bytes.get("save", 0)
+    return max(copy_bytes - free_bytes, largest if largest >= malloc.MMAP_THRESHOLD_BYTES else 0)

@@ -6,6 +6,7 @@ import math
 from functools import partial
 
 from launch.predict.memory import host_memory, loading
+from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.optimizers import has_4_bits
 from launch.predict.parameters import Shapes, total_elements
 from launch.predict.trained_parameters import trainable_shapes
@@ -21,11 +22,11 @@ def of(
     family: ModelFamily,
     weights_bytes: int,
     budget_bytes: int,
-    is_stored: bool = True,
+    stored: StoredWeights | None,
 ) -> loading.Load:
     """`weights_bytes`: of all weights on a rank, as they are loaded. `budget_bytes`: of its
-    device. `is_stored`: the weights come from a folder."""
-    engine = strategy.launch_mode.engine
+    device. `stored`: the folder that the weights come from, if they do."""
+    engine, is_stored = strategy.launch_mode.engine, stored is not None
     if engine == "ddp":
         sent = host_memory.BROADCAST_BYTES
         if is_stored and strategy.keeps_frozen_apart:
@@ -33,13 +34,13 @@ def of(
             weights_bytes = total_elements(trained) * DTYPE_BYTES[recipe.model.dtype]
         rest = min(sent, weights_bytes - sent)
         return partial(loading.ddp, buckets=(sent, rest) if rest > 0 else ())
-    if strategy.device == "cpu":
-        return loading.plain
     if engine == "fsdp2":
         return partial(loading.fsdp2, ranks=strategy.num_processes)
     if engine == "deepspeed":
+        if strategy.device == "cpu" and stored and not stored.converted_bytes(recipe.model.dtype):
+            budget_bytes = 0  # of mapped weights no tensor is there to copy
         return _of_zero(recipe, strategy, tensor_shapes, family, budget_bytes, is_stored)
-    if recipe.quantization is None or not is_stored:
+    if recipe.quantization is None or not is_stored or strategy.device == "cpu":
         return loading.plain
     return _of_four_bits(recipe, tensor_shapes, family)
 

@@ -12,6 +12,7 @@ thread that calls it. Pure.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +32,6 @@ SLACK_BYTES = 112
 # times its bytes: objects that come and go cut what room there seems to be for a large block
 LARGE_ROOM = 1.55
 MAPPED = -1  # instead of a start in the heap
-ROUNDS = 2  # the first leaves the holes that the second finds
 # what the first step leaves of Python's and torch's own objects behind each tensor, ...
 OBJECT_BYTES = 2 << 10
 OBJECTS_BYTES = 9 << 20  # ... and in all: holes beside them are not joined
@@ -39,26 +39,36 @@ Event = tuple[int, int]  # (block, bytes) at its birth, (block, -1) at its end
 
 
 def resident_bytes(
-    events: Sequence[Event],
+    parts: Sequence[tuple[str, Sequence[Event]]],
     written: Mapping[int, int] = {},
-    objects_bytes: int = OBJECTS_BYTES,
-    rounds: int = ROUNDS,
-) -> int:
-    """The highest resident bytes of these allocations, holes included, when they happen again and
-    again, or as often as `rounds`.
+    by_threads: bool = False,
+) -> dict[str, int]:
+    """The highest resident bytes in each part of a run, which come one after another in one heap,
+    holes included; a part may come again. It is the mean of a heap with objects between the tensors
+    and one without, because where objects lie is chance.
 
     `written`: of a block of so many bytes only these are ever written, so that no more of it is in
-    RAM if it is mapped.
+    RAM if it is mapped. `by_threads`: large blocks are Gloo's, whose threads have other heaps.
     """
-    freed = {block for block, size in events if size < 0}
-    heap = _Heap()
+    without, among = (replay(parts, written, objects, by_threads) for objects in (0, OBJECTS_BYTES))
+    return {part: (size + among[part]) // 2 for part, size in without.items()}
+
+
+def replay(
+    parts: Sequence[tuple[str, Sequence[Event]]],
+    written: Mapping[int, int],
+    objects_bytes: int,
+    by_threads: bool = False,
+) -> dict[str, int]:
+    """The same of a heap with objects of so many bytes."""
+    heap = _Heap(math.inf if by_threads else LARGE_ROOM)
     live: dict[int, tuple[int, int]] = {}  # block -> (its start in the heap, or MAPPED; its bytes)
-    mapped = highest = objects = 0
-    for number in range(rounds):
+    highest: dict[str, int] = {}
+    mapped = objects = 0
+    for part, events in parts:
+        highest[part] = max(highest.get(part, 0), mapped + heap.resident)
         for block, size in events:
-            if size >= 0:
-                if number and block not in freed:
-                    continue
+            if size >= 0 and block >= 0:  # else the cache of a card is emptied
                 taken = (size + ALIGNED_BYTES + 15) // 16 * 16
                 live[block] = heap.take(taken, size + SLACK_BYTES), taken
                 if live[block][0] == MAPPED:
@@ -67,7 +77,7 @@ def resident_bytes(
                 if objects < objects_bytes:
                     heap.take(OBJECT_BYTES, OBJECT_BYTES)
                     objects += OBJECT_BYTES
-                highest = max(highest, mapped + heap.highest)
+                highest[part] = max(highest[part], mapped + heap.resident)
             elif block in live:
                 start, block_bytes = live.pop(block)
                 if start == MAPPED:
@@ -81,8 +91,9 @@ class _Heap:
     """One arena: the best hole is cut, neighbours are joined, the end grows and is reached
     again."""
 
-    def __init__(self) -> None:
-        self.highest = 0  # bytes up to the highest end so far, which are not given back
+    def __init__(self, large_room: float = LARGE_ROOM) -> None:
+        self._large_room = large_room  # times the bytes of a large block
+        self.resident = 0  # bytes up to the highest end since what is free there was given back
         self._end = 0
         self._holes: list[
             tuple[int, int]
@@ -90,18 +101,18 @@ class _Heap:
         self._sizes: dict[int, int] = {}  # of holes, by their start
         self._starts: dict[int, int] = {}  # of holes, by their end
 
-    def take(self, size: int, needed: int) -> int:
+    def take(self, size: int, needed: float) -> int:
         """The start of the block, in a hole of `needed` bytes or at the end; MAPPED where the end
         would grow by much."""
         is_large = size >= MMAP_THRESHOLD_BYTES
         if is_large:
-            needed = int(size * LARGE_ROOM)
+            needed = size * self._large_room
         index = bisect_left(self._holes, (needed, -1))
         if index == len(self._holes):
-            if is_large and self._end + needed > self.highest:
+            if is_large and self._end + needed > self.resident:
                 return MAPPED
             start, self._end = self._end, self._end + size
-            self.highest = max(self.highest, self._end)
+            self.resident = max(self.resident, self._end)
             return start
         hole, start = self._holes.pop(index)
         del self._sizes[start], self._starts[start + hole]
@@ -118,6 +129,8 @@ class _Heap:
             size += self._drop(start + size)
         if start + size == self._end:
             self._end = start
+            if self.resident - start > TRIM_THRESHOLD_BYTES:
+                self.resident = start
         else:
             self._add(start, size)
 

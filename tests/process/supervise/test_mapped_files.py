@@ -49,7 +49,7 @@ IN_STEP = """
 from pathlib import Path
 from training.control.heartbeat import Heartbeat
 beat = Path(sys.argv[1]).parent / "attempts/01/ranks/0/heartbeat.json"
-beat.parent.mkdir(parents=True)
+beat.parent.mkdir(parents=True, exist_ok=True)
 Heartbeat(beat).beat("step")
 time.sleep(0.7)
 bytearray(b"x") * (64 << 20)

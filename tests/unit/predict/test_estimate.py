@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launch.plan import context as plan_context
-from launch.predict import estimate, model_config
+from launch.predict import estimate, model_config, sharding
 from launch.predict.estimate import Judged
 from launch.predict.history import calibration
 from launch.predict.memory import loading
@@ -349,3 +349,24 @@ def test_a_run_without_held_out_rows_has_no_evaluation():
     assert result.phases.device.evaluation is None
     assert result.phases.host.evaluation is None
     assert result.phases.host.step is not None
+
+
+def test_gloos_copy_of_a_bucket_counts_in_the_backward_pass_that_makes_it(tmp_path):
+    bucket = sharding.BUCKET_ELEMENTS * 4
+    content = json.loads(RECORDED.read_text(encoding="utf-8"))
+    content["peaks"] = [
+        {"section": section, "op": "", "parts": {"weights": [size, 0]}}
+        for section, size in (("forward", 2_000_000_000), ("backward", 1_900_000_000))
+    ]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps(content))
+    recipe = recipe_of(model={"shape": "gpt2-small"})
+    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
+    context = plan_context.build(recipe, CARD, config, parameters, family, DATA_FORMAT)
+    traced = replace(context, traces=Recorded(file))  # type: ignore[arg-type]  asked as Traces is
+    ranks = {"device": "cpu", "num_processes": 2, "backend": "gloo", "mixed_precision": "no"}
+    several = replace(plan(recipe, CARD).strategy, mode="deepspeed_zero3", **ranks)
+    predicted = estimate.judge(traced, several, exact=False).memory.host["model"]
+    assert predicted == 2 * (1_900_000_000 + bucket)
+    one = replace(several, mode="deepspeed_zero2")
+    assert estimate.judge(traced, one, exact=False).memory.host["model"] == 2 * 2_000_000_000

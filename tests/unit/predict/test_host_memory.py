@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -28,7 +27,9 @@ from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import MIB
 from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
 from launch.schema.recipe import Recipe
+from launch.schema.result import CHECK_BYTES
 
+TENSOR_BYTES = {"step": 2_000_000_000, "first_step": 1_200_000_000, "evaluation": 1_300_000_000}
 IMPORTS = Imports(40 * MIB, 150 * MIB, 200 * MIB, 300 * MIB, 140 * MIB, "test")
 
 
@@ -71,9 +72,7 @@ def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **k
     shape = ModelSize("m", config, *counts, family=parameters.FAMILIES["gpt2"])
     states = MemoryEstimate(400_000_000, 4 * trainable, 8 * trainable)
     values = {
-        "step_bytes": 2_000_000_000,
-        "first_step_bytes": 1_200_000_000,
-        "evaluation_bytes": 1_300_000_000,
+        "tensor_bytes": TENSOR_BYTES,
         "embedding_bytes": 40_000_000,
         **known,
     }
@@ -125,7 +124,7 @@ def test_libraries_are_in_ram_once_however_many_ranks_map_them() -> None:
 
 def test_a_step_is_the_peak_of_a_cpu_run_and_an_evaluation_where_it_holds_more() -> None:
     assert estimate(job(strategy()), IMPORTS).phase == "step"
-    large = job(strategy(), evaluation_bytes=3_000_000_000)
+    large = job(strategy(), tensor_bytes={**TENSOR_BYTES, "evaluation": 3_000_000_000})
     assert estimate(large, IMPORTS).phase == "step"  # there are no held-out rows
     data = large.recipe.data.model_copy(update={"validation_file": "v.jsonl"})
     evaluates = replace(large, recipe=large.recipe.model_copy(update={"data": data}))
@@ -134,7 +133,10 @@ def test_a_step_is_the_peak_of_a_cpu_run_and_an_evaluation_where_it_holds_more()
 
 def test_frozen_weights_of_a_folder_are_mapped_once_for_all_ranks() -> None:
     ranks = job(
-        strategy("multi_cpu", 2), path="/model", lora_parameters=1_000_000, step_bytes=500_000_000
+        strategy("multi_cpu", 2),
+        path="/model",
+        lora_parameters=1_000_000,
+        tensor_bytes={"step": 500_000_000},
     )
     parts = estimate(ranks, IMPORTS).by_phase["step"]
     assert parts["weights' files"] == 400_000_000
@@ -142,11 +144,16 @@ def test_frozen_weights_of_a_folder_are_mapped_once_for_all_ranks() -> None:
 
 
 def loading(
-    mode: str, stored: StoredWeights, sections: Mapping[str, Any] = {}, **known: Any
+    mode: str,
+    stored: StoredWeights,
+    sections: Mapping[str, Any] = {},
+    mixed_precision: Literal["no", "bf16"] = "no",
+    **known: Any,
 ) -> Mapping[str, int]:
     """Host RAM of a load of LoRA with a million parameters, float32, by cause."""
     ranks = 1 if mode in ("cpu", "single_gpu") else 2
-    asked = job(strategy(mode, ranks), path="/m", lora_parameters=1_000_000, stored=stored, **known)
+    chosen = replace(strategy(mode, ranks), mixed_precision=mixed_precision)
+    asked = job(chosen, path="/m", lora_parameters=1_000_000, stored=stored, **known)
     recipe = Recipe.model_validate({**asked.recipe.model_dump(mode="json"), **sections})
     asked = replace(asked, recipe=recipe)
     return estimate(asked, IMPORTS).by_phase["load"]
@@ -163,6 +170,14 @@ def test_weights_of_another_type_are_converted_in_each_rank() -> None:
         {"float32": 99_000_000, "bfloat16": 1_000_000}, {"float32": 9_000_000, "bfloat16": 5}, 1
     )
     assert loading("single_gpu", mixed)["weights"] == 4 * 1_000_000 + 4_000_000
+
+
+def test_deepspeed_casts_mapped_weights_on_the_host() -> None:
+    cast = loading("deepspeed_zero2", stored_as("float32"), mixed_precision="bf16")
+    assert cast["weights"] == 2 * (200_000_000 + 4_000_000)
+    for mode, precision in (("deepspeed_zero2", "no"), ("deepspeed_zero3", "bf16")):
+        parts = loading(mode, stored_as("float32"), mixed_precision=precision)
+        assert parts["weights"] == 2 * 4_000_000
 
 
 def test_of_mapped_files_one_tensor_is_in_ram_unless_a_limit_counts_them_whole() -> None:
@@ -226,6 +241,24 @@ def test_a_run_on_a_gpu_has_its_model_on_the_host_while_it_loads_and_saves() -> 
     phases = estimate(job(strategy("single_gpu")), IMPORTS).by_phase
     assert phases["load"]["weights"] == phases["save"]["weights to write"] == 400_000_000
     assert "model" not in phases["step"]
+
+
+def test_a_cpu_holds_the_copy_with_which_an_export_is_compared_where_it_may_always_take_it() -> (
+    None
+):
+    def saving(weights_bytes: int, dtype: str = "float32", **sections: Any) -> Mapping[str, int]:
+        states, stored = MemoryEstimate(weights_bytes, 0, 20_000_000), stored_as(dtype)
+        asked = job(strategy(), path="/m", lora_parameters=1_000_000, states=states, stored=stored)
+        recipe = Recipe.model_validate({**asked.recipe.model_dump(mode="json"), **sections})
+        return estimate(replace(asked, recipe=recipe), IMPORTS).by_phase["save"]
+
+    assert saving(120_000_000, **IN_4_BITS)["copy to check the export"] == 100_000_000
+    assert "copy to check the export" not in saving(
+        2 * CHECK_BYTES, **IN_4_BITS
+    )  # only within the plan
+    assert "copy to check the export" not in saving(400_000_000)  # a mapped folder
+    # the largest tensor, which finds no room in the heap
+    assert saving(25_000_000, "bfloat16", **IN_4_BITS)["copy to check the export"] == 40_000_000
 
 
 def test_the_weights_of_all_ranks_are_gathered_into_one_more_model() -> None:
@@ -317,18 +350,12 @@ def test_gloo_has_pinned_copies_of_a_cards_weights_and_gradients() -> None:
     assert pinned_bytes(job(over_nccl, states=states, trained_elements=elements)) < 10_000_000
 
 
-def test_memory_that_is_reserved_and_never_written_does_not_count() -> None:
-    all_written, not_all = (
-        estimate(job(strategy("deepspeed_zero2", 2), untouched_bytes=size), IMPORTS)
-        for size in (0, 100 * MIB)
-    )
-    assert all_written.peak_bytes - not_all.peak_bytes == 2 * 100 * MIB
-
-
 def test_what_malloc_keeps_is_a_line_of_its_own_in_every_rank() -> None:
-    one = estimate(job(strategy(), holes_bytes=100 * MIB), IMPORTS).by_phase["step"]
+    one = estimate(job(strategy(), holes_bytes={"step": 100 * MIB}), IMPORTS).by_phase["step"]
     assert one["freed and kept by malloc"] == 100 * MIB
-    two = estimate(job(strategy("multi_cpu", 2), holes_bytes=100 * MIB), IMPORTS).by_phase["step"]
+    two = estimate(
+        job(strategy("multi_cpu", 2), holes_bytes={"step": 100 * MIB}), IMPORTS
+    ).by_phase["step"]
     assert two["freed and kept by malloc"] == 2 * one["freed and kept by malloc"]
     assert "freed and kept by malloc" not in estimate(job(strategy()), IMPORTS).by_phase["step"]
 
@@ -337,7 +364,12 @@ SMALL = 64 << 10
 TAKEN = SMALL + malloc.ALIGNED_BYTES
 
 
-resident_bytes = partial(malloc.resident_bytes, objects_bytes=0)
+def resident_bytes(events: Sequence[tuple[int, int]], **known: Any) -> int:
+    """At most, of a heap without objects, when they happen twice."""
+    known = {"written": {}, "objects_bytes": 0, **known}
+    freed = {block for block, size in events if size < 0}
+    again = [event for event in events if event[0] in freed]
+    return max(malloc.replay([("step", events), ("save", again)], **known).values())
 
 
 def test_the_end_of_the_heap_is_reached_again() -> None:
@@ -396,7 +428,26 @@ def test_objects_between_tensors_keep_their_holes_apart() -> None:
         (2, -1),
     ]
     assert resident_bytes(tensors) == 2 * TAKEN
-    assert malloc.resident_bytes(tensors, objects_bytes=2 * malloc.OBJECT_BYTES) > 3 * SMALL
+    assert resident_bytes(tensors, objects_bytes=2 * malloc.OBJECT_BYTES) > 3 * SMALL
+
+
+def test_large_blocks_of_other_threads_find_no_room_in_this_heap() -> None:
+    small, huge = 30 * MIB, 40 * MIB
+    grown = [(0, small), (1, small), (2, small), (0, -1), (1, -1), (2, -1)]
+    events = [*grown, (3, huge), (3, -1)]
+    taken = 3 * (small + malloc.ALIGNED_BYTES)
+    assert resident_bytes(events, by_threads=True) == taken + huge + malloc.ALIGNED_BYTES
+
+
+def test_a_part_has_the_heap_that_earlier_parts_have_left() -> None:
+    many = [(number, SMALL) for number in range(100)]
+    parts = [("load", [*many, *((number, -1) for number in range(100))]), ("step", [(100, SMALL)])]
+    at_most = malloc.replay(parts, {}, 0)
+    assert at_most == {"load": 100 * TAKEN, "step": 100 * TAKEN}
+    ends = malloc.TRIM_THRESHOLD_BYTES // SMALL + 2  # what is free above it is given back
+    many = [(number, SMALL) for number in range(ends)]
+    parts = [("load", [*many, *((number, -1) for number in reversed(range(ends)))])]
+    assert malloc.replay([*parts, ("step", [(ends, SMALL)])], {}, 0)["step"] < ends * TAKEN
 
 
 def test_of_a_mapped_block_only_what_is_written_is_in_ram() -> None:

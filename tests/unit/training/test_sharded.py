@@ -614,3 +614,20 @@ def test_ddp_keeps_the_gradient_of_a_copied_embedding_as_long_as_that_of_the_emb
 
 def test_only_weights_above_the_threshold_are_gathered_by_zero3():
     assert NORM // 4 <= PERSISTENT < EMBEDDING // 4
+
+
+@pytest.mark.parametrize("mode", ENGINES)
+def test_repeated_layers_whose_blocks_have_the_last_numbers_are_shared_out_in_their_order(mode):
+    def events(log: Log) -> list[tuple[int, bool, str]]:
+        shared = shard_step(log, recipe_of(), strategy(mode), False, BUCKET)
+        blocks = shared.blocks
+        return [
+            (blocks[event.block].fixed_bytes, event.birth, event.phase) for event in shared.events
+        ]
+
+    log = Step().log
+    order = sorted(range(len(log.blocks)), key=lambda number: log.blocks[number].layer == (0, 1))
+    new = {old: number for number, old in enumerate(order)}
+    renumbered = [replace(event, block=new[event.block]) for event in log.events]
+    blocks = [log.blocks[old] for old in order]
+    assert events(replace(log, blocks=blocks, events=renumbered)) == events(Step().log)

@@ -13,6 +13,7 @@ from launch.predict import parameters
 from launch.predict.memory import allocator, load_order, loading
 from launch.predict.memory.allocator import EMPTY_CACHE, TORCH_DEFAULTS, Replay
 from launch.predict.memory.loading import Births
+from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.traces import Trace
 from tests.builders import machine, plan, recipe_of
 
@@ -169,6 +170,9 @@ LLAMA = {
 }
 
 
+STORED = StoredWeights({"bfloat16": 10}, {"bfloat16": 10}, 20)
+
+
 def test_the_block_that_transformers_reserves_counts_half_a_byte_of_a_quantised_weight():
     recipe = recipe_of(
         model={"shape": None, "path": "/models/llama", "dtype": "bfloat16"},
@@ -177,7 +181,7 @@ def test_the_block_that_transformers_reserves_counts_half_a_byte_of_a_quantised_
     )
     family, tensor_shapes = parameters.family(LLAMA), parameters.parameters_by_name(LLAMA)
     strategy = replace(plan(on=machine(1)).strategy, mode="single_gpu")
-    load = load_order.of(recipe, strategy, tensor_shapes, family, 0, 20 << 30)
+    load = load_order.of(recipe, strategy, tensor_shapes, family, 0, 20 << 30, STORED)
     first, *_ = [size for _, size in load(Births([], [])) if size > 0]
     # the CUDA build's allocator was asked for 167.9 MiB
     assert first == pytest.approx(167.9 * MIB, rel=0.001)
@@ -185,7 +189,17 @@ def test_the_block_that_transformers_reserves_counts_half_a_byte_of_a_quantised_
     packed = 1024 * 2816 // 2
     passing = [size for _, size in load(Births([(0, packed)], [])) if size > 0]
     assert passing == [first, 4 * packed, packed]
-    on_host = load_order.of(
-        recipe, replace(strategy, device="cpu", mode="cpu"), tensor_shapes, family, 0, 20 << 30
-    )
-    assert on_host(Births([(0, packed)], [])) == [(0, packed)]
+    on_host = replace(strategy, device="cpu", mode="cpu")
+    load = load_order.of(recipe, on_host, tensor_shapes, family, 0, 20 << 30, STORED)
+    assert load(Births([(0, packed)], [])) == [(0, packed)]
+
+
+@pytest.mark.parametrize(("dtype", "copies"), [("float32", 1), ("bfloat16", 0)])
+def test_on_a_cpu_zero_flattens_copies_of_weights_that_are_not_mapped(dtype, copies):
+    recipe = recipe_of(model={"shape": None, "path": "/models/llama", "dtype": dtype})
+    family, tensor_shapes = parameters.family(LLAMA), parameters.parameters_by_name(LLAMA)
+    several = {"device": "cpu", "mode": "deepspeed_zero2", "num_processes": 2, "backend": "gloo"}
+    strategy = replace(plan(on=machine(1)).strategy, mixed_precision="no", **several)
+    load = load_order.of(recipe, strategy, tensor_shapes, family, 0, 20 << 30, STORED)
+    births = [size for _, size in load(Births([], [])) if size > 0]
+    assert sum(births) == copies * 4 * parameters.total_elements(tensor_shapes)
