@@ -105,7 +105,7 @@ def write_recipe(
     of a cgroup; the recipe's file. `sections` lie over its own."""
     row = {"prompt": "red blue green", "response": "blue stone red green " * 100}
     (folder / "rows.jsonl").write_text((json.dumps(row) + "\n") * rows)
-    count = 1 if mode == "cpu" else 2
+    count = 1 if mode in ("cpu", "single_gpu") else 2
     recipe: dict[str, Any] = {
         **{"name": "case", "task": "sft", "output_dir": str(folder / "out")},
         "model": {"path": str(folder / "model")},

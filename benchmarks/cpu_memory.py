@@ -386,14 +386,10 @@ def counted(choice: Choice, counter: Path) -> AttemptDir:
 
 def started(case: Case, folder: Path, recipe_file: Path) -> dict[str, Any]:
     """What the launcher has seen of the same, started as users start it, tokenised already."""
-    argv = [
-        sys.executable,
-        "-m",
-        "tests.modes.launch_one",
-        case.mode,
-        str(recipe_file),
-        "--name=plain",
-    ]
+    launcher = ["launch", "run"]
+    if case.mode == "fsdp2":  # through the shim
+        launcher = ["tests.modes.launch_one", case.mode]
+    argv = [sys.executable, "-m", *launcher, str(recipe_file), "--name=plain"]
     env = {**recording.environment(folder), "LOWMEM_TRACES": os.environ["LOWMEM_TRACES"]}
     done = subprocess.run(argv, env=env, cwd=recording.CODE, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -72,6 +72,8 @@ def drawn(seed: int) -> Drawn:
     rng = random.Random(seed)
     method = rng.choice(("full", "lora", "qlora"))
     modes = [mode for mode in MODES if method != "qlora" or not mode.startswith("deepspeed")]
+    mode = rng.choice(modes)  # DeepSpeed trains weights in float32
+    dtypes = ("float32",) if mode.startswith("deepspeed") else ("bfloat16", "float32")
     return Drawn(
         seed,
         model=rng.choice(sorted(MODELS)),
@@ -79,9 +81,9 @@ def drawn(seed: int) -> Drawn:
         layers=rng.randint(6, 16),
         vocab_size=rng.choice((8192, 32000, 64000)),
         stored=rng.choice(("bfloat16", "float32")),
-        dtype=rng.choice(("bfloat16", "float32")),
+        dtype=rng.choice(dtypes),
         method=method,
-        mode=rng.choice(modes),
+        mode=mode,
         batch=rng.choice((1, 2, 4)),
         length=rng.choice((64, 128, 256)),
         share=round(rng.uniform(*WITHIN), 3),

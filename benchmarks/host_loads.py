@@ -4,6 +4,10 @@ in, or that the host converts, packs or lets grow.
 Each is started by `python -m launch run` in a memory cgroup. What is measured is the most anonymous
 and shared memory of all its processes; what is predicted is the plan's peak without the pages of
 libraries and mapped weights, which the kernel counts apart. As root; an hour with the 7B.
+
+By the python of `make cuda-build` the cases of a card are measured instead, on a driver without
+one: it has the memory of the card that is written in host RAM too, and no context. Such a case has
+its card's planned bytes and 2 GiB. The rows of the other cases stay.
 """
 
 from __future__ import annotations
@@ -19,8 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cgroups, recording
+from benchmarks import cgroups, cuda_build_memory, recording
+from launch.probe import torch_build
 from launch.schema.machine import GIB
+from tests.fake_cuda.machine import Card, Machine
 
 LLAMA_7B = {
     **{"model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "rms_norm_eps": 1e-5},
@@ -51,6 +57,7 @@ class Case:
     shards: int = 1
     ranks: int = 1
     is_full: bool = False  # the tokenizer has a word for each row of the embeddings
+    on_card: bool = False  # whose planned bytes the limit leaves beside its own
 
 
 def bf16(**more: Any) -> dict[str, Any]:
@@ -77,6 +84,14 @@ CASES = (
         bf16(quantization=FOUR_BITS),
         shards=3,
     ),
+    Case(
+        "llama-7b, 4 bits, to a card",
+        LLAMA_7B,
+        2 * GIB,
+        bf16(quantization=FOUR_BITS),
+        shards=3,
+        on_card=True,
+    ),
 )
 
 
@@ -84,7 +99,7 @@ def write(folder: Path, case: Case) -> Path:
     """The model's folder, rows and recipe of a case; the recipe's file."""
     vocab_size = case.config["vocab_size"] if case.is_full else 0
     cgroups.with_tokenizer(folder, case.config, case.stored, case.shards, vocab_size)
-    mode = "multi_cpu" if case.ranks > 1 else "cpu"
+    mode = "single_gpu" if case.on_card else "multi_cpu" if case.ranks > 1 else "cpu"
     return cgroups.write_recipe(folder, mode, 2 * case.ranks, case.sections)
 
 
@@ -92,10 +107,16 @@ def measured(case: Case, folder: Path) -> dict[str, Any]:
     """The bytes that the plan of a case names, and those that its processes held."""
     recipe = write(folder, case)
     env = cgroups.environment(folder)
+    if case.on_card:
+        machine = Machine(folder / "cards", [Card(memory_gib=6)])  # no room to compare the export
+        env |= machine.environment() | cuda_build_memory.without_logits(folder)
     start = [sys.executable, "-m", "launch"]
     # traces are made outside the limit, as by an earlier plan
-    cgroups.run([*start, "plan", str(recipe)], env)
-    ended = cgroups.run([*start, "run", str(recipe), "--name=case"], env, case.limit_bytes)
+    planned = cgroups.run([*start, "plan", str(recipe), "--json"], env)
+    limit_bytes = case.limit_bytes
+    if case.on_card:
+        limit_bytes += json.loads(planned.said)["phases"]["step"]["reserved_bytes"]
+    ended = cgroups.run([*start, "run", str(recipe), "--name=case"], env, limit_bytes)
     assert ended.exit_code == 0, ended.said
     (run,) = (folder / "runs/case").glob("*")
     plan = json.loads((run / "attempts/01/plan.json").read_text(encoding="utf-8"))
@@ -107,7 +128,7 @@ def measured(case: Case, folder: Path) -> dict[str, Any]:
     }
     return {
         "case": case.name,
-        "limit_bytes": case.limit_bytes,
+        "limit_bytes": limit_bytes,
         "weights_bytes": sum(
             file.stat().st_size for file in (folder / "model").glob("*.safetensors")
         ),
@@ -118,6 +139,14 @@ def measured(case: Case, folder: Path) -> dict[str, Any]:
         "held_bytes": ended.held_bytes,
         "wall_s": ended.wall_s,
     }
+
+
+ON_CARD = {case.name for case in CASES if case.on_card}  # what is held has their cards' memory
+
+
+def _difference(row: Mapping[str, Any]) -> str:
+    predicted, held = row["predicted_anonymous_bytes"], row["held_bytes"]
+    return f"{(predicted - held) / GIB:+.2f} GiB, {predicted / held - 1:+.1%}"
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -132,8 +161,7 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
                     *("weights_bytes", "limit_bytes", "predicted_anonymous_bytes", "held_bytes"),
                 )
             ),
-            f"{(row['predicted_anonymous_bytes'] - row['held_bytes']) / GIB:+.2f} GiB,"
-            f" {row['predicted_anonymous_bytes'] / row['held_bytes'] - 1:+.1%}",
+            "-" if row["case"] in ON_CARD else _difference(row),
             *(f"{row[key] / GIB:.2f}" for key in ("predicted_bytes", "reported_bytes")),
         ]
         for row in rows
@@ -145,21 +173,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="cases whose name contains this; not recorded")
+    parser.add_argument(
+        "--only", default="", help="cases whose name contains this; the rows of others stay"
+    )
     only = parser.parse_args().only
-    rows = []
+    build = torch_build.installed()
+    on_card = build is not None and bool(build.cuda)
+    cases = [case for case in CASES if only in case.name and case.on_card == on_card]
+    rows = recorded()
     with tempfile.TemporaryDirectory() as place:
         os.environ["LOWMEM_TRACES"] = str(Path(place) / "traces")
-        for number, case in enumerate(case for case in CASES if only in case.name):
+        for number, case in enumerate(cases):
             folder = Path(place) / str(number)
             folder.mkdir()
-            rows.append(measured(case, folder))
-            print(json.dumps(rows[-1]), flush=True)
+            rows[case.name] = measured(case, folder)
+            print(json.dumps(rows[case.name]), flush=True)
             shutil.rmtree(folder)
-            if not only:
-                recording.write("host_loads", {"rows": rows}, text(rows))
-    if only:
-        print(text(rows))
+            in_order = [rows[each.name] for each in CASES if each.name in rows]
+            recording.write("host_loads", {"rows": in_order}, text(in_order))
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """The rows of earlier measurements by case."""
+    file = recording.RESULTS / "host_loads.json"
+    if not file.exists():
+        return {}
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    return {row["case"]: row for row in rows}
 
 
 if __name__ == "__main__":
