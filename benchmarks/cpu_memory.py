@@ -460,7 +460,7 @@ def main() -> None:
         "--only", default="", help="cases whose name holds this; recorded beside the others' rows"
     )
     arguments = parser.parse_args()
-    rows = {} if not arguments.only else recorded()
+    rows = recording.rows("cpu_memory") if arguments.only else {}
     today = f"{date.today().isoformat()}, {recording.machine()}"
     with tempfile.TemporaryDirectory() as place:
         os.environ["LOWMEM_TRACES"] = str(Path(place) / "traces")
@@ -478,13 +478,6 @@ def main() -> None:
             shutil.rmtree(folder)
     in_order = [rows[case.name] for case in CASES if case.name in rows]
     recording.write("cpu_memory", {"rows": in_order}, text(in_order))
-
-
-def recorded() -> dict[str, dict[str, Any]]:
-    """The rows of earlier measurements by case, each with its date and machine."""
-    results = json.loads((recording.RESULTS / "cpu_memory.json").read_text(encoding="utf-8"))
-    measured_on = f"{results['date']}, {results['machine']}"
-    return {row["case"]: {"measured_on": measured_on, **row} for row in results["rows"]}
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def main() -> None:
     build = torch_build.installed()
     on_card = build is not None and bool(build.cuda)
     cases = [case for case in CASES if only in case.name and case.on_card == on_card]
-    rows = recorded()
+    rows = recording.rows("host_loads")
     with tempfile.TemporaryDirectory() as place:
         os.environ["LOWMEM_TRACES"] = str(Path(place) / "traces")
         for number, case in enumerate(cases):
@@ -191,15 +191,6 @@ def main() -> None:
             shutil.rmtree(folder)
             in_order = [rows[each.name] for each in CASES if each.name in rows]
             recording.write("host_loads", {"rows": in_order}, text(in_order))
-
-
-def recorded() -> dict[str, dict[str, Any]]:
-    """The rows of earlier measurements by case."""
-    file = recording.RESULTS / "host_loads.json"
-    if not file.exists():
-        return {}
-    rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
-    return {row["case"]: row for row in rows}
 
 
 if __name__ == "__main__":

@@ -148,6 +148,13 @@ def write(name: str, measured: Mapping[str, Any], text: str, module: str | None 
     print("\n" + text)
 
 
+def rows(name: str) -> dict[str, dict[str, Any]]:
+    """The rows of earlier measurements, by case; none before the first."""
+    file = RESULTS / f"{name}.json"
+    recorded = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+    return {row["case"]: row for row in recorded}
+
+
 def put_between(page: Path, begin: str, end: str, text: str) -> None:
     """Write a text between two marks of a page, which keeps the rest."""
     head, _, rest = page.read_text(encoding="utf-8").partition(begin)

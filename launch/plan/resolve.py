@@ -110,7 +110,11 @@ def read(
     # a described machine is planned for the torch that is installed here
     constraints = replace(constraints, no_varlen_attn=packages.no_varlen_attn())
     if described is None:
-        constraints = _installed(recipe, machine, constraints, workspace, say, test_link)
+        packages.refuse_missing(recipe)
+        constraints = _with_packages(recipe, constraints, workspace, has_gpu)
+        if has_gpu:
+            link = _link(recipe, machine, constraints, workspace, say, test_link)
+            constraints = replace(constraints, link=link)
     elif machine.packages is not None:
         constraints = _with_described_packages(constraints, machine.packages)
     context = plan_context.build(
@@ -126,12 +130,13 @@ def read(
         stored=stored,
         tokens=replace(tokens, rows=rows),
     )
-    context = _with_measurements(context, workspace, has_gpu, described is None, say)
+    device: Device = "cuda" if has_gpu else "cpu"
+    context = _with_measurements(context, workspace, device, described is None, say)
     if trace:
         context = replace(
             context,
             traces=Traces(recipe, context.model, context.lora_targets, workspace.traces, say),
-            error_margin=_error_margin(workspace, machine, "cuda" if has_gpu else "cpu", say),
+            error_margin=_error_margin(workspace, machine, device, say),
         )
     if tokens.folder.exists() and token_hashes.counts(tokens.folder) is None:
         say(f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again")
@@ -187,8 +192,11 @@ def _model(
     config, parameters, family = model_config.read(recipe.model, root=FILES, cache=workspace.cache)
     tokenizer = Path(recipe.tokenizer.path or recipe.model.path or "")
     model_config.check_tokenizer(tokenizer)
-    has_tokenizer = any(file for form in TOKENIZER_FILES for file in tokenizer.glob(form))
-    if is_here and tokenizer.parts and not has_tokenizer:
+    if (
+        is_here
+        and tokenizer.parts
+        and not any(file for form in TOKENIZER_FILES for file in tokenizer.glob(form))
+    ):
         raise ResourceError(
             f"{tokenizer}: found no tokenizer.json or its like; name a tokenizer with"
             " --tokenizer.path=FOLDER"
@@ -228,32 +236,13 @@ def _rows(model: ModelFacts, workspace: Workspace) -> tuple[DataFormat, int | No
     return data_format, rows
 
 
-def _installed(
-    recipe: Recipe,
-    machine: Machine,
-    constraints: LaunchConstraints,
-    workspace: Workspace,
-    say: Say,
-    test_link: bool,
-) -> LaunchConstraints:
-    """Add the packages of this machine, and the link between its cards."""
-    packages.refuse_missing(recipe)
-    has_gpu = bool(machine.gpus) and not constraints.force_cpu
-    constraints = _with_packages(recipe, constraints, workspace, has_gpu)
-    if not has_gpu:
-        return constraints
-    link = _link(recipe, machine, constraints, workspace, say, test_link)
-    return replace(constraints, link=link)
-
-
 def _with_measurements(
-    context: PlanContext, workspace: Workspace, has_gpu: bool, is_here: bool, say: Say
+    context: PlanContext, workspace: Workspace, device: Device, is_here: bool, say: Say
 ) -> PlanContext:
     """Add settings of the allocator, and what was measured or read before: the base of an adapter,
     memory of imports, the fastest strategies of trials."""
-    machine: Machine = context.machine
-    device: Device = "cuda" if has_gpu else "cpu"
-    if has_gpu:
+    machine = context.machine
+    if device == "cuda":
         settings = users_settings(os.environ)
         kernel = platform.release() if is_here else ""
         expands = settings is None and architectures.expands_segments(machine.gpus, kernel)

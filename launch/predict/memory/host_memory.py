@@ -167,8 +167,8 @@ def _processes(job: Job, import_memory: Imports) -> dict[str, int]:
     strategy = job.strategy
     is_deepspeed = strategy.launch_mode.engine == "deepspeed"
     deepspeed, engine = (DEEPSPEED_BYTES, DEEPSPEED_ENGINE_BYTES) if is_deepspeed else (0, 0)
-    several = deepspeed + engine + (GROUP_BYTES if strategy.backend is not None else 0)
-    several += job.copied_by_gloo_bytes
+    group = GROUP_BYTES if strategy.backend is not None else 0
+    several = deepspeed + engine + group + job.copied_by_gloo_bytes
     left_out = packages.unused(job.recipe, strategy)
     sizes = {"peft": PEFT_BYTES, "bitsandbytes": BITSANDBYTES_BYTES}
     optional = sum(size for package, size in sizes.items() if package not in left_out)

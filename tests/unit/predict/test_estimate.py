@@ -20,7 +20,7 @@ from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, STREAM, replay_parts
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.memory.phases import Parts
-from launch.predict.traces import Question, Trace, read_work
+from launch.predict.traces import Question, Trace, Traces, read_work
 from launch.schema.machine import GIB
 from launch.schema.plan import PAGED, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -35,7 +35,7 @@ FREE_BYTES, TIGHT_BYTES = int(19.5 * GIB), int(8.4 * GIB)
 CARD = machine(cards=(gpu(free_bytes=FREE_BYTES),))
 
 
-class Recorded:
+class Recorded(Traces):
     """One trace, whatever is asked for."""
 
     failure = None
@@ -83,7 +83,7 @@ def exactly_judged(
     candidate = replace(plan(recipe, CARD).strategy, per_device_eval_batch_size=eval_samples)
     context = replace(context, held_out_rows=held_out_rows)
     context = replace(context, machine=machine(cards=(gpu(free_bytes=free_bytes),)))
-    traced = replace(context, traces=Recorded(file))  # type: ignore[arg-type]  asked as Traces is
+    traced = replace(context, traces=Recorded(file))
     return candidate, estimate.judge(traced, candidate)
 
 
@@ -363,7 +363,7 @@ def test_gloos_copy_of_a_bucket_counts_in_the_backward_pass_that_makes_it(tmp_pa
     recipe = recipe_of(model={"shape": "gpt2-small"})
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     context = plan_context.build(recipe, CARD, config, parameters, family, DATA_FORMAT)
-    traced = replace(context, traces=Recorded(file))  # type: ignore[arg-type]  asked as Traces is
+    traced = replace(context, traces=Recorded(file))
     ranks = {"device": "cpu", "num_processes": 2, "backend": "gloo", "mixed_precision": "no"}
     several = replace(plan(recipe, CARD).strategy, mode="deepspeed_zero3", **ranks)
     predicted = estimate.judge(traced, several, exact=False).memory.host["model"]
