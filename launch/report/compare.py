@@ -21,7 +21,6 @@ from launch.base.text import columns, shown
 from launch.base.workspace import Workspace
 from launch.report import comparable, curves, page
 from launch.report.comparable import Difference, Side
-from launch.report.page import escaped
 from launch.run_folder import steps
 from launch.schema.result import StepEvent
 
@@ -251,39 +250,18 @@ def as_text(table: Sequence[Figure]) -> str:
     return "\n".join(line.rstrip() for line in captured.get().strip("\n").splitlines())
 
 
-STYLE = """
-.dot{display:inline-block;width:.8rem;height:.8rem;border-radius:50%;margin-right:.4rem;vertical-align:-.05rem}
-ul{padding-left:1.2rem}li.bad{color:#8a1c1c}td.sub{padding-left:1.8rem;color:#52606d}
-"""
-
-
 def html(a: Side, b: Side, differs: Sequence[Difference], table: Sequence[Figure]) -> str:
     """The comparison as one self-contained page."""
-    title = f"{a.run.run_id} and {b.run.run_id}"
-    head = list(heading(a, b, differs))
-    legend = "".join(
-        f'<p><span class="dot" style="background:{color}"></span>{escaped(line)}</p>'
-        for color, line in zip(COLORS, head, strict=False)
+    return page.render(
+        "compare.html",
+        title=f"{a.run.run_id} and {b.run.run_id}",
+        heading=list(heading(a, b, differs)),
+        colors=COLORS,
+        differs=differs,
+        figures=table,
+        rules=RULES,
+        curves=_curves(a, b),
     )
-    same = "".join(f"<p>{escaped(line)}</p>" for line in head[2:])
-    listed = "".join(
-        f"<li{' class=bad' if item.blocks else ''}>{escaped(item.text)}</li>" for item in differs
-    )
-    rows = "".join(
-        f"<tr><td{' class=sub' if figure.name.startswith(' ') else ''}>"
-        f"{escaped(figure.name.strip())}</td>"
-        + "".join(f"<td class=n>{escaped(cell)}</td>" for cell in figure.cells())
-        + "</tr>"
-        for figure in table
-    )
-    body = (
-        f"<h1>A beside B</h1>{legend}{same}"
-        + (f"<h2>What differs</h2><ul>{listed}</ul>" if listed else "")
-        + "<h2>Figures</h2><table class=figures><tr><th></th><th class=n>A</th><th class=n>B</th>"
-        f'<th class=n>B/A</th></tr>{rows}</table><p class="note">{"<br>".join(RULES)}</p>'
-        f"<h2>Curves</h2>{_curves(a, b)}"
-    )
-    return page.page(title, body, STYLE)
 
 
 def _curves(a: Side, b: Side) -> str:

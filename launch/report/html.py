@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from launch.report import answers_html, curves, page, peaks_svg, result_html, rows_html, time_spent
-from launch.report.page import escaped
-from launch.report.text import badge, plan_lines, result_lines
+from launch.report import curves, page, peaks_svg, row_facts, run_figures, time_spent
+from launch.report.text import badge, ended, plan_lines, result_lines
 from launch.report.time_spent import Spent
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Plan
@@ -40,34 +39,40 @@ def html(
     lines = plan_lines(recipe, machine, plan)
     if result.summary:
         lines += ["", *result_lines(recipe, machine, plan, result, ())]
-    sections = (
-        (
-            "Result",
-            result_html.tiles(machine, plan, result, events, records.evaluations, seconds),
+    summary, max_length = records.rows, recipe.data.max_length
+    lengths = row_facts.length_steps(summary.lengths) if summary else []
+    rows = summary.rows if summary else []
+    trained = recipe.data.train_names
+    return page.render(
+        "run.html",
+        title=recipe.name,
+        badge=badge(result),
+        run_dir=result.run_dir,
+        tiles=run_figures.tiles(machine, plan, result, events, records.evaluations, seconds),
+        failure=run_figures.failure(result),
+        ended=ended(recipe, result.summary),
+        changes=run_figures.by_reason(plan.changes),
+        attempts=records.attempts,
+        compared=list(run_figures.predicted_beside_measured(plan, result, events)),
+        curves=_curves(events, records.evaluations),
+        answers=run_figures.shown_answers(records.questions, records.answers),
+        spent=run_figures.time_lost(records.spent),
+        data=[
+            ("trained", trained if plan.rows is None else f"{trained}: {plan.rows:,} rows"),
+            ("held out", run_figures.rows_held_out(recipe, plan)),
+            ("columns", plan.data_format.reason),
+            *(row_facts.facts(plan.data_format, summary, max_length) if summary else ()),
+        ],
+        lengths=lengths,
+        most_rows=max((count for _, _, count in lengths), default=0),
+        rows=[(row_facts.heading(row, max_length), row) for row in rows],
+        escapes=row_facts.ESCAPES if any(row.has_escapes for row in rows) else "",
+        repeat=records.repeat,
+        plan="\n".join(lines),
+        candidates=peaks_svg.figure(
+            "predicted memory of a device at the peak of each plan", plan.compared
         ),
-        ("Why it ended", result_html.why_it_ended(recipe, result)),
-        ("What was changed", result_html.what_was_changed(plan.changes, records.attempts)),
-        (
-            "Predicted beside measured",
-            result_html.predicted_beside_measured(plan, result, events),
-        ),
-        ("Curves", _curves(events, records.evaluations)),
-        ("Sample answers", answers_html.section(records.questions, records.answers)),
-        ("Where the time went", result_html.time_lost(records.spent)),
-        ("Data", rows_html.section(recipe, plan, records.rows)),
-        ("How to repeat it", _repeat(records.repeat)),
     )
-    is_bad = result.failure is not None
-    body = (
-        f"<h1>{escaped(recipe.name)}</h1>"
-        f'<p><span class="end{" bad" if is_bad else ""}">{escaped(badge(result))}</span>'
-        f" {escaped(result.run_dir)}</p>"
-        + "".join(f"<h2>{title}</h2>{content}" for title, content in sections if content)
-        + f"<details><summary>Plan</summary><pre>{escaped(chr(10).join(lines))}</pre>"
-        + peaks_svg.figure("predicted memory of a device at the peak of each plan", plan.compared)
-        + "</details>"
-    )
-    return page.page(recipe.name, body, result_html.STYLE + rows_html.STYLE + answers_html.STYLE)
 
 
 def _curves(events: Sequence[StepEvent], evaluations: Sequence[HeldOut]) -> str:
@@ -99,7 +104,3 @@ def _curves(events: Sequence[StepEvent], evaluations: Sequence[HeldOut]) -> str:
             scaled = values if scale == 1 else [value / scale for value in values]
             drawn += curves.figure(title, [curves.Line(steps, scaled)], "step", from_zero)
     return drawn
-
-
-def _repeat(lines: Sequence[tuple[str, str]]) -> str:
-    return "".join(f"<p>{escaped(text)}</p><pre>{escaped(line)}</pre>" for text, line in lines)

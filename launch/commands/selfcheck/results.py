@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,15 +9,7 @@ from typing import Any
 
 from launch.base.files import read_or_none, write_atomic, write_json
 from launch.base.text import size
-
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em;"
-    "color:#1a1a1a;background:#fff}table{border-collapse:collapse;margin:1em 0}"
-    "td,th{border-bottom:1px solid #ddd;padding:.25em .8em;text-align:left}"
-    ".n{text-align:right;font-variant-numeric:tabular-nums}.bad{color:#a00}"
-    "@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}td,th{border-color:#444}"
-    ".bad{color:#f88}}"
-)
+from launch.report import page
 
 
 @dataclass(frozen=True)
@@ -67,7 +58,7 @@ class ResultFiles:
 
     def write(self, results: Results) -> None:
         write_json(self.json, asdict(results))
-        write_atomic(self.html, page(results))
+        write_atomic(self.html, html(results))
 
 
 def lines(finding: Finding) -> list[str]:
@@ -107,68 +98,30 @@ def rates(finding: Finding) -> Mapping[str, float]:
     return finding.figures.get("rates", {})
 
 
-def page(results: Results) -> str:
+def html(results: Results) -> str:
     """A self-contained page."""
-    facts = _table(["", ""], [[name, value] for name, value in results.facts.items()])
-    memory = [
-        [finding.name, part, figure, *_pair(pair)]
-        for finding in results.findings
-        for part, figure, pair in _memory(finding)
-    ]
-    speed = [
-        [finding.name, *(f"{number:.4f}" if number else "" for number in pair)]
-        for finding in results.findings
-        for pair in [finding.figures.get("seconds_per_step")]
-        if isinstance(pair, Sequence)
-    ]
-    costs = [
-        [name, f"{number:.4g}"]
-        for finding in results.findings
-        for name, number in rates(finding).items()
-    ]
-    checks = [
-        [
-            finding.name,
-            finding.part,
-            f"{finding.seconds:.0f} s",
-            _result(finding),
-        ]
-        for finding in results.findings
-    ]
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Self-check</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style>'
-        f"<h1>Self-check</h1>{facts}"
-        f"<h2>Checks</h2>{_table(['check', 'part', 'took', 'result'], checks, escape=False)}"
-        "<h2>Memory</h2>"
-        + _table(["check", "part of the run", "figure", "predicted", "measured", "error"], memory)
-        + "<h2>Seconds of a step</h2>"
-        + _table(["check", "predicted", "measured"], speed)
-        + f"<h2>Rates and costs</h2>{_table(['', 'measured'], costs)}"
-        + "</html>"
+    findings = results.findings
+    speed = ((finding.name, finding.figures.get("seconds_per_step")) for finding in findings)
+    return page.render(
+        "selfcheck.html",
+        title="Self-check",
+        facts=results.facts,
+        findings=findings,
+        memory=[
+            (finding.name, part, figure, *_pair(pair))
+            for finding in findings
+            for part, figure, pair in _memory(finding)
+        ],
+        speed=[
+            (name, *(f"{number:.4f}" if number else "" for number in pair))
+            for name, pair in speed
+            if isinstance(pair, Sequence)
+        ],
+        rates=[each for finding in findings for each in rates(finding).items()],
     )
-
-
-def _result(finding: Finding) -> str:
-    """A cell of the page."""
-    if finding.failed:
-        return f'<span class="bad">{html.escape(finding.failed)}</span>'
-    reason = html.escape(finding.not_available)
-    return f"not available: {reason}" if reason else "ok"
 
 
 def _pair(pair: Sequence[int | None]) -> list[str]:
     planned, measured = pair
     text = [size(number) if number else "" for number in pair]
     return [*text, f"{measured / planned - 1:+.1%}" if planned and measured else ""]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]], escape: bool = True) -> str:
-    def row(cells: Sequence[Any], tag: str) -> str:
-        return "".join(
-            f"<{tag}>{html.escape(str(cell)) if escape else cell}</{tag}>" for cell in cells
-        )
-
-    body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows)
-    title = f"<tr>{row(head, 'th')}</tr>" if any(head) else ""
-    return f"<table>{title}{body}</table>"

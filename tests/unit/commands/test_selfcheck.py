@@ -14,7 +14,7 @@ from launch.base.errors import ResourceError
 from launch.base.files import write_json
 from launch.commands.selfcheck import checks, verb
 from launch.commands.selfcheck.bench import Bench, outside
-from launch.commands.selfcheck.results import Finding, Results, lines, page
+from launch.commands.selfcheck.results import Finding, Results, html, lines
 from launch.probe import import_memory
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import MIB, CardFigures
@@ -94,7 +94,7 @@ def test_the_page_and_the_text_compare_the_context_the_whole_card_host_ram_and_s
         "  a product   context    predicted 0.20 GiB, measured 0.29 GiB (+50.0%)",
         "  seconds a step: predicted 0.0200, measured 0.0383",
     ]
-    text = page(Results({"card": CARD}, (finding,)))
+    text = html(Results({"card": CARD}, (finding,)))
     for figure in ("whole card", "context", "host RAM"):
         assert f"<td>{figure}</td>" in text
 
@@ -102,7 +102,7 @@ def test_the_page_and_the_text_compare_the_context_the_whole_card_host_ram_and_s
 def test_the_page_and_the_text_have_the_rates():
     found = Finding("card", 1, 3.0, 0.0, {"rates": {"copies to the card, GB/s": 12.345}})
     assert lines(found) == ["card: ok (3 s)", "  copies to the card, GB/s: 12.35"]
-    text = page(Results({"card": CARD}, (found,)))
+    text = html(Results({"card": CARD}, (found,)))
     assert "<td>copies to the card, GB/s</td><td>12.35</td>" in text
 
 
@@ -119,8 +119,8 @@ def test_a_check_that_cannot_run_here_has_a_reason_and_is_no_failure():
     assert lines(finding) == [f"flash: not available: {reasons[0]}"]
     results = Results({}, (finding, Finding("40 steps", 2, 9.0, 0.0)))
     assert results.names() == {"40 steps"}  # it is tried again
-    assert f"not available: {reasons[0]}" in page(results)
-    assert 'class="bad"' not in page(results)
+    assert f"not available: {reasons[0]}" in html(results)
+    assert 'class="bad"' not in html(results)
 
 
 def test_a_folder_that_no_selfcheck_wrote_is_left_alone(tmp_path: Path):

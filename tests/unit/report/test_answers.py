@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from launch.base import files
-from launch.report import answers_html
+from launch.report import html, run_figures
 from launch.run_folder import steps
 from launch.run_folder.layout import RunDir
-from launch.schema.result import Answers, Question
+from launch.schema.result import Answers, Question, RunResult
+from tests.builders import machine, plan, recipe_of
 
 
 def test_answers_of_a_step_that_was_trained_again_are_the_later_ones(tmp_path):
@@ -32,9 +34,18 @@ def test_answers_of_a_step_that_was_trained_again_are_the_later_ones(tmp_path):
 
 def test_the_section_has_each_question_with_its_answers_as_text():
     answers = [Answers(step, step, ("<b>no", "yes " if step > 50 else "")) for step in range(100)]
-    page = answers_html.section([Question("?", "a"), Question("!", "yes")], answers)
+    asked = [Question("?", "a"), Question("!", "yes")]
+
+    def section(**records: Any) -> str:
+        recipe, on = recipe_of(), machine()
+        made = plan(recipe, on)
+        result = RunResult("/run", 0, None, 2.0, 1 << 30)
+        page = html.html(recipe, on, made, result, html.Records(**records))
+        return page.partition("<h2>Sample answers</h2>")[2].partition("<h2>")[0]
+
+    page = section(questions=asked, answers=answers)
     assert page.count("<table>") == 2
-    assert page.count("&lt;b&gt;no") == answers_html.MOST_SHOWN
-    assert page.count("<tr class=right>") == 4 and page.count(answers_html.EMPTY) == 4
+    assert page.count("&lt;b&gt;no") == run_figures.MOST_ANSWERS
+    assert page.count("<tr class=right>") == 4 and page.count("<i>empty</i>") == 4
     assert "step 0<" in page and "step 99<" in page
-    assert answers_html.section([], answers) == answers_html.section([Question("?", "")], []) == ""
+    assert section(answers=answers) == section(questions=asked) == ""

@@ -84,7 +84,7 @@ def test_the_page_shows_rows_with_their_loss_and_escapes_their_texts():
     assert "a.jsonl:2: left out, no answer in it has a loss" in section
     assert "the first 40 were read, 1 left out (no answer" in section
     assert "7 bad rows left out" in section and "a.jsonl:3: is not &lt;JSON&gt;" in section
-    assert section.count("<i style='width:100.0%'>") == 8
+    assert section.count('<i style="width:100.0%">') == 8
     assert "A backslash before" in section
     without = html.html(recipe, on, plan(recipe, on), result)
     assert "class=tokens" not in without and "train.parquet" in without
