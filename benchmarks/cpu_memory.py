@@ -32,11 +32,11 @@ import yaml
 
 from benchmarks import recording
 from launch.base.workspace import Workspace
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.plan.planner import Choice
 from launch.plan.resolve import resolve
 from launch.predict import estimate
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
 from launch.predict.memory import traced_steps
 from launch.render import command as render_command
 from launch.run_folder import layout
@@ -303,15 +303,15 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
     recipe_file = write_data(folder, case)
     choice = resolve(str(recipe_file), [])
     if case.mode == "fsdp2":
-        plan = as_fsdp2(choice.plan, choice.recipe, choice.context.parameters)
+        plan = as_fsdp2(choice.plan, choice.recipe, choice.facts.model.parameters)
         choice = replace(choice, plan=plan)
     attempt = counted(choice, counter)
     plain = started(case, folder, recipe_file)
-    context = at_length(case, choice)
-    judged = estimate.judge(context, choice.plan.strategy)
+    facts = at_length(case, choice)
+    judged = estimate.judge(facts, choice.plan.strategy)
     return {
         "case": case.name,
-        **predicted(case, context, choice.plan.strategy),
+        **predicted(case, facts, choice.plan.strategy),
         **counted_peaks(attempt),
         "host_predicted_bytes": judged.memory.host_bytes,
         "host_measured_bytes": plain["host_peak_bytes"],
@@ -320,28 +320,29 @@ def measured(case: Case, folder: Path, counter: Path) -> dict[str, Any]:
     }
 
 
-def at_length(case: Case, choice: Choice) -> PlanContext:
+def at_length(case: Case, choice: Choice) -> Facts:
     """The context of a plan, with the longest row of the case, and the traces of its choice."""
-    context = plan_context.with_rows(choice.context)  # with what tokenising has counted
-    context = replace(context, lengths=(case.length, case.length), is_ragged=case.padded)
-    with context.asking():
-        context.fetch([choice.plan.strategy])
-    return context
+    rows = plan_facts.with_counts(choice.facts.rows)  # with what tokenising has counted
+    rows = replace(rows, lengths=(case.length, case.length), is_ragged=case.padded)
+    facts = replace(choice.facts, rows=rows)
+    with facts.asking():
+        facts.fetch([choice.plan.strategy])
+    return facts
 
 
-def predicted(case: Case, context: PlanContext, strategy: Strategy) -> dict[str, int]:
+def predicted(case: Case, facts: Facts, strategy: Strategy) -> dict[str, int]:
     """The most that torch's allocator holds in a step and in an evaluation, by the traces."""
-    with context.asking():
-        steps = traced_steps.of(context, strategy)
-        context.fetch_steps(step.question for step in steps)
+    with facts.asking():
+        steps = traced_steps.of(facts, strategy)
+        facts.fetch_steps(step.question for step in steps)
     evaluated = min(strategy.per_device_eval_batch_size, 3 * case.batch)
     peaks = [
         (section, peak.allocated_bytes)
         for step in steps
-        if (trace := traced_steps.trace(context, step, strategy))
+        if (trace := traced_steps.trace(facts, step, strategy))
         for section, peak in trace.peaks(step.rows, evaluated).items()
     ]
-    assert peaks, context.traces and context.traces.failure
+    assert peaks, facts.traces and facts.traces.failure
     return {
         "predicted_bytes": max(size for section, size in peaks if section != "evaluation"),
         "evaluation_predicted_bytes": max(

@@ -198,11 +198,11 @@ def measured(case: Case, folder: Path, tools: Tools, row: Mapping[str, Any]) -> 
     if row:
         with contextlib.redirect_stdout(io.StringIO()):
             builders.opened_run(choice)  # tokenises the rows
-        context = cpu_memory.at_length(case, choice)
-        return {**row, **cpu_memory.predicted(case, context, choice.plan.strategy)}
+        facts = cpu_memory.at_length(case, choice)
+        return {**row, **cpu_memory.predicted(case, facts, choice.plan.strategy)}
     attempt = cpu_memory.counted(choice, tools.counter)
-    context = cpu_memory.at_length(case, choice)
-    predicted = cpu_memory.predicted(case, context, choice.plan.strategy)
+    facts = cpu_memory.at_length(case, choice)
+    predicted = cpu_memory.predicted(case, facts, choice.plan.strategy)
     first = exported(folder)
     run = layout.RunDir(attempt.root.parent.parent)
     shutil.rmtree(run.root / "checkpoints" / f"checkpoint-{STEPS:06}")

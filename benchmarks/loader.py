@@ -133,7 +133,7 @@ def predicted() -> dict[str, Any]:
     """What the roofline says that an H200 takes with the quick start's own model."""
     resolved = resolve("sft_fast", [], H200)
     strategy = resolved.plan.strategy
-    time_of = estimate.judge(resolved.context, strategy).time
+    time_of = estimate.judge(resolved.facts, strategy).time
     assert time_of is not None, "the step has no trace"
     tokens = strategy.effective_batch_size * 2 * resolved.recipe.data.max_length
     return {

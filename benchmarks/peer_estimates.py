@@ -24,13 +24,14 @@ def ours(folder: Path) -> int:
     from launch.predict.traces import Traces
 
     resolved = resolve(str(folder / "recipe.yaml"), [], trace=False)
-    context, strategy = resolved.context, resolved.plan.strategy
+    facts, strategy = resolved.facts, resolved.plan.strategy
     length, folder = resolved.recipe.data.max_length, Workspace.here().traces
-    traces = Traces(resolved.recipe, context.model, context.lora_targets, folder)
-    context = replace(context, lengths=(length, length), traces=traces)
-    with context.asking():
-        context.fetch([strategy])
-    trace = context.trace(strategy)
+    traces = Traces(resolved.recipe, facts.model.size, facts.model.lora_targets, folder)
+    rows = replace(facts.rows, lengths=(length, length))
+    facts = replace(facts, rows=rows, traces=traces)
+    with facts.asking():
+        facts.fetch([strategy])
+    trace = facts.trace(strategy)
     if trace is None:
         raise RuntimeError(traces.failure)
     batch = strategy.per_device_train_batch_size

@@ -18,7 +18,7 @@ if sys.argv[:1] == ["-c"]:
     interpreter.go_on_with_packages()
 
 from launch.base.workspace import CODE
-from launch.plan.context import model_size
+from launch.plan.facts import model_size
 from launch.predict import model_config
 from launch.recipe import load
 

@@ -12,10 +12,10 @@ CODE = Path(__file__).resolve().parent.parent
 # run as a script: launch/ is beside scripts/, so it is imported after this line
 sys.path.insert(0, str(CODE))
 
-from launch.plan import context as plan_context  # noqa: E402
+from launch.plan import facts as plan_facts  # noqa: E402
 from launch.plan import planner  # noqa: E402
-from launch.plan.candidates import LaunchConstraints  # noqa: E402
 from launch.predict import model_config  # noqa: E402
+from launch.predict.facts import Installed  # noqa: E402
 from launch.probe import described  # noqa: E402
 from launch.recipe import load  # noqa: E402
 from launch.render import accelerate  # noqa: E402
@@ -36,10 +36,10 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
     machine = described.from_file(CODE / "configs" / "machines" / f"{machine_name}.yaml")
     recipe, changes = load.load("sft_fast", overrides, bool(machine.gpus))
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CODE / ".cache")
-    context = plan_context.build(recipe, machine, config, parameters, family, DATA)
+    facts = plan_facts.build(recipe, machine, config, parameters, family, DATA)
     # the torch of requirements.txt has it
-    constraints = LaunchConstraints(no_varlen_attn=None)
-    return machine, recipe, planner.choose(replace(context, changes=changes), constraints).plan
+    facts = replace(facts, changes=changes, installed=Installed(no_varlen_attn=None))
+    return machine, recipe, planner.choose(facts).plan
 
 
 def files(mode: Mode) -> dict[str, str]:

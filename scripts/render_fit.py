@@ -17,10 +17,11 @@ CODE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CODE))
 
 from launch.base.workspace import Workspace  # noqa: E402
-from launch.plan import context as plan_context  # noqa: E402
+from launch.plan import facts as plan_facts  # noqa: E402
 from launch.plan import fit, planner  # noqa: E402
 from launch.plan.fit import Fit, Method  # noqa: E402
 from launch.predict import model_config  # noqa: E402
+from launch.predict.facts import Installed  # noqa: E402
 from launch.predict.traces import Traces  # noqa: E402
 from launch.probe import described  # noqa: E402
 from launch.probe.import_memory import ASSUMED_CUDA  # noqa: E402
@@ -76,10 +77,11 @@ def picture(traces: Path) -> str:
     recipe = fit.recipe_of("qwen2.5-7b", "lora", 2048, half=False)
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=traces.parent)
     machine = described.from_words("RTX 3090", 1, 64)
-    context = plan_context.build(recipe, machine, config, parameters, family, fit.ANY_FORMAT)
-    context = replace(plan_context.with_rows_of(context, 2048), import_memory=ASSUMED_CUDA)
-    steps = Traces(recipe, context.model, context.lora_targets, traces, print)
-    return peaks_svg.picture(planner.choose(replace(context, traces=steps)).plan.compared)
+    facts = plan_facts.build(recipe, machine, config, parameters, family, fit.ANY_FORMAT)
+    rows = plan_facts.of_length(facts.rows, recipe.data, 2048)
+    facts = replace(facts, rows=rows, installed=Installed(import_memory=ASSUMED_CUDA))
+    steps = Traces(recipe, facts.model.size, facts.model.lora_targets, traces, print)
+    return peaks_svg.picture(planner.choose(replace(facts, traces=steps)).plan.compared)
 
 
 def page(sections: dict[str, str]) -> str:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ import yaml
 
 from launch.base import compile_caches
 from launch.base.workspace import Workspace
-from launch.plan import candidates, planner
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
+from launch.plan import planner
 from launch.plan.planner import Choice
 from launch.predict import model_config, optimizers, trained_parameters
+from launch.predict.facts import Facts
 from launch.render import write
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import DRY_RUN, AttemptDir, RunDir
@@ -189,18 +191,18 @@ def only_run(workspace: Path, name: str = "tiny") -> Path:
 
 def opened_run(choice: Choice, resume: str = "never") -> tuple[RunDir, AttemptDir]:
     """The run folder for a choice, its rows tokenised, and a new attempt."""
-    workspace, context, recipe = Workspace.here(), choice.context, choice.recipe
-    assert context.tokens is not None
+    workspace, facts, recipe = Workspace.here(), choice.facts, choice.recipe
+    assert facts.rows.tokens is not None
     opened = run_resume.decide(
-        *(workspace.runs, recipe, choice.plan, context.tokens, resume),
+        *(workspace.runs, recipe, choice.plan, facts.rows.tokens, resume),
         lambda: RunDir.create(workspace.runs, recipe.name, datetime.now()),
     )
     print(opened.line)
     run = opened.run
-    if not tokenising.are_there(context.tokens):
+    if not tokenising.are_there(facts.rows.tokens):
         with stop_signals.signals() as signals:
-            tokenising.until_done(context, run, print, signals)
-    run.write_tokens(context.tokens)
+            tokenising.until_done(facts, run, print, signals)
+    run.write_tokens(facts.rows.tokens)
     return run, write.write_run(run, recipe, choice.machine, choice.plan, workspace)
 
 
@@ -270,16 +272,30 @@ def recipe_of(**sections: Any) -> Recipe:
     return Recipe.model_validate(content)
 
 
+RECORDS = ("model", "rows", "installed", "wishes", "history", "limits")  # of Facts
 DATA_FORMAT = DataFormat(
     "prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "described"
 )
 
 
-def plan(recipe: Recipe | None = None, on: Machine | None = None, **constraints: Any) -> Plan:
-    """What the planner chooses for a recipe on a machine."""
-    recipe = recipe or recipe_of()
+def facts_of(recipe: Recipe, on: Machine, **values: Any) -> Facts:
+    """The facts of a recipe on a machine, with other values of fields of their records."""
     config, shapes, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    return planner.choose(
-        plan_context.build(recipe, on or machine(), config, shapes, family, DATA_FORMAT),
-        candidates.LaunchConstraints(**constraints),
-    ).plan
+    return changed(plan_facts.build(recipe, on, config, shapes, family, DATA_FORMAT), **values)
+
+
+def changed(facts: Facts, **values: Any) -> Facts:
+    """The facts with other values of fields, of whatever record."""
+    for name, value in values.items():
+        if hasattr(facts, name):
+            facts = replace(facts, **{name: value})
+            continue
+        (record,) = (key for key in RECORDS if hasattr(getattr(facts, key), name))
+        of_record = replace(getattr(facts, record), **{name: value})
+        facts = replace(facts, **{record: of_record})
+    return facts
+
+
+def plan(recipe: Recipe | None = None, on: Machine | None = None, **values: Any) -> Plan:
+    """What the planner chooses for a recipe on a machine."""
+    return planner.choose(facts_of(recipe or recipe_of(), on or machine(), **values)).plan

@@ -200,10 +200,11 @@ def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
 
 
 def _check_pinned_memory(plan: Plan, device: torch.device, kernel: str) -> None:
-    """Raises ResourceError if this rank cannot lock the host memory that the plan pins. It is tried
-    where `kernel`, the release of the operating system's, is that of WSL 2: Windows lets its
-    programs lock about half of the RAM, and those in its containers less (microsoft/WSL issue
-    14078). On Linux, NVIDIA's driver locks what is free, whatever `ulimit -l` says."""
+    """Raises RuntimeError if this rank cannot lock the host memory that the plan pins: the
+    supervisor plans again, without. It is tried where `kernel`, the release of the operating
+    system's, is that of WSL 2: Windows lets its programs lock about half of the RAM, and those in
+    its containers less (microsoft/WSL issue 14078). On Linux, NVIDIA's driver locks what is free,
+    whatever `ulimit -l` says."""
     wanted = plan.estimate.pinned_bytes
     if "microsoft" not in kernel.lower() or not wanted or device.type != "cuda":
         return
@@ -213,11 +214,9 @@ def _check_pinned_memory(plan: Plan, device: torch.device, kernel: str) -> None:
         torch.cuda.check_error(int(runtime.cudaHostRegister(block.data_ptr(), wanted, 0)))
         torch.cuda.check_error(int(runtime.cudaHostUnregister(block.data_ptr())))
     except RuntimeError as error:
-        raise ResourceError(
-            f"WSL 2 does not lock {size(wanted)} of host memory for a rank"
-            f" ({str(error).splitlines()[0]}), which {plan.strategy.mode} pins; give WSL more"
-            " memory (memory= in %UserProfile%\\.wslconfig), or keep on the card what is offloaded:"
-            " another --launch.mode, --training.activation_checkpointing_kwargs={}"
+        raise RuntimeError(
+            f"WSL 2: the host does not lock {size(wanted)} for a rank"
+            f" ({str(error).splitlines()[0]}), which {plan.strategy.mode} pins"
         ) from error
 
 
@@ -323,7 +322,7 @@ def build_parts(
         ],
     )
     if plan.strategy.activation_offloading:
-        offloading = offloaded_inputs.Offloading(args.device)
+        offloading = offloaded_inputs.Offloading(args.device, plan.strategy.pin_memory)
         setattr(*offloaded_inputs.replacing_save_on_cpu(offloading))
     setup.check_engine(plan.strategy, trainer)
     if plan.strategy.launch_mode.engine == "fsdp2":

@@ -14,7 +14,7 @@ from launch.base.errors import ConfigError
 from launch.base.text import columns, from_here, shown
 from launch.base.workspace import Workspace
 from launch.commands import foreign_launcher
-from launch.plan.context import tokenising_processes
+from launch.plan.facts import tokenising_processes
 from launch.plan.resolve import resolve
 from launch.probe import architectures, gpus
 from launch.probe import machine as probe_machine
@@ -58,10 +58,8 @@ def from_request(request: Request) -> Start:
     say = print if is_first else lambda line: None
     for line in request.notes:
         say(shown(line))
-    constraints = foreign_launcher.constraints(os.environ, _launcher(), request.cpu)
-    choice = resolve(
-        request.recipe, request.overrides, constraints=constraints, say=say, trace=False
-    )
+    wishes = foreign_launcher.wishes(os.environ, _launcher(), request.cpu)
+    choice = resolve(request.recipe, request.overrides, wishes=wishes, say=say, trace=False)
     if choice.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
         chosen = choice.machine.gpus[: choice.plan.strategy.processes_per_machine]
         for key, value in architectures.environment(chosen, choice.plan.packing).items():
@@ -90,7 +88,9 @@ def from_request(request: Request) -> Start:
         supervised=False,
         machine=choice.machine,
         resume=request.resume,
-        tokenising_processes=tokenising_processes(choice.context),
+        tokenising_processes=tokenising_processes(
+            choice.recipe, choice.machine, choice.facts.installed
+        ),
         deepspeed_file=deepspeed.deepspeed_file(
             choice.plan,
             choice.recipe.training.max_grad_norm,

@@ -11,16 +11,16 @@ from functools import cache
 
 from launch.base.errors import DoesNotFit, Interrupted
 from launch.base.workspace import Workspace
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.plan import planner, resolve
-from launch.plan.candidates import LaunchConstraints
 from launch.plan.planner import Choice
 from launch.predict import budgets
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
 from launch.predict.history import calibration
 from launch.predict.history.calibration import Comparison
 from launch.predict.oom_history import NO_OOM_HISTORY, OomEvent, OomHistory
 from launch.probe import network
+from launch.queue import admission
 from launch.render import command, write
 from launch.report import text
 from launch.run_folder import layout
@@ -43,8 +43,7 @@ class Start:
     """Facts that the plans of one start share, and the memory that its attempts have exceeded."""
 
     workspace: Workspace
-    context: PlanContext
-    constraints: LaunchConstraints
+    facts: Facts
     screen: Screen
     signals: StopSignals
     locks: ExitStack
@@ -58,7 +57,7 @@ class Start:
     @property
     def is_first(self) -> bool:
         """True on machine 0, whose run the other machines join."""
-        return self.context.recipe.launch.machine_rank == 0
+        return self.facts.recipe.launch.machine_rank == 0
 
     def new_run(self, dry_run: bool = False) -> Callable[[], RunDir]:
         """A function that makes one new run folder, when tokenising or the run first needs it.
@@ -68,7 +67,7 @@ class Start:
 
         @cache
         def make() -> RunDir:
-            recipe = self.context.recipe
+            recipe = self.facts.recipe
             runs, name = self.workspace.runs, recipe.name
             if not self.is_first:
                 runs, name = runs / name, f"machine{recipe.launch.machine_rank}"
@@ -80,10 +79,10 @@ class Start:
 
         return make
 
-    def choose(self, context: PlanContext) -> Choice:
+    def choose(self, facts: Facts) -> Choice:
         """Choose a plan with what attempts have shown so far. Raises Interrupted at a stop."""
-        constraints = replace(self.constraints, oom_history=self.oom_history)
-        choice = self.signals.interrupting(planner.choose)(context, constraints)
+        facts = replace(facts, history=replace(facts.history, oom=self.oom_history))
+        choice = self.signals.interrupting(planner.choose)(facts)
         meeting = network.located(choice.plan.rendezvous)
         return replace(choice, plan=replace(choice.plan, rendezvous=meeting))
 
@@ -92,27 +91,26 @@ class Start:
         rows where `allow:` relaxes max_length. Raises tokenising.Failed.
 
         `machine`: the one to plan for, in place of that with the memory of now."""
-        context = self.context
+        facts = self.facts
         while True:
-            assert context.tokens is not None
-            if not self.signals.interrupting(tokenising.are_there)(context.tokens):
+            assert facts.rows.tokens is not None
+            if not self.signals.interrupting(tokenising.are_there)(facts.rows.tokens):
                 try:
-                    tokenising.until_done(context, new_run(), self.screen.say, self.signals)
+                    tokenising.until_done(facts, new_run(), self.screen.say, self.signals)
                 finally:
                     self.screen.stop()
-                context = plan_context.with_rows(context)
-                if context.recipe == self.context.recipe:
-                    self.context = context
-            choice = self.choose(replace(context, machine=machine or context.machine))
-            if choice.recipe.data == context.recipe.data:
+                facts = replace(facts, rows=plan_facts.with_counts(facts.rows))
+                if facts.recipe == self.facts.recipe:
+                    self.facts = facts
+            choice = self.choose(replace(facts, machine=machine or facts.machine))
+            if choice.recipe.data == facts.recipe.data:
                 return choice
-            context = replace(choice.context, machine=context.machine)
+            facts = replace(choice.facts, machine=facts.machine)
 
     def read_memory_of_now(self) -> None:
         """Plan for the memory that is free now, from here on."""
-        self.context, self.constraints = resolve.with_memory_of_now(
-            self.context, self.constraints, self.workspace.root, self.screen.say
-        )
+        leased = admission.leased_now(self.screen.say)
+        self.facts = resolve.with_memory_of_now(self.facts, leased, self.workspace.root)
 
     def command(
         self, choice: Choice, run: RunDir, attempt: AttemptDir, resume: str = "auto"
@@ -152,8 +150,8 @@ class Attempts:
         start, choice, run = self.start, self.choice, self.run
         recipe, machine, plan = choice.recipe, choice.machine, choice.plan
         attempt = write.write_run(run, recipe, machine, plan, start.workspace)
-        assert choice.context.tokens is not None
-        run.write_tokens(choice.context.tokens)
+        assert choice.facts.rows.tokens is not None
+        run.write_tokens(choice.facts.rows.tokens)
         start.lease.hold_plan(choice, run)
         result = supervise_attempt.run(
             recipe,
@@ -191,7 +189,7 @@ class Attempts:
             )
         )
         try:
-            self.choice = start.choose(start.context)
+            self.choice = start.choose(start.facts)
         except Interrupted:
             return self._stopped(result)
         except DoesNotFit as error:
@@ -215,6 +213,8 @@ class Attempts:
         """Restart, or plan again when memory ran out; the end where neither would help."""
         start, choice, launch = self.start, self.choice, self.choice.recipe.launch
         shortage = None
+        if failure.kind == "pinned_oom" and not choice.plan.strategy.pin_memory:
+            return result  # a plan has nothing more that it could leave unpinned
         if failure.kind in restarts.MEMORY:
             shortage = oom_record.of_attempt(self.run, failure, choice.plan, choice.machine, result)
         following = restarts.decide(

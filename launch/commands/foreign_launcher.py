@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from launch.base.errors import ConfigError
-from launch.plan.candidates import LaunchConstraints
+from launch.predict.facts import Wishes
 from launch.render.deepspeed import existing_path, read_deepspeed
 from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
 from launch.schema.plan import Plan
@@ -14,12 +14,12 @@ from launch.schema.plan import Plan
 GLOO_VARIABLE = "ACCELERATE_USE_GLOO"  # the guides' own; Accelerate has none
 
 
-def constraints(environ: Mapping[str, str], launcher: Path, force_cpu: bool) -> LaunchConstraints:
+def wishes(environ: Mapping[str, str], launcher: Path, force_cpu: bool) -> Wishes:
     """The fixed part of a plan, from a rank's environment and the command line of the process above
     it."""
     mode = _mode_of_config_file(argv_of(launcher))
     world = int(environ.get("WORLD_SIZE", "1"))
-    return LaunchConstraints(
+    return Wishes(
         num_processes=world,
         num_machines=world // int(environ.get("LOCAL_WORLD_SIZE", world)),
         mode=_sharding_mode(environ),

@@ -14,8 +14,10 @@ from launch.base.files import to_json
 from launch.base.text import columns, shown
 from launch.commands import recipe_arguments
 from launch.plan.resolve import resolve
+from launch.queue import admission
 from launch.recipe.strict_yaml import show
 from launch.report import first_screen, text
+from launch.schema.machine import NOT_LEASED
 
 
 def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
@@ -46,11 +48,13 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         raise ConfigError("--json and --explain: expected one of them; --json has the whole plan")
     typed = recipe_arguments.read(arguments, others)
     compile_caches.settle()
+    described = recipe_arguments.described_machine(arguments)
     choice = resolve(
         typed.recipe,
         typed.overrides,
-        recipe_arguments.described_machine(arguments),
-        typed.constraints,
+        described,
+        typed.wishes,
+        NOT_LEASED if described else admission.leased_now(),
         rows_of=_tokens(arguments.rows_of),
         as_folder=True,
     )

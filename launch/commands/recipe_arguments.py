@@ -17,7 +17,7 @@ from launch.base.secrets import holds_secret
 from launch.base.text import nearest, shown
 from launch.base.workspace import FILES
 from launch.commands import foreign_launcher
-from launch.plan.candidates import LaunchConstraints
+from launch.predict.facts import Wishes
 from launch.probe import described
 from launch.recipe import key_reference, load
 from launch.recipe.strict_yaml import show
@@ -46,7 +46,7 @@ class RecipeArguments:
     recipe: str
     is_auto: bool  # the batch size was typed as `auto`
     overrides: list[str]
-    constraints: LaunchConstraints
+    wishes: Wishes
 
 
 class Parser(ArgumentParser):
@@ -160,12 +160,12 @@ def read(
         raise ConfigError(f"batch {batch} and {other} are both given; leave one of them out")
     if batch not in (None, AUTO):
         overrides.append(f"--training.{BATCH_KEY}={load.check_batch(batch)}")
-    constraints = LaunchConstraints(
+    wishes = Wishes(
         force_gloo=foreign_launcher.asks_for_gloo(os.environ),
         free_batch=batch == AUTO,
         wants_tuned=batch in (None, AUTO) and not batch_keys and not is_tune,
     )
-    return RecipeArguments(names[0], batch == AUTO, overrides, constraints)
+    return RecipeArguments(names[0], batch == AUTO, overrides, wishes)
 
 
 def reject(arguments: Namespace, others: Sequence[str]) -> None:

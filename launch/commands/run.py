@@ -17,16 +17,18 @@ from typing import Any
 from launch.base import compile_caches, environment, leftovers
 from launch.base.errors import ConfigError, DoesNotFit
 from launch.base.text import columns, from_here, shown
+from launch.base.workspace import Workspace
 from launch.commands import ending, recipe_arguments, tune
 from launch.commands.attempts import MAX_PLANS, Attempts, Start
 from launch.commands.recipe_arguments import RecipeArguments
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.plan import planner, resolve
 from launch.plan.planner import Choice
-from launch.plan.resolve import Facts
+from launch.predict.facts import Facts
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
+from launch.probe import machine as probe_machine
 from launch.probe import network
-from launch.queue import starts
+from launch.queue import admission, leases, starts
 from launch.recipe.guides import gpt2_variables
 from launch.recipe.strict_yaml import show
 from launch.render import write
@@ -94,48 +96,49 @@ def run(
         facts = resolve.read(
             typed.recipe,
             typed.overrides,
-            constraints=typed.constraints,
+            wishes=typed.wishes,
+            leased=admission.leased_now(screen.say),
             say=screen.say,
             test_link=True,
         )
         check(facts)
-        recipe, root = facts.context.recipe, facts.workspace.root
+        recipe, workspace = facts.recipe, Workspace.here()
         # before rows are tokenised and planned; once more where the plan decides the ranks
         network.located(planner.rendezvous(recipe.launch))
         if (recipe.launch.num_processes or 1) > 1:
             environment.check_loopback(recipe.launch.nodes)
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
-        start = Start(
-            facts.workspace, facts.context, facts.constraints, screen, signals, locks, end_s
-        )
+        start = Start(workspace, facts, screen, signals, locks, end_s)
         if start.is_first:
             lock = layout.dry_run_lock if dry_run else layout.output_lock
-            locks.enter_context(lock(facts.workspace, recipe))
+            locks.enter_context(lock(workspace, recipe))
         start.oom_history = _earlier_shortages(start, resume)
-        start.context = replace(start.context, continues_another=_continues_another(start, resume))
-        assert start.context.tokens is not None
-        tokens = layout.as_begun(start.context.tokens, facts.workspace.runs, recipe, resume)
-        if tokens is not start.context.tokens:
+        continues_another, rows = _continues_another(start, resume), facts.rows
+        history = replace(facts.history, continues_another=continues_another)
+        assert rows.tokens is not None
+        tokens = layout.as_begun(rows.tokens, workspace.runs, recipe, resume)
+        if tokens is not rows.tokens:
             screen.say("the run goes on with its rows, which an earlier version has tokenised")
-            start.context = plan_context.with_rows(replace(start.context, tokens=tokens))
+            rows = plan_facts.with_counts(replace(rows, tokens=tokens))
+        start.facts = replace(facts, history=history, rows=rows)
         new_run = start.new_run(dry_run)
         try:
             choice = _choose(start, dry_run, new_run)
         except tokenising.Failed as failed:
-            screen.log_to(*layout.log_files(root, new_run(), recipe))
+            screen.log_to(*layout.log_files(workspace.root, new_run(), recipe))
             for line in text.failure_lines(failed.result):
                 screen.say(line)
             return failed.result.exit_code
         except DoesNotFit as error:
             if not start.oom_history.ran_out:
                 raise
-            shortages = oom_record.sentence(start.oom_history, facts.context.machine)
+            shortages = oom_record.sentence(start.oom_history, facts.machine)
             raise DoesNotFit(f"{error}. {shortages}") from error
         opened = _open(start, choice, resume, new_run)
         if recipe.launch.waits and not (dry_run or opened.complete):
             wait = start.signals.interrupting(_wait)
             choice, opened = wait(start, choice, opened, resume, new_run)
-        logs = layout.log_files(root, opened.run, recipe)
+        logs = layout.log_files(workspace.root, opened.run, recipe)
         _show_plan(start, choice, opened, None if dry_run or opened.complete else logs[0], explain)
         if opened.complete:
             return 0
@@ -149,7 +152,7 @@ def run(
             oom_record.write(opened.run, start.oom_history.ran_out)
         screen.log_to(*logs)
         choice, result = _train(start, choice, opened, resume, new_run)
-        return ending.report(facts.workspace, choice, result, screen)
+        return ending.report(workspace, choice, result, screen)
 
 
 def _train(
@@ -192,7 +195,7 @@ def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str])
 def _earlier_shortages(start: Start, resume: str) -> OomHistory:
     """Shortages of memory in earlier starts of the run, as far as they still count on this
     machine."""
-    recipe, machine = start.context.recipe, start.context.machine
+    recipe, machine = start.facts.recipe, start.facts.machine
     if resume == "never" or recipe.launch.assume_fits:
         return NO_OOM_HISTORY
     earlier = oom_record.of_unfinished(start.workspace.runs, recipe.name, recipe.output_dir)
@@ -201,7 +204,7 @@ def _earlier_shortages(start: Start, resume: str) -> OomHistory:
 
 def _continues_another(start: Start, resume: str) -> bool:
     """True if the run may begin with the rows that another run has left, in another order."""
-    recipe = start.context.recipe
+    recipe = start.facts.recipe
     if resume == "never":
         return False
     if {"data", "effective_batch_size"} & set(recipe.resume.allow):
@@ -214,7 +217,7 @@ def _open(
     start: Start, choice: Choice, resume: str, new_run: Callable[[], RunDir]
 ) -> run_resume.Start:
     """The run folder to go on in; nothing is written but a new folder."""
-    recipe, tokens = choice.recipe, choice.context.tokens
+    recipe, tokens = choice.recipe, choice.facts.rows.tokens
     if not start.is_first:
         line = f"machine {recipe.launch.machine_rank}: joining machine 0, whose run this is"
         return run_resume.Start(new_run(), line)
@@ -225,16 +228,17 @@ def _open(
 def _choose(start: Start, dry_run: bool, new_run: Callable[[], RunDir]) -> Choice:
     """The first plan: for the memory that is free beside other runs, or, of a run that waits, for
     what will be free when they have ended. Raises DoesNotFit."""
-    machines = [start.context.machine]
-    if start.context.recipe.launch.waits:
-        machines = resolve.machines_to_wait_for(start.context, start.workspace.root)
+    machines = [start.facts.machine]
+    if start.facts.recipe.launch.waits:
+        now = probe_machine.with_memory_of_now(start.facts.machine, start.workspace.root)
+        machines = admission.machines_to_wait_for(now, start.facts.recipe)
     for machine in machines:
-        context = replace(start.context, machine=machine)
+        facts = replace(start.facts, machine=machine)
         try:
-            planner.refuse_hopeless(context, start.constraints)
-            if dry_run and context.tokens:
-                show_rows.check(context.tokens)
-            return start.choose(context) if dry_run else start.plan(new_run, machine)
+            planner.refuse_hopeless(facts)
+            if dry_run and facts.rows.tokens:
+                show_rows.check(facts.rows.tokens)
+            return start.choose(facts) if dry_run else start.plan(new_run, machine)
         except DoesNotFit:
             if machine is machines[-1]:
                 raise
@@ -276,7 +280,7 @@ def _with_lease(
     DoesNotFit."""
     refusal = ""
     for _ in range(MAX_PLANS):
-        refusal = start.lease.take(choice, opened.run, start.constraints.beside)
+        refusal = start.lease.take(choice, opened.run, start.facts.limits.beside)
         if not refusal:
             return choice, opened
         start.screen.say(f"planning again: {refusal}")
@@ -332,7 +336,7 @@ def _show_plan(
             f"not passed to the trackers: {', '.join(names)};"
             f" --launch.pass_env='[{', '.join([*passed, *names])}]' passes it"
         )
-    leased_bytes = run_lease.leased_disk_bytes(opened.run.root, resolve.granted_leases())
+    leased_bytes = run_lease.leased_disk_bytes(opened.run.root, leases.granted())
     for line in disk_space.check(opened.run, recipe, plan, leased_bytes):
         screen.say(line)
 

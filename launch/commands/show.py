@@ -13,7 +13,7 @@ from launch.commands import recipe_arguments
 from launch.commands.recipe_arguments import RecipeArguments
 from launch.data.files import shards
 from launch.plan import resolve
-from launch.plan.resolve import Facts
+from launch.predict.facts import Facts
 from launch.schema.recipe import Recipe
 from launch.supervise import show_rows
 
@@ -51,9 +51,9 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         raise ConfigError("show: --rows and --line are both given; --line shows one row alone")
     typed = recipe_arguments.read(arguments, others)
     facts = _facts(typed, arguments.line)
-    tokens = facts.context.tokens
+    tokens = facts.rows.tokens
     assert tokens is not None
-    files = _files(facts.context.recipe, arguments.file, arguments.line)
+    files = _files(facts.recipe, arguments.file, arguments.line)
     rows = show_rows.encoded(tokens, files, arguments.rows or ROWS, arguments.line)
     from rich.console import Console
 
@@ -61,7 +61,8 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
 
     console = Console(highlight=False, soft_wrap=True)
     colours = console.is_terminal and not console.no_color
-    for line in shown_rows.lines(facts.context, files, rows, colours, arguments.line is not None):
+    data, is_one_row = facts.recipe.data, arguments.line is not None
+    for line in shown_rows.lines(data, facts.rows.format, files, rows, colours, is_one_row):
         console.print(line)
     if arguments.line is None:
         show_rows.refuse_untrained(files, rows)
@@ -72,7 +73,7 @@ def _facts(typed: RecipeArguments, line: int | None) -> Facts:
     """The recipe's facts. A row at a line is shown whatever other rows are bad."""
 
     def read(overrides: Sequence[str]) -> Facts:
-        return resolve.read(typed.recipe, overrides, constraints=typed.constraints, trace=False)
+        return resolve.read(typed.recipe, overrides, wishes=typed.wishes, trace=False)
 
     try:
         return read(typed.overrides)

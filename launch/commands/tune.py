@@ -32,18 +32,18 @@ import psutil
 from launch.base import compile_caches, environment, files
 from launch.base.errors import DoesNotFit, ResourceError, Stopped
 from launch.base.text import size
-from launch.base.workspace import CODE
+from launch.base.workspace import CODE, Workspace
 from launch.commands import recipe_arguments
 from launch.commands.recipe_arguments import RecipeArguments
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.plan import planner, resolve, search
 from launch.plan.planner import Choice
-from launch.plan.resolve import Facts
 from launch.predict import estimate
 from launch.predict.estimate import describe
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
 from launch.predict.history import cache_keys
 from launch.predict.history.ledger import Ledger, Tuned
+from launch.queue.admission import leased_now
 from launch.render import command as render_command
 from launch.render import write
 from launch.run_folder import steps
@@ -94,47 +94,46 @@ def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True
     say = recipe_arguments.say
     compile_caches.settle()
     # any split of the batch may win, so all are traced by one child
-    constraints = replace(typed.constraints, wants_tuned=False, free_batch=True)
+    wishes, leased = replace(typed.wishes, wants_tuned=False, free_batch=True), leased_now(say)
     facts = resolve.read(
-        typed.recipe, typed.overrides, constraints=constraints, say=say, test_link=True
+        typed.recipe, typed.overrides, None, wishes, leased, say=say, test_link=True
     )
-    context = facts.context
     # a recipe that `allow:` has relaxed is tuned under the key of the relaxed recipe
-    relaxed = [relaxed for relaxed, _ in planner.relaxed_contexts(context, constraints)]
-    ledger_keys = [_ledger_keys(recipe_context) for recipe_context in (context, *relaxed)]
-    ledger = Ledger(facts.workspace.ledger_file, print)
+    relaxed = [relaxed for relaxed, _ in planner.relaxed_contexts(facts)]
+    ledger_keys = [_ledger_keys(of_recipe) for of_recipe in (facts, *relaxed)]
+    ledger = Ledger(Workspace.here().ledger_file, print)
     if forget:
         num_forgotten = sum(ledger.forget(**recipe_keys) for recipe_keys in ledger_keys)
         nothing = "nothing was tuned for this machine, model and recipe"
         print("forgotten" if num_forgotten else nothing)
     elif again or not any(ledger.recall(**recipe_keys) for recipe_keys in ledger_keys):
-        planner.refuse_hopeless(context, facts.constraints)
+        planner.refuse_hopeless(facts)
         tune(facts, say)
     return 0
 
 
-def _ledger_keys(context: PlanContext) -> dict[str, str]:
+def _ledger_keys(facts: Facts) -> dict[str, str]:
     """The ledger's keys of the machine, the model and the recipe."""
     return {
-        "machine_key": cache_keys.machine_key(context.machine),
-        "model_key": cache_keys.model_key(context.model),
-        "recipe_key": cache_keys.recipe_key(context.recipe),
+        "machine_key": cache_keys.machine_key(facts.machine),
+        "model_key": cache_keys.model_key(facts.model.size),
+        "recipe_key": cache_keys.recipe_key(facts.recipe),
     }
 
 
 def tune(facts: Facts, say: Say) -> Tuned:
     """Run the trials and keep the fastest that fits. Raises DoesNotFit when none does."""
-    cache = facts.workspace.cache
-    ledger = Ledger(facts.workspace.ledger_file, say)
-    place = cache / "trials" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
+    workspace = Workspace.here()
+    ledger = Ledger(workspace.ledger_file, say)
+    place = workspace.cache / "trials" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     _sweep(place.parent)
     try:
-        context = _with_tokenised_rows(facts.context, place, say)
-        choice = planner.choose(context, facts.constraints)
-        context = choice.context
-        rows = _longest_rows(context, place, choice.plan.strategy.effective_batch_size)
-        trials = _Trials(facts, choice, rows, place, say)
-        candidates = search.ranked(context, replace(facts.constraints, free_batch=False))
+        facts = _with_tokenised_rows(facts, place, say)
+        choice = planner.choose(facts)
+        facts = choice.facts
+        rows = _longest_rows(facts, place, choice.plan.strategy.effective_batch_size)
+        trials = _Trials(workspace, choice, rows, place, say)
+        candidates = search.ranked(facts)
         if candidates:
             _confirm([(judged.candidate, judged.memory) for judged in candidates], trials)
         else:
@@ -156,7 +155,7 @@ def tune(facts: Facts, say: Say) -> Tuned:
         if outcome.step_s and outcome.step_s <= fastest_s * AS_FAST
     )
     why = f"fastest of {len(trials.done)} trial(s): {step_s:.3g} s a step"
-    tuned = Tuned(time=time.time(), **_ledger_keys(context), strategy=best, why=why, step_s=step_s)
+    tuned = Tuned(time=time.time(), **_ledger_keys(facts), strategy=best, why=why, step_s=step_s)
     ledger.remember(tuned)
     say(f"tuned: {describe(best)}, {tuned.why}; kept for later runs of this recipe here")
     return tuned
@@ -173,8 +172,10 @@ def _sweep(trials: Path) -> None:
 class _Trials:
     """Runs trials one after another, each with a lease of its memory, and keeps how each ended."""
 
-    def __init__(self, facts: Facts, choice: Choice, rows: Path, place: Path, say: Say) -> None:
-        self._workspace, self._beside = facts.workspace, facts.constraints.beside
+    def __init__(
+        self, workspace: Workspace, choice: Choice, rows: Path, place: Path, say: Say
+    ) -> None:
+        self._workspace, self._beside = workspace, choice.facts.limits.beside
         self._choice, self._rows, self._place, self._say = choice, rows, place, say
         self.done: list[tuple[Strategy, Outcome]] = []
 
@@ -188,7 +189,7 @@ class _Trials:
         seconds = ""
         if outcome.step_s:
             seconds = f", {outcome.step_s:.3g} s a step"
-            share = estimate.share_of_longest(self._choice.context, strategy)
+            share = estimate.share_of_longest(self._choice.facts, strategy)
             if share < 1:
                 outcome = replace(outcome, step_s=share * outcome.step_s)
                 seconds += f" of the longest rows: {outcome.step_s:.3g} s of the recipe's own"
@@ -297,20 +298,19 @@ def _bisect(requested: Strategy, trials: _Trials) -> None:
             high = middle
 
 
-def _with_tokenised_rows(context: PlanContext, place: Path, say: Say) -> PlanContext:
-    """The context with the lengths of the recipe's rows, which are tokenised if they are not
-    yet."""
-    assert context.tokens is not None
-    if tokenising.are_there(context.tokens):
-        return context
+def _with_tokenised_rows(facts: Facts, place: Path, say: Say) -> Facts:
+    """The facts with the lengths of the recipe's rows, which are tokenised if they are not yet."""
+    assert facts.rows.tokens is not None
+    if tokenising.are_there(facts.rows.tokens):
+        return facts
     run = RunDir.create(place / "runs", "tokens", datetime.now())
     try:
         with stop_signals.signals() as signals:
-            tokenising.until_done(context, run, say, signals)
+            tokenising.until_done(facts, run, say, signals)
     except tokenising.Failed as failed:
         _raise_if_stopped(failed.failure)
         raise ResourceError(failed.failure.cause) from failed
-    return plan_context.with_rows(context)
+    return replace(facts, rows=plan_facts.with_counts(facts.rows))
 
 
 def _raise_if_stopped(failure: Failure) -> None:
@@ -318,15 +318,15 @@ def _raise_if_stopped(failure: Failure) -> None:
         raise Stopped(f"tuning was {failure.cause}; nothing is kept", failure.exit_code)
 
 
-def _longest_rows(context: PlanContext, place: Path, effective_batch_size: int) -> Path:
+def _longest_rows(facts: Facts, place: Path, effective_batch_size: int) -> Path:
     """A token cache of the longest rows alone, as many as a trial takes."""
-    assert context.tokens is not None
+    assert facts.rows.tokens is not None
     argv = [
         sys.executable,
         "-P",
         "-m",
         "training.children.trial_rows",
-        str(context.tokens.folder),
+        str(facts.rows.tokens.folder),
         str(place / "rows"),
         str(effective_batch_size * STEPS),
     ]

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
 from launch.plan import kernels
 from launch.predict import sharding, target_counts
-from launch.predict.facts import PlanContext
-from launch.predict.oom_history import CLEARLY_BELOW, NO_OOM_HISTORY, OomHistory
+from launch.predict.facts import Facts, Installed, Model, Wishes
+from launch.predict.oom_history import CLEARLY_BELOW
 from launch.probe import architectures
 from launch.recipe.strict_yaml import show
 from launch.schema.machine import Gpu, Link, Machine
@@ -28,52 +28,18 @@ OUTPUT_CHUNKS = 8  # where the plan decides, as many as torchtune's default
 MOST_OF_ANY_NUMBER = 4
 # their forward returns what the output projection gives
 CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")
-
-
-@dataclass(frozen=True)
-class LaunchConstraints:
-    """Facts that limit the candidates: a start by another launcher, packages, the link, earlier
-    attempts."""
-
-    num_processes: int | None = None
-    num_machines: int = 1
-    mode: Mode | None = None  # of DeepSpeed or FSDP2, when the launcher above has chosen one
-    force_cpu: bool = False
-    force_gloo: bool = False  # ACCELERATE_USE_GLOO=1
-    link: Link | None = None  # what the test of this machine's GPUs found
-    has_deepspeed: bool = True  # the package is installed
-    no_compiler: str | None = None  # why torch.compile cannot work here
-    # why that package cannot be used; "": the machine's packages are not known
-    no_flash_attn: str | None = ""
-    no_varlen_attn: str | None = ""  # why torch's cannot be used; "": its version is not known
-    no_liger: str | None = None
-    # why transformers can neither checkpoint every n-th layer here nor offload what it keeps
-    no_every_n_layers: str | None = None
-    oom_history: OomHistory = NO_OOM_HISTORY  # by which an attempt of this run has refuted its plan
-    free_batch: bool = False  # any split of the effective batch will do
-    wants_tuned: bool = False  # no batch was typed: the result of an earlier tuning is used
-    tuned: Candidate | None = None  # the fastest in short trials on this machine
-    budget_notes: tuple[str, ...] = ()  # lines of the plan on limits of its memory
-    beside: tuple[int, ...] = ()  # numbers of the leases beside which its memory is planned
-
-
-NO_CONSTRAINTS = LaunchConstraints()
-
-
 CANNOT_RUN = " cannot run: "  # in a refusal whose cause is this machine, which can be changed
 
 
-def possible(
-    context: PlanContext, constraints: LaunchConstraints
-) -> tuple[list[Candidate], list[str]]:
+def possible(facts: Facts) -> tuple[list[Candidate], list[str]]:
     """Return the candidates with the recipe's own batch that this machine can start, and why the
     others cannot."""
     possible, refusals = [], []
-    for candidate in _as_asked(context, constraints):
-        refused = sharding.refusal(context.recipe, candidate) or _unavailable(
-            candidate, constraints
+    for candidate in _as_asked(facts):
+        refused = sharding.refusal(facts.recipe, candidate) or _unavailable(
+            candidate, facts.installed
         )
-        if refused and candidate.mode in (context.recipe.launch.mode, constraints.mode):
+        if refused and candidate.mode in (facts.recipe.launch.mode, facts.wishes.mode):
             raise ConfigError(f"launch.mode {refused}")
         if refused:
             refusals.append(refused)
@@ -84,18 +50,19 @@ def possible(
     return possible, list(dict.fromkeys(refusals))
 
 
-def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[Candidate]:
+def _as_asked(facts: Facts) -> Iterator[Candidate]:
     """Yield a candidate for each mode that the recipe allows, with its own batch, fastest first."""
-    recipe, machine, config = context.recipe, context.machine, context.model.config
+    recipe, machine, config = facts.recipe, facts.machine, facts.model.size.config
     launch, training = recipe.launch, recipe.training
-    on_gpu = bool(machine.gpus) and not constraints.force_cpu and launch.device != "cpu"
+    on_gpu = bool(machine.gpus) and not facts.wishes.force_cpu and launch.device != "cpu"
     if launch.device == "cuda" and not on_gpu:
         raise ResourceError(
             f"launch.mode {launch.mode} needs a GPU, found none ({machine.gpus_reason}); use cpu or"
             " multi_cpu"
         )
-    _check_checkpointing(training, constraints, on_gpu)
-    for mode, num_processes, instead_of in _ways_to_start(recipe, machine, constraints, on_gpu):
+    _check_checkpointing(training, facts.installed, on_gpu)
+    ways = _ways_to_start(recipe, machine, facts.wishes, facts.installed.link, on_gpu)
+    for mode, num_processes, instead_of in ways:
         row = LAUNCH_MODES[mode]
         # the samples of a step that a rank takes one after another
         steps, rest = divmod(training.gradient_accumulation_steps * instead_of, num_processes)
@@ -103,7 +70,7 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             continue
         several = num_processes > 1 or row.engine == "deepspeed"
         gloo = not on_gpu or (
-            num_processes > 1 and (row.backend == "gloo" or constraints.force_gloo)
+            num_processes > 1 and (row.backend == "gloo" or facts.wishes.force_gloo)
         )
         gpus = machine.gpus[:num_processes] if on_gpu else ()
         precision = _precision(recipe, gpus)
@@ -111,7 +78,7 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             mode=mode,
             device="cuda" if on_gpu else "cpu",
             num_processes=num_processes,
-            num_machines=max(launch.nodes, constraints.num_machines),
+            num_machines=max(launch.nodes, facts.wishes.num_machines),
             backend=("gloo" if gloo else "nccl") if several else None,
             per_device_train_batch_size=training.per_device_train_batch_size,
             gradient_accumulation_steps=steps,
@@ -124,26 +91,25 @@ def _as_asked(context: PlanContext, constraints: LaunchConstraints) -> Iterator[
             num_output_chunks=training.num_output_chunks or 1,
             logits_at_targets=target_counts.at_targets(recipe, config["model_type"]),
             tiled_mlp_num_shards=training.tiled_mlp_num_shards or 1,
-            torch_compile=training.compiles and constraints.no_compiler is None,
+            torch_compile=training.compiles and facts.installed.no_compiler is None,
             attn_implementation=kernels.attention(
                 recipe,
                 config,
                 gpus,
                 precision,
-                constraints.no_flash_attn,
-                constraints.no_varlen_attn,
+                facts.installed.no_flash_attn,
+                facts.installed.no_varlen_attn,
             ),
             tf32=kernels.tf32(recipe, gpus),
+            pin_memory=facts.history.oom.may_pin,
             use_liger_kernel=kernels.liger(
-                recipe, config["model_type"], gpus, constraints.no_liger
+                recipe, config["model_type"], gpus, facts.installed.no_liger
             ),
             dataloader_num_workers=workers(recipe, machine, num_processes // launch.nodes, on_gpu),
         )
 
 
-def _check_checkpointing(
-    training: TrainingSection, constraints: LaunchConstraints, on_gpu: bool
-) -> None:
+def _check_checkpointing(training: TrainingSection, installed: Installed, on_gpu: bool) -> None:
     """Raises ConfigError for keywords of checkpointing that would do nothing."""
     kwargs = training.activation_checkpointing_kwargs
     options = kwargs.model_dump(exclude_defaults=True)
@@ -152,9 +118,9 @@ def _check_checkpointing(
         raise ConfigError(f"{asked}, but activation_checkpointing is false; leave one out")
     if kwargs.offload and not on_gpu:
         raise ConfigError(f"{asked}, but on a CPU activations are in host RAM; leave offload out")
-    if constraints.no_every_n_layers and ((kwargs.every_n_layers or 1) > 1 or kwargs.offload):
+    if installed.no_every_n_layers and ((kwargs.every_n_layers or 1) > 1 or kwargs.offload):
         raise ConfigError(
-            f"{asked}, but {constraints.no_every_n_layers}; leave every_n_layers and offload out"
+            f"{asked}, but {installed.no_every_n_layers}; leave every_n_layers and offload out"
         )
 
 
@@ -164,39 +130,42 @@ def is_checkpointing_typed(training: TrainingSection) -> bool:
 
 
 def _ways_to_start(
-    recipe: Recipe, machine: Machine, constraints: LaunchConstraints, on_gpu: bool
+    recipe: Recipe, machine: Machine, wishes: Wishes, link: Link | None, on_gpu: bool
 ) -> Iterator[tuple[Mode, int, int]]:
     """(mode, number of ranks, number that the recipe's batch is meant for) of each candidate.
 
     Raises ConfigError for what cannot be, with flags that keep the effective batch.
     """
     launch, per_node = recipe.launch, len(machine.gpus) if on_gpu else 1
-    asked = constraints.num_processes or launch.num_processes
+    asked = wishes.num_processes or launch.num_processes
     batch = recipe.training.samples_per_process * (launch.num_processes or asked or 1)
     if (
         on_gpu
         and asked is not None
         and asked > per_node * launch.nodes
-        and constraints.num_machines == 1
+        and wishes.num_machines == 1
     ):
         raise ConfigError(
             f"launch.num_processes {asked}, but there are {per_node * launch.nodes} GPU(s):"
             f" {machine.gpus_reason}{recipe.keeping(batch, asked, per_node * launch.nodes)}"
         )
-    if constraints.num_processes and launch.num_processes not in (None, constraints.num_processes):
+    if wishes.num_processes and launch.num_processes not in (
+        None,
+        wishes.num_processes,
+    ):
         raise ConfigError(
-            f"launch.num_processes {launch.num_processes}, but {constraints.num_processes} rank(s)"
+            f"launch.num_processes {launch.num_processes}, but {wishes.num_processes} rank(s)"
             " were started; leave the key out, or start as many"
-            f"{recipe.keeping(batch, launch.num_processes, constraints.num_processes)}"
+            f"{recipe.keeping(batch, launch.num_processes, wishes.num_processes)}"
         )
-    if constraints.mode and launch.mode not in ("auto", constraints.mode):
+    if wishes.mode and launch.mode not in ("auto", wishes.mode):
         raise ConfigError(
-            f"launch.mode {launch.mode}, but the ranks were started as {constraints.mode}; make"
+            f"launch.mode {launch.mode}, but the ranks were started as {wishes.mode}; make"
             " them the same"
         )
-    mode = constraints.mode or launch.mode
+    mode = wishes.mode or launch.mode
     if mode == "auto":
-        yield from _automatic(asked, machine, launch.nodes, on_gpu, constraints)
+        yield from _automatic(asked, machine, launch.nodes, on_gpu, wishes, link)
         return
     # ranks; two show on a CPU what sharing out means
     least = launch.nodes if launch.nodes > 1 or on_gpu else 2
@@ -217,13 +186,18 @@ def _ways_to_start(
         raise ResourceError(
             f"launch.mode {mode} needs two GPUs or more, there is {per_node}; use single_gpu"
         )
-    if row.backend == "nccl" and constraints.force_gloo:
+    if row.backend == "nccl" and wishes.force_gloo:
         mode = "dual_gpu_gloo"
     yield mode, count, count
 
 
 def _automatic(
-    asked: int | None, machine: Machine, nodes: int, on_gpu: bool, constraints: LaunchConstraints
+    asked: int | None,
+    machine: Machine,
+    nodes: int,
+    on_gpu: bool,
+    wishes: Wishes,
+    link: Link | None,
 ) -> Iterator[tuple[Mode, int, int]]:
     """Yield the modes that `launch.mode: auto` may choose, on all cards, then on fewer. Ranks that
     are running already fix their number and engine."""
@@ -232,15 +206,15 @@ def _automatic(
     if not on_gpu:
         yield ("multi_cpu" if count > 1 else "cpu"), count, count
         return
-    together: Mode = "dual_gpu_gloo" if constraints.force_gloo else "dual_gpu_nccl"
-    if constraints.num_processes is not None:
+    together: Mode = "dual_gpu_gloo" if wishes.force_gloo else "dual_gpu_nccl"
+    if wishes.num_processes is not None:
         yield ("single_gpu" if count == 1 else together), count, count
         return
-    nccl_fails = constraints.link is not None and constraints.link.backend != "nccl"
+    nccl_fails = link is not None and link.backend != "nccl"
     zero: list[Mode] = [mode for mode, row in LAUNCH_MODES.items() if row.engine == "deepspeed"]
     offloaded: list[Mode] = [mode for mode in zero if LAUNCH_MODES[mode].offloads]
     several: list[Mode] = [together, *zero]
-    if constraints.force_gloo:
+    if wishes.force_gloo:
         several = [together]
     elif nccl_fails:
         several = [together, "dual_gpu_gloo"]
@@ -274,11 +248,11 @@ def without_fullest(gpus: Sequence[Gpu]) -> str:
     )
 
 
-def _unavailable(candidate: Candidate, constraints: LaunchConstraints) -> str | None:
+def _unavailable(candidate: Candidate, installed: Installed) -> str | None:
     """Return the reason why this machine's packages or the link test rule a candidate out, or
     None."""
-    link = constraints.link
-    if candidate.launch_mode.engine == "deepspeed" and not constraints.has_deepspeed:
+    link = installed.link
+    if candidate.launch_mode.engine == "deepspeed" and not installed.has_deepspeed:
         obstacle = "the package deepspeed is not installed"
     elif link is None or candidate.device == "cpu" or candidate.processes_per_machine == 1:
         return None
@@ -291,18 +265,16 @@ def _unavailable(candidate: Candidate, constraints: LaunchConstraints) -> str | 
     return f"{candidate.mode}{CANNOT_RUN}{obstacle}"
 
 
-def waves(
-    context: PlanContext, possible: Sequence[Candidate], constraints: LaunchConstraints
-) -> Iterator[list[Candidate]]:
+def waves(facts: Facts, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
     """Yield the waves of candidates in the order of the search: the result of an earlier tuning,
     then any split of a batch that was left open, then the recipe's own batch and its splits."""
-    if (tuned := constraints.tuned) is not None:
+    if (tuned := facts.history.tuned) is not None:
         yield [
             replace(
                 candidate,
                 per_device_train_batch_size=tuned.per_device_train_batch_size,
                 gradient_accumulation_steps=tuned.gradient_accumulation_steps,
-                per_device_eval_batch_size=context.recipe.training.per_device_eval_batch_size
+                per_device_eval_batch_size=facts.recipe.training.per_device_eval_batch_size
                 or _eval_batch(tuned.per_device_train_batch_size),
                 activation_checkpointing=tuned.activation_checkpointing,
                 every_n_layers=tuned.every_n_layers,
@@ -314,50 +286,51 @@ def waves(
             if (candidate.mode, candidate.num_processes, candidate.effective_batch_size)
             == (tuned.mode, tuned.num_processes, tuned.effective_batch_size)
         ]
-    if constraints.free_batch and context.traces is not None:
-        yield from free_waves(context, possible)
-    yield from _waves_of_batch(context, possible, constraints)
+    if facts.wishes.free_batch and facts.traces is not None:
+        yield from free_waves(facts.recipe, facts.model, possible)
+    yield from _waves_of_batch(facts, possible)
 
 
-def free_waves(context: PlanContext, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+def free_waves(
+    recipe: Recipe, model: Model, possible: Sequence[Candidate]
+) -> Iterator[list[Candidate]]:
     """Yield every split of the effective batch: first of modes whose ranks hold full copies, then
     of sharded and offloaded ones."""
     for is_whole in (True, False):
         group = [candidate for candidate in possible if candidate.launch_mode.is_whole == is_whole]
-        yield _splits_of_all(context, group, any_size=True)
+        yield _splits_of_all(recipe, model, group, any_size=True)
 
 
-def _waves_of_batch(
-    context: PlanContext, possible: Sequence[Candidate], constraints: LaunchConstraints
-) -> Iterator[list[Candidate]]:
+def _waves_of_batch(facts: Facts, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
     """Yield the recipe's own batch, then smaller micro-batches of full copies, then of sharded and
     offloaded ones, then those whose activations are offloaded.
 
     A later wave is not traced if an earlier one has a candidate that fits. Under mixed precision
     full copies come first: they keep float32 weights and autocast, while DeepSpeed and FSDP2
     compute everything in 16 bits."""
+    recipe, model = facts.recipe, facts.model
     copies = [candidate for candidate in possible if candidate.launch_mode.is_whole]
     sharded = _sharded(possible)
     offloaded = [candidate for candidate in possible if candidate.launch_mode.offloads]
-    if context.recipe.training.bf16 or context.recipe.training.fp16:
+    if recipe.training.bf16 or recipe.training.fp16:
         yield copies
         yield sharded
     else:
         yield [*copies, *sharded]
-    if context.traces is None:
+    if facts.traces is None:
         yield offloaded
-        if context.oom_history.ran_out:
-            yield _splits_of_all(context, possible)
+        if facts.history.oom.ran_out:
+            yield _splits_of_all(recipe, model, possible)
         return
-    of_copies = _splits_of_all(context, copies)
+    of_copies = _splits_of_all(recipe, model, copies)
     yield [split for split in of_copies if split.per_device_train_batch_size > 1]
     single_samples = [split for split in of_copies if split.per_device_train_batch_size == 1]
-    last = [*single_samples, *offloaded, *_splits_of_all(context, [*sharded, *offloaded])]
+    last = [*single_samples, *offloaded, *_splits_of_all(recipe, model, [*sharded, *offloaded])]
     yield last
     yield [
         replace(candidate, activation_offloading=True)
         for candidate in dict.fromkeys([*of_copies, *last])
-        if _may_offload(context, candidate, constraints)
+        if _may_offload(recipe, facts.installed, candidate)
     ]
 
 
@@ -367,43 +340,40 @@ def _sharded(possible: Sequence[Candidate]) -> list[Candidate]:
     return [candidate for candidate, mode in modes if not (mode.is_whole or mode.offloads)]
 
 
-def sharded_splits(
-    context: PlanContext, possible: Sequence[Candidate], constraints: LaunchConstraints
-) -> list[Candidate]:
+def sharded_splits(facts: Facts, possible: Sequence[Candidate]) -> list[Candidate]:
     """Sharded candidates and their splits, without those of a single sample; none if tuning or a
     free batch decides."""
-    if constraints.tuned is not None or constraints.free_batch or context.traces is None:
+    if facts.history.tuned is not None or facts.wishes.free_batch or facts.traces is None:
         return []
     return [
         split
         for candidate in _sharded(possible)
-        for split in (candidate, *splits(context, candidate))
+        for split in (candidate, *splits(facts.recipe, facts.model, candidate))
         if split.per_device_train_batch_size > 1
     ]
 
 
 def _splits_of_all(
-    context: PlanContext, group: Sequence[Candidate], any_size: bool = False
+    recipe: Recipe, model: Model, group: Sequence[Candidate], any_size: bool = False
 ) -> list[Candidate]:
-    return [split for candidate in group for split in splits(context, candidate, any_size)]
+    return [split for candidate in group for split in splits(recipe, model, candidate, any_size)]
 
 
 def splits(
-    context: PlanContext, candidate: Candidate, any_size: bool = False
+    recipe: Recipe, model: Model, candidate: Candidate, any_size: bool = False
 ) -> Iterator[Candidate]:
     """Yield the same effective batch in smaller micro-batches (`any_size`: in all), the largest
     first. Checkpointing and output chunks are tried where the recipe leaves them open."""
-    training = context.recipe.training
+    training = recipe.training
     asked = candidate.per_device_train_batch_size
     per_rank = asked * candidate.gradient_accumulation_steps
     checkpoints = (False, True)
     if is_checkpointing_typed(training):
         checkpoints = (candidate.activation_checkpointing,)
-    chunks = (
-        (1, OUTPUT_CHUNKS) if _may_chunk(context, candidate) else (candidate.num_output_chunks,)
-    )
+    is_open = _may_chunk(training, model, candidate)
+    chunks = (1, OUTPUT_CHUNKS) if is_open else (candidate.num_output_chunks,)
     for micro_batch in range(per_rank if any_size else asked, 0, -1):
-        if per_rank % micro_batch or (context.recipe.launch.exact_batch and micro_batch != asked):
+        if per_rank % micro_batch or (recipe.launch.exact_batch and micro_batch != asked):
             continue
         for checkpointing, num_chunks in itertools.product(checkpoints, chunks):
             split = replace(
@@ -419,34 +389,29 @@ def splits(
                 yield split
 
 
-def most_frugal(
-    context: PlanContext, candidate: Candidate, constraints: LaunchConstraints
-) -> list[Candidate]:
+def most_frugal(facts: Facts, candidate: Candidate) -> list[Candidate]:
     """The smallest of its splits, or itself if a single sample cannot be split; and the same with
     activations on the host, which takes less of the card and more of the host."""
-    smallest = [candidate, *splits(context, candidate)][-1]
-    if not _may_offload(context, smallest, constraints):
+    smallest = [candidate, *splits(facts.recipe, facts.model, candidate)][-1]
+    if not _may_offload(facts.recipe, facts.installed, smallest):
         return [smallest]
     return [smallest, replace(smallest, activation_offloading=True)]
 
 
-def _may_offload(
-    context: PlanContext, candidate: Candidate, constraints: LaunchConstraints
-) -> bool:
+def _may_offload(recipe: Recipe, installed: Installed, candidate: Candidate) -> bool:
     """True if the plan may move what is checkpointed to the host."""
     return (
         candidate.activation_checkpointing
         and candidate.device == "cuda"
-        and context.recipe.training.activation_checkpointing_kwargs.offload is None
-        and constraints.no_every_n_layers is None
+        and recipe.training.activation_checkpointing_kwargs.offload is None
+        and installed.no_every_n_layers is None
     )
 
 
-def _may_chunk(context: PlanContext, candidate: Candidate) -> bool:
-    training = context.recipe.training
+def _may_chunk(training: TrainingSection, model: Model, candidate: Candidate) -> bool:
     return (
         training.num_output_chunks is None
-        and context.model.config["model_type"] in CHUNKED
+        and model.size.config["model_type"] in CHUNKED
         and not candidate.launch_mode.shards_parameters
         and not candidate.torch_compile
     )

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from launch.base.text import pace, size
 from launch.plan import candidates, kernels
-from launch.plan.candidates import LaunchConstraints
 from launch.predict import target_counts
 from launch.predict.estimate import Judged, card_figures, describe
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts, Installed, Model, Wishes
+from launch.predict.history.calibration import Margin
 from launch.predict.memory import pinned_memory
+from launch.predict.oom_history import OomHistory
+from launch.predict.traces import Traces
 from launch.probe import architectures
 from launch.recipe.strict_yaml import show
 from launch.schema.machine import GIB, Link, Machine
@@ -21,37 +23,34 @@ from launch.schema.recipe import Recipe
 
 
 def why(
-    context: PlanContext,
+    facts: Facts,
     chosen: Judged,
-    constraints: LaunchConstraints,
     judged: Sequence[tuple[Judged, str]] = (),
 ) -> tuple[str, ...]:
     """Explain the device, cards that stay idle, the link between the ranks, and missing
     predictions."""
     candidate = chosen.candidate
     return (
-        *_where(context.recipe, context.machine, candidate, constraints),
-        *constraints.budget_notes,
-        *_idle_why(context, chosen, judged),
-        *_link_why(context, candidate),
-        *_measured_why(context, candidate),
-        *_trace_why(context, chosen),
+        *_where(facts.recipe, facts.machine, facts.wishes, candidate),
+        *facts.limits.notes,
+        *_idle_why(facts.machine, chosen, judged),
+        *_link_why(facts.recipe, facts.model, facts.installed.link, candidate),
+        *_measured_why(facts.machine, facts.installed, facts.history.error_margin, candidate),
+        *_trace_why(facts.traces, chosen),
     )
 
 
-def switches(
-    context: PlanContext, candidate: Candidate, constraints: LaunchConstraints
-) -> tuple[Switch, ...]:
+def switches(facts: Facts, candidate: Candidate) -> tuple[Switch, ...]:
     """The switches that decide which kernels run."""
-    gpus = context.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
+    gpus = facts.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
     obstacles = (
-        *(constraints.no_flash_attn, constraints.no_varlen_attn),
-        *(constraints.no_compiler, constraints.no_every_n_layers),
+        *(facts.installed.no_flash_attn, facts.installed.no_varlen_attn),
+        *(facts.installed.no_compiler, facts.installed.no_every_n_layers),
     )
-    config = context.model.config
-    of_kernels = kernels.switches(context.recipe, config, candidate, gpus, *obstacles)
-    rows = [*of_kernels, _logits(context, candidate), *_rows(context, candidate)]
-    if settings := context.allocator_settings(candidate):
+    config = facts.model.size.config
+    of_kernels = kernels.switches(facts.recipe, config, candidate, gpus, *obstacles)
+    rows = [*of_kernels, _logits(facts, candidate), *_rows(facts, candidate)]
+    if settings := facts.allocator_settings(candidate):
         why = "rows differ in length or targets; another PYTORCH_ALLOC_CONF is taken instead"
         rows.append(Switch("allocator", settings, why))
     if setting := pinned_memory.setting(candidate):
@@ -60,17 +59,17 @@ def switches(
     return tuple(rows)
 
 
-def _logits(context: PlanContext, candidate: Candidate) -> Switch:
+def _logits(facts: Facts, candidate: Candidate) -> Switch:
     """The positions at which the output head computes logits, and the number of them for which
     memory is planned."""
-    asked = context.recipe.training.logits_at_targets
+    asked = facts.recipe.training.logits_at_targets
     if not candidate.logits_at_targets:
         reason = target_counts.no_logits_at_targets(
-            context.recipe, context.model.config["model_type"]
+            facts.recipe, facts.model.size.config["model_type"]
         )
         why = reason if asked is None and reason else "asked for"
         return Switch("logits", "at all positions", why)
-    most, rows = context.most_targets(candidate), candidate.per_device_train_batch_size
+    most, rows = facts.most_targets(candidate), candidate.per_device_train_batch_size
     positions = rows * most.length
     planned = (
         f"memory for all {positions:,} positions of a micro-batch until the rows are tokenised"
@@ -78,50 +77,48 @@ def _logits(context: PlanContext, candidate: Candidate) -> Switch:
     if most.is_known:
         planned = f"memory for {most.of(rows):,} of the {positions:,} positions of a micro-batch"
         planned += (
-            f": the most in the run's order of rows (training.seed {context.recipe.training.seed})"
+            f": the most in the run's order of rows (training.seed {facts.recipe.training.seed})"
             if rows in most.sizes
             else f": no {rows} row(s) have more targets"
         )
     return Switch("logits", "at targets", f"prompts and padding have no loss; {planned}")
 
 
-def _rows(context: PlanContext, candidate: Candidate) -> list[Switch]:
+def _rows(facts: Facts, candidate: Candidate) -> list[Switch]:
     """The tokens of a micro-batch for which memory is planned, where rows differ in length."""
-    if context.counts is None or context.traces is None or not context.is_ragged:
+    if facts.rows.counts is None or facts.traces is None or not facts.rows.is_ragged:
         return []
     rows = candidate.per_device_train_batch_size
-    sizes = context.most_targets(candidate).sizes.get(rows)
+    sizes = facts.most_targets(candidate).sizes.get(rows)
     if sizes is None:
-        why = context.no_order(candidate) or "the order of rows is not known"
+        why = facts.no_order(candidate) or "the order of rows is not known"
         return [Switch("memory", f"{rows} of the longest rows", why)]
     most = max(batch.tokens for batch in sizes)
     if not candidate.flattens:
         most = max(batch.rows * (batch.source + batch.target) for batch in sizes)
-        most //= 1 if context.model.is_encoder_decoder else 2
-    why = f"the most in the run's order of rows (training.seed {context.recipe.training.seed})"
+        most //= 1 if facts.model.size.is_encoder_decoder else 2
+    why = f"the most in the run's order of rows (training.seed {facts.recipe.training.seed})"
     return [Switch("memory", f"{most:,} tokens of a micro-batch", why)]
 
 
 def changes(
-    context: PlanContext,
+    facts: Facts,
     candidate: Candidate,
     judged: Sequence[tuple[Judged, str]],
-    constraints: LaunchConstraints,
 ) -> list[Change]:
     """Each value that is not the recipe's, with the reason."""
     return [
-        *_precision_changes(context.recipe, context.machine, candidate),
-        *_batch_changes(context, candidate, judged, constraints),
-        *_rate_changes(context.recipe, candidate),
-        *_compile_changes(context.recipe, candidate, constraints),
+        *_precision_changes(facts.recipe, facts.machine, candidate),
+        *_batch_changes(facts.recipe, facts.history.tuned, candidate, judged),
+        *_rate_changes(facts.recipe, candidate),
+        *_compile_changes(facts.recipe, facts.installed, candidate),
+        *_pin_changes(facts.history.oom, candidate),
     ]
 
 
-def _where(
-    recipe: Recipe, machine: Machine, candidate: Candidate, constraints: LaunchConstraints
-) -> Iterator[str]:
+def _where(recipe: Recipe, machine: Machine, wishes: Wishes, candidate: Candidate) -> Iterator[str]:
     if candidate.device == "cpu":
-        is_asked = constraints.force_cpu or recipe.launch.device == "cpu"
+        is_asked = wishes.force_cpu or recipe.launch.device == "cpu"
         yield f"device cpu: {'asked for' if is_asked else machine.gpus_reason}"
         if candidate.processes_per_machine > machine.cpu_count:
             yield (
@@ -157,7 +154,7 @@ def _where(
         )
     if recipe.launch.assume_fits:
         yield "launch.assume_fits: predicted memory was not checked against available memory"
-    if constraints.force_gloo:
+    if wishes.force_gloo:
         yield (
             "ACCELERATE_USE_GLOO=1 has no effect on one process"
             if candidate.num_processes == 1
@@ -187,10 +184,10 @@ def _where(
 
 
 def _idle_why(
-    context: PlanContext, chosen: Judged, judged: Sequence[tuple[Judged, str]]
+    machine: Machine, chosen: Judged, judged: Sequence[tuple[Judged, str]]
 ) -> Iterator[str]:
     """Explain why cards stay idle that the recipe leaves to the plan."""
-    ranks, cards = chosen.candidate.num_processes, context.machine.gpus
+    ranks, cards = chosen.candidate.num_processes, machine.gpus
     more = [(other, verdict) for other, verdict in judged if other.candidate.num_processes > ranks]
     if chosen.candidate.device == "cpu" or not more:
         return
@@ -206,9 +203,10 @@ def _idle_why(
         yield f"{label}: more processes do not fit: {describe(nearest.candidate)}: {nearest.misses}"
 
 
-def _link_why(context: PlanContext, candidate: Candidate) -> Iterator[str]:
+def _link_why(
+    recipe: Recipe, model: Model, link: Link | None, candidate: Candidate
+) -> Iterator[str]:
     """Explain the link between the ranks, and its cost if every sample has max_length tokens."""
-    link, model = context.link, context.model
     if candidate.device == "cpu" or candidate.num_processes == 1:
         return
     if link is None:
@@ -216,35 +214,37 @@ def _link_why(context: PlanContext, candidate: Candidate) -> Iterator[str]:
         return
     yield f"link: {link.reason}"
 
-    tokens = candidate.effective_batch_size * context.recipe.data.max_length
+    counted, tokens = model.size, candidate.effective_batch_size * recipe.data.max_length
     # activations' gradients, weights' gradients
-    backward = model.parameters + model.trainable_parameters
-    again = model.parameters * candidate.checkpointed_share
-    step_flops = 2.0 * tokens * (model.parameters + backward + again)
-    cost = cost_line(link, context.full_copy.gradients_bytes, step_flops, candidate.num_processes)
+    backward = counted.parameters + counted.trainable_parameters
+    again = counted.parameters * candidate.checkpointed_share
+    step_flops = 2.0 * tokens * (counted.parameters + backward + again)
+    cost = cost_line(link, model.full_copy.gradients_bytes, step_flops, candidate.num_processes)
     yield from [cost] if cost else []
 
 
-def _measured_why(context: PlanContext, candidate: Candidate) -> Iterator[str]:
+def _measured_why(
+    machine: Machine, installed: Installed, margin: Margin, candidate: Candidate
+) -> Iterator[str]:
     """The figures of the plan that were measured on this machine, each with its source."""
-    card, margin, figures = card_figures(context, candidate), context.error_margin, []
+    card, link, figures = card_figures(machine, installed, candidate), installed.link, []
     if card.context_bytes:
         figures.append(f"context {size(card.context_bytes)} ({card.context_source})")
     if card.flops_per_s:
         figures.append(f"products {card.flops_per_s / 1e12:.3g} TFLOP/s (selfcheck)")
     if copied := card.host_device_bytes_per_s:
         figures.append(f"copies between host and card {copied / 1e9:.1f} GB/s (selfcheck)")
-    if context.link and context.link.bytes_per_s and candidate.processes_per_machine > 1:
-        figures.append(f"link {context.link.bytes_per_s / 1e9:.2f} GB/s (link test)")
+    if link and link.bytes_per_s and candidate.processes_per_machine > 1:
+        figures.append(f"link {link.bytes_per_s / 1e9:.2f} GB/s (link test)")
     if not margin.is_assumed:
         figures.append(f"error of reserved memory {margin.fraction:+.1%} ({margin.reason})")
     if figures:
         yield f"measured here: {', '.join(figures)}"
 
 
-def _trace_why(context: PlanContext, chosen: Judged) -> Iterator[str]:
-    if context.traces is not None and context.traces.failure:
-        yield f"activations are not predicted: {context.traces.failure}"
+def _trace_why(traces: Traces | None, chosen: Judged) -> Iterator[str]:
+    if traces is not None and traces.failure:
+        yield f"activations are not predicted: {traces.failure}"
     if chosen.time:
         yield f"time: {pace(chosen.time.step_s)} predicted ({chosen.time.reason})"
 
@@ -269,11 +269,22 @@ def _rate_changes(recipe: Recipe, candidate: Candidate) -> Iterator[Change]:
 
 
 def _compile_changes(
-    recipe: Recipe, candidate: Candidate, constraints: LaunchConstraints
+    recipe: Recipe, installed: Installed, candidate: Candidate
 ) -> Iterator[Change]:
     if recipe.training.compiles and not candidate.torch_compile:
-        reason = f"torch.compile cannot work here: {constraints.no_compiler}"
+        reason = f"torch.compile cannot work here: {installed.no_compiler}"
         yield Change("training.torch_compile", "true", "false", reason)
+
+
+def _pin_changes(oom_history: OomHistory, candidate: Candidate) -> Iterator[Change]:
+    if not candidate.pin_memory:
+        asked = [event.predicted_bytes for event in oom_history.ran_out if event.of == "pinned"]
+        least = f"{size(min(asked))} of RAM" if all(asked) else "its RAM"  # 0: not predicted
+        reason = (
+            f"the host did not lock {least} in an earlier attempt; copies of what is offloaded are"
+            " slower without (half the rate is assumed)"
+        )
+        yield Change("pin_memory", "true", "false", reason)
 
 
 def _missed(candidate: Candidate, asked: int, judged: Sequence[tuple[Judged, str]]) -> str:
@@ -297,13 +308,13 @@ def _missed(candidate: Candidate, asked: int, judged: Sequence[tuple[Judged, str
 
 
 def _batch_changes(
-    context: PlanContext,
+    recipe: Recipe,
+    tuned: Candidate | None,
     candidate: Candidate,
     judged: Sequence[tuple[Judged, str]],
-    constraints: LaunchConstraints,
 ) -> Iterator[Change]:
     """Each setting of the batch that differs from the recipe's; the effective batch is the same."""
-    training = context.recipe.training
+    training = recipe.training
     asked, runs = training.per_device_train_batch_size, candidate.per_device_train_batch_size
     steps, runs_steps = training.gradient_accumulation_steps, candidate.gradient_accumulation_steps
     asked_eval, runs_eval = (
@@ -312,10 +323,11 @@ def _batch_changes(
     )
     stays = f"the effective batch stays {candidate.effective_batch_size}"
     missed = _missed(candidate, asked, judged)
-    if (tuned := constraints.tuned) and tuned == replace(
+    if tuned and tuned == replace(
         candidate,
         dataloader_num_workers=tuned.dataloader_num_workers,
         per_device_eval_batch_size=tuned.per_device_eval_batch_size,
+        pin_memory=tuned.pin_memory,
     ):
         missed = "tuned: the fastest of real trials on this machine"
     split = (

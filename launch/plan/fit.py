@@ -14,13 +14,12 @@ from typing import Literal
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES
 from launch.plan import candidates, planner
-from launch.plan import context as plan_context
-from launch.plan.candidates import NO_CONSTRAINTS
+from launch.plan import facts as plan_facts
 from launch.plan.scaled_traces import ScaledTraces
 from launch.plan.search import search
 from launch.predict import model_config
 from launch.predict.estimate import Judged
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts, Installed
 from launch.probe import architectures
 from launch.probe.import_memory import Imports
 from launch.schema.machine import Machine
@@ -121,6 +120,8 @@ def fits(
     """Yield each training with the planner's choice; `of_imports`: what a job's
     processes hold; `traces`: the folder of stored traces."""
     shared: ScaledTraces | None = None
+    expands = architectures.expands_segments(machine.gpus, "")
+    installed = Installed(may_expand=expands, import_memory=of_imports)
     try:
         for model in models:
             config, parameters, family = model_config.read(
@@ -132,22 +133,23 @@ def fits(
                     for half in (False, True) if method == "full" else (False,):
                         recipe = recipe_of(model, method, length, half, len(machine.gpus))
                         try:
-                            context = plan_context.build(
+                            facts = plan_facts.build(
                                 recipe, machine, config, parameters, family, ANY_FORMAT
                             )
                         except ConfigError as error:  # the model has fewer positions
                             fit = replace(fit, refused=str(error))
                             break
-                        of_recipe = (recipe, context.model, context.lora_targets)
+                        of_recipe = (recipe, facts.model.size, facts.model.lora_targets)
                         if shared is None:
                             shared = ScaledTraces(*of_recipe, traces, say)
-                        context = replace(
-                            plan_context.with_rows_of(plan_context.as_folder(context), length),
-                            may_expand=architectures.expands_segments(machine.gpus, ""),
-                            import_memory=of_imports,
+                        facts = plan_facts.as_folder(facts)
+                        facts = replace(
+                            facts,
+                            rows=plan_facts.of_length(facts.rows, recipe.data, length),
+                            installed=installed,
                             traces=shared.of(*of_recipe),
                         )
-                        fit = _fit(replace(fit, recipe=recipe), context)
+                        fit = _fit(replace(fit, recipe=recipe), facts)
                         if fit.chosen is not None:
                             break
                     yield fit
@@ -156,16 +158,16 @@ def fits(
             shared.close()
 
 
-def _fit(fit: Fit, context: PlanContext) -> Fit:
+def _fit(fit: Fit, facts: Facts) -> Fit:
     """The choice of the planner's search; what cannot fit is not traced."""
     try:
-        if planner.is_hopeless(context, NO_CONSTRAINTS):
+        if planner.is_hopeless(facts):
             return fit
-        possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+        possible, _ = candidates.possible(facts)
     except (ConfigError, ResourceError) as error:
         return replace(fit, refused=str(error))
-    chosen = search(context, possible, NO_CONSTRAINTS, [])
-    assert context.traces is not None
-    if context.traces.failure:
-        raise ResourceError(f"fit: no step of {fit.model} was traced: {context.traces.failure}")
+    chosen = search(facts, possible, [])
+    assert facts.traces is not None
+    if facts.traces.failure:
+        raise ResourceError(f"fit: no step of {fit.model} was traced: {facts.traces.failure}")
     return replace(fit, chosen=chosen)

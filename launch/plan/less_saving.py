@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from launch.plan import candidates, tiled_mlp
-from launch.plan.candidates import LaunchConstraints
 from launch.predict import budgets, estimate, sharding
 from launch.predict.estimate import Judged
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts, Model
 from launch.predict.memory import context as memory_context
 from launch.predict.time import rates, timing
 from launch.predict.time.timing import LAUNCH_S
@@ -51,36 +50,36 @@ class Step:
 _Pairs = dict[tuple[int, int, bool], tuple[Step, Step]]
 
 
-def hopeless(context: PlanContext, candidate: Strategy) -> Judged | None:
+def hopeless(facts: Facts, candidate: Strategy) -> Judged | None:
     """The candidate judged by its states, or by the least that its device holds when backward
     begins, where that exceeds a budget."""
-    if context.traces is None:
-        return estimate.hopeless(context, candidate)
-    judged = estimate.hopeless(context, candidate, with_step=True)
+    if facts.traces is None:
+        return estimate.hopeless(facts, candidate)
+    judged = estimate.hopeless(facts, candidate, with_step=True)
     if judged is not None:
-        by_states = estimate.hopeless(context, candidate)
+        by_states = estimate.hopeless(facts, candidate)
         return by_states or replace(judged, misses=f"at least {judged.misses}")
-    if (memory := at_backward(context, candidate)) is None:
+    if (memory := at_backward(facts, candidate)) is None:
         return None
-    budget = budgets.budget_bytes(context, candidate)
-    misses = budgets.misses(context, candidate, memory, budget)
+    budget = budgets.budget_bytes(facts, candidate)
+    misses = budgets.misses(facts, candidate, memory, budget)
     excess = memory.device_bytes / max(budget, 1)
     if misses is None:
         return None
     return Judged(candidate, memory, None, budget, f"at least {misses}", excess)
 
 
-def at_backward(context: PlanContext, candidate: Strategy) -> MemoryEstimate | None:
+def at_backward(facts: Facts, candidate: Strategy) -> MemoryEstimate | None:
     """The least that a card holds when backward begins, with what each MLP keeps and the loss
     makes; None where that is not known. Of frozen layers nothing may be kept."""
-    recipe, config = context.recipe, context.model.config
+    recipe, config = facts.recipe, facts.model.size.config
     if (
         config["model_type"] not in tiled_mlp.TILED
-        or context.model.is_encoder_decoder
+        or facts.model.size.is_encoder_decoder
         or candidate.device == "cpu"
         or candidate.torch_compile
         or recipe.model.freeze
-        or OF_A_LAYER.search(" ".join(context.lora_targets))
+        or OF_A_LAYER.search(" ".join(facts.model.lora_targets))
     ):
         return None
     share, chunks = candidate.checkpointed_share, candidate.num_output_chunks
@@ -88,7 +87,7 @@ def at_backward(context: PlanContext, candidate: Strategy) -> MemoryEstimate | N
         next((config[name] for name in names if config.get(name)), 0)
         for names in (estimate.WIDTH_NAMES, estimate.LAYER_NAMES)
     )
-    kept_inside = _kept_inside_mlp(context)
+    kept_inside = _kept_inside_mlp(facts.model)
     if not (width and layers and kept_inside):  # the defaults of the model's class
         return None
     features = width * (estimate.KEPT_TENSORS_A_LAYER - estimate.INSIDE_MLP)
@@ -97,52 +96,54 @@ def at_backward(context: PlanContext, candidate: Strategy) -> MemoryEstimate | N
     checkpointed = 0 if candidate.activation_offloading else share * width
     is_16_bit = candidate.mixed_precision != "no" or recipe.model.dtype != "float32"
     of_token = (checkpointed + (1 - share) * features) * layers * (2 if is_16_bit else 4)
-    length = context.question(candidate).lengths[1]
+    length = facts.question(candidate).lengths[1]
     of_position = config.get("vocab_size", 0) * LOGIT_BYTES
     of_step = max(
         batch.rows * length * of_token
         + of_position
         * (batch.targets if candidate.logits_at_targets else batch.rows * length // chunks)
-        for batch in context.most_targets(candidate).batches(candidate.per_device_train_batch_size)
+        for batch in facts.most_targets(candidate).batches(candidate.per_device_train_batch_size)
     )
     states = sharding.per_rank(
-        context.full_copy, context.parameters, recipe, candidate, context.model.family
+        facts.model.full_copy, facts.model.parameters, recipe, candidate, facts.model.size.family
     )
     state_bytes = states.model_state_bytes
     if candidate.gradient_accumulation_steps == 1:  # no gradients of a micro-batch before
         state_bytes -= states.gradients_bytes
     parts = {"states": state_bytes, "activations": int(of_step)}
-    outside, _ = memory_context.context_bytes(context.machine.gpus[0], context.import_memory.card)
+    outside, _ = memory_context.context_bytes(
+        facts.machine.gpus[0], facts.installed.import_memory.card
+    )
     outside += estimate.NCCL_BYTES if candidate.backend == "nccl" else 0
     return replace(states, peak=Peak("backward", "", parts), outside_bytes=outside)
 
 
-def logits_s(context: PlanContext, candidate: Strategy) -> float:
+def logits_s(facts: Facts, candidate: Strategy) -> float:
     """Seconds, at most, in which a rank makes all logits of a step once more; inf where the size of
     the model is not in its config."""
-    config, length = context.model.config, context.question(candidate).lengths[1]
+    config, length = facts.model.size.config, facts.question(candidate).lengths[1]
     width = next((config[name] for name in estimate.WIDTH_NAMES if config.get(name)), None)
     if width is None:
         return math.inf
     num_samples = candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps
     speed = timing.speed_of(
         candidate,
-        rates.of(context.machine, candidate),
-        context.link,
-        estimate.card_figures(context, candidate),
+        rates.of(facts.machine, candidate),
+        facts.installed.link,
+        estimate.card_figures(facts.machine, facts.installed, candidate),
     )
     flops_per_s = min(speed.flops_per_s.values())  # of the slowest dtype
     of_logit_s = 2 * width / flops_per_s + REMADE_LOGIT_BYTES / speed.bytes_per_s
     return num_samples * length * config.get("vocab_size", 0) * of_logit_s
 
 
-def _kept_inside_mlp(context: PlanContext) -> int:
+def _kept_inside_mlp(model: Model) -> int:
     """Tensors of an MLP's inner width. Two matrices of that width are into it and out of it, in a
     gated MLP a third is, or the one into it is twice as wide; 0: there are none such."""
-    inner = tiled_mlp.inner_size(context.model.config)
+    inner = tiled_mlp.inner_size(model.size.config)
     of_layer = (
         side // inner
-        for name, sides in context.parameters.items()
+        for name, sides in model.parameters.items()
         if ".0." in name and len(sides) == 2
         for side in set(sides) & {inner, 2 * inner}
     )
@@ -150,9 +151,8 @@ def _kept_inside_mlp(context: PlanContext) -> int:
 
 
 def by_interpolation(
-    context: PlanContext,
+    facts: Facts,
     wave: Sequence[Strategy],
-    constraints: LaunchConstraints,
     below_s: float,
 ) -> list[Strategy]:
     """The candidates beside a wave's that by interpolation fit and take less than `below_s` a step,
@@ -165,30 +165,30 @@ def by_interpolation(
     between = [
         (candidate, step)
         for _, group in groupby(sorted(wave, key=mode_of), key=mode_of)
-        for candidate, step in _of_mode(context, list(group), constraints, below_s, pairs)
-        if step.seconds < below_s and step.device_bytes <= budgets.budget_bytes(context, candidate)
+        for candidate, step in _of_mode(facts, list(group), below_s, pairs)
+        if step.seconds < below_s and step.device_bytes <= budgets.budget_bytes(facts, candidate)
     ]
     between.sort(key=lambda pair: pair[1].seconds)
     return [candidate for candidate, _ in between]
 
 
 def _of_mode(
-    context: PlanContext,
+    facts: Facts,
     group: Sequence[Strategy],
-    constraints: LaunchConstraints,
     below_s: float,
     pairs: _Pairs,
 ) -> Iterator[tuple[Strategy, Step]]:
     """`pairs`: those of the modes before, to which this one's are added. What a layer's activations
     take does not depend on who holds the states."""
-    training = context.recipe.training
+    training = facts.recipe.training
     chooses_layers = (
         not candidates.is_checkpointing_typed(training)
         and training.activation_checkpointing_kwargs.every_n_layers is None
-        and constraints.no_every_n_layers is None
+        and facts.installed.no_every_n_layers is None
     )
     most = max(group, key=lambda each: each.per_device_train_batch_size)
-    splits = candidates.splits(context, most) if constraints.tuned is None else ()
+    is_tuned = facts.history.tuned is not None
+    splits = () if is_tuned else candidates.splits(facts.recipe, facts.model, most)
     singles = [split for split in splits if split.per_device_train_batch_size == 1]
     offered = {_way(each) for each in group}
     # without checkpointing nothing goes to the host
@@ -201,9 +201,9 @@ def _of_mode(
             none = without_checkpointing(each)
             ways.setdefault(_way(none), none)
         if not any(_key(each) in pairs for each in _checkpointed(ways)):
-            _trace_without_checkpointing(context, ways, below_s)
-        _trace_with_checkpointing(context, ways, below_s)
-    steps = _steps(context, ways)
+            _trace_without_checkpointing(facts, ways, below_s)
+        _trace_with_checkpointing(facts, ways, below_s)
+    steps = _steps(facts, ways)
     for every in _checkpointed(ways):
         way, none = _way(every), _way(without_checkpointing(every))
         if pair := _pair(steps, every.per_device_train_batch_size):
@@ -264,23 +264,23 @@ def _checkpointed(ways: Mapping[_Way, Strategy]) -> list[Strategy]:
     return [each for each in ways.values() if each.activation_checkpointing]
 
 
-def _traced(context: PlanContext, way: _Way, ways: Mapping[_Way, Strategy]) -> Strategy | None:
+def _traced(facts: Facts, way: _Way, ways: Mapping[_Way, Strategy]) -> Strategy | None:
     """The candidate whose trace says what a way takes."""
     candidate, (rows, *others) = ways[way], way
     alike = [candidate]
     if rows == 1:
         alike += [each for (number, *rest), each in ways.items() if number > 1 and rest == others]
-    return next((each for each in alike if context.trace(each) is not None), None)
+    return next((each for each in alike if facts.trace(each) is not None), None)
 
 
-def _step(context: PlanContext, way: _Way, ways: Mapping[_Way, Strategy]) -> Step | None:
+def _step(facts: Facts, way: _Way, ways: Mapping[_Way, Strategy]) -> Step | None:
     """By its own trace, or, of a single sample, by that of more rows; None if there is neither."""
     candidate, rows = ways[way], way[0]
-    traced = _traced(context, way, ways)
-    trace = traced and context.trace(traced)
+    traced = _traced(facts, way, ways)
+    trace = traced and facts.trace(traced)
     if traced is None or trace is None:
         return None
-    judged = estimate.judge(context, traced, exact=False)
+    judged = estimate.judge(facts, traced, exact=False)
     peak_bytes = trace.peak(rows, None).allocated_bytes  # evaluation takes fewer rows, if need be
     device_bytes = judged.memory.device_bytes - judged.memory.allocated_bytes + peak_bytes
     if traced is candidate:
@@ -288,25 +288,25 @@ def _step(context: PlanContext, way: _Way, ways: Mapping[_Way, Strategy]) -> Ste
     launches_s = LAUNCH_S * trace.work.num_kernels.total(rows)
     return Step(
         max(
-            estimate.at_least_s(context, candidate, traced, 1),
+            estimate.at_least_s(facts, candidate, traced, 1),
             candidate.gradient_accumulation_steps * launches_s,
         ),
         device_bytes,
     )
 
 
-def _steps(context: PlanContext, ways: Mapping[_Way, Strategy]) -> dict[_Way, Step]:
-    return {way: step for way in ways if (step := _step(context, way, ways)) is not None}
+def _steps(facts: Facts, ways: Mapping[_Way, Strategy]) -> dict[_Way, Step]:
+    return {way: step for way in ways if (step := _step(facts, way, ways)) is not None}
 
 
 def _trace_without_checkpointing(
-    context: PlanContext, ways: Mapping[_Way, Strategy], below_s: float
+    facts: Facts, ways: Mapping[_Way, Strategy], below_s: float
 ) -> None:
     """Have a step without checkpointing traced, unless one is, or none can take less than
     `below_s`: of the most rows of which some layers may keep their activations, with logits in the
     most parts."""
     most_parts = max(parts for *_, parts in ways)
-    if any(context.trace(each) is not None for each in _without(ways, most_parts)):
+    if any(facts.trace(each) is not None for each in _without(ways, most_parts)):
         return
     for none in sorted(_without(ways, most_parts), key=lambda each: -_way(each)[0]):
         rows = none.per_device_train_batch_size
@@ -314,38 +314,36 @@ def _trace_without_checkpointing(
             (traced, step)
             for way in ways
             if way[:2] == (rows, True)
-            and (traced := _traced(context, way, ways)) is not None
-            and (step := _step(context, way, ways)) is not None
+            and (traced := _traced(facts, way, ways)) is not None
+            and (step := _step(facts, way, ways)) is not None
         )
         every, step = next(checkpointed, (None, None))
         if every is None or step is None:
             continue
-        if estimate.at_least_s(context, none, every, NOT_RECOMPUTED) >= below_s:
+        if estimate.at_least_s(facts, none, every, NOT_RECOMPUTED) >= below_s:
             continue
         every_bytes = step.device_bytes
-        least = hopeless(context, none)
+        least = hopeless(facts, none)
         least_bytes = least.memory.device_bytes if least else 0
         share = 1 - 1 / min(EVERY_N_LAYERS)
-        if every_bytes + share * (least_bytes - every_bytes) <= budgets.budget_bytes(context, none):
-            context.fetch([none])
+        if every_bytes + share * (least_bytes - every_bytes) <= budgets.budget_bytes(facts, none):
+            facts.fetch([none])
             return
 
 
-def _trace_with_checkpointing(
-    context: PlanContext, ways: Mapping[_Way, Strategy], below_s: float
-) -> None:
+def _trace_with_checkpointing(facts: Facts, ways: Mapping[_Way, Strategy], below_s: float) -> None:
     """Have a step with checkpointing traced for rows of which one without is, and none with it has
     logits in as many parts; unless checkpointing of some layers cannot fit, or take less than
     `below_s`."""
-    steps = _steps(context, ways)
+    steps = _steps(facts, ways)
     for (rows, checkpoints, parts), step in steps.items():
         every = ways.get((rows, True, parts))
         if checkpoints or every is None or step.seconds >= below_s or _pair(steps, rows):
             continue
-        states = estimate.judge(context, every, exact=False).memory.model_state_bytes
+        states = estimate.judge(facts, every, exact=False).memory.model_state_bytes
         kept_bytes = step.device_bytes - (step.device_bytes - states) / min(EVERY_N_LAYERS)
-        if kept_bytes <= budgets.budget_bytes(context, every):
-            context.fetch([every])
+        if kept_bytes <= budgets.budget_bytes(facts, every):
+            facts.fetch([every])
 
 
 def _without(ways: Mapping[_Way, Strategy], parts: int) -> list[Strategy]:

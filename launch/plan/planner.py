@@ -14,9 +14,9 @@ from typing import Any
 from launch.base.errors import DoesNotFit
 from launch.base.text import size
 from launch.data import sources
+from launch.data.token_cache import TokenCache
 from launch.plan import candidates, explain, relax, savings
-from launch.plan import context as plan_context
-from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
+from launch.plan import facts as plan_facts
 from launch.plan.search import search, table_order
 from launch.plan.ways_to_fit import (
     MAX_WAYS,
@@ -26,8 +26,9 @@ from launch.plan.ways_to_fit import (
 )
 from launch.predict import estimate
 from launch.predict.estimate import Judged
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts, Model, Rows
 from launch.predict.oom_history import CLEARLY_BELOW
+from launch.schema.data_section import DataSection
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Change, Plan, Rendezvous
 from launch.schema.recipe import Recipe
@@ -38,81 +39,79 @@ from launch.schema.run_sections import LaunchSection
 class Choice:
     """A plan, and the context of the choice, whose recipe `allow:` may have relaxed."""
 
-    context: PlanContext
+    facts: Facts
     plan: Plan
 
     @property
     def recipe(self) -> Recipe:
-        return self.context.recipe
+        return self.facts.recipe
 
     @property
     def machine(self) -> Machine:
-        return self.context.machine
+        return self.facts.machine
 
 
-def choose(context: PlanContext, constraints: LaunchConstraints = NO_CONSTRAINTS) -> Choice:
+def choose(facts: Facts) -> Choice:
     """Choose the fastest candidate that fits. If none fits, the recipe is relaxed as little as
     possible, by the settings under its `allow:`.
 
     Raises DoesNotFit with the nearest misses, ConfigError for a recipe that cannot run."""
-    spent = constraints.oom_history.spent
-    with context.asking():
+    spent = facts.history.oom.spent
+    with facts.asking():
         try:
-            if context.recipe in spent:
+            if facts.recipe in spent:
                 raise DoesNotFit(
-                    f"{context.recipe.name}: all plans of this start took more memory than there"
+                    f"{facts.recipe.name}: all plans of this start took more memory than there"
                     " is, each less than the one before; the same line again tries a smaller one,"
                     " from the last checkpoint if there is one"
                 )
-            return _choose_for(context, constraints)
+            return _choose_for(facts)
         except DoesNotFit as refusal:
-            if not context.recipe.allow:
+            if not facts.recipe.allow:
                 raise
             tried: list[str] = []
-            for relaxed, changes in relaxed_contexts(context, constraints):
+            for relaxed, changes in relaxed_contexts(facts):
                 tried = [f"{change.key} {change.effective}" for change in changes]
                 with suppress(DoesNotFit):  # the next context relaxes more
                     if relaxed.recipe not in spent:
-                        return _choose_for(relaxed, constraints)
+                        return _choose_for(relaxed)
             raise DoesNotFit(
                 f"{refusal}\nNor does it fit with all that allow:"
-                f" [{', '.join(context.recipe.allow)}] gives up"
+                f" [{', '.join(facts.recipe.allow)}] gives up"
                 f" ({', '.join(tried) or 'nothing here'})"
             ) from refusal
 
 
-def refuse_hopeless(context: PlanContext, constraints: LaunchConstraints) -> None:
+def refuse_hopeless(facts: Facts) -> None:
     """Raise DoesNotFit for a recipe that cannot fit, before its rows are tokenised.
 
     Model states are compared with the budgets first, which needs no trace; then the least memory of
     a step of max_length, which needs a trace of that length."""
-    if context.recipe.launch.assume_fits:
+    if facts.recipe.launch.assume_fits:
         return
-    contexts = [context, *(relaxed for relaxed, _ in relaxed_contexts(context, constraints))]
-    if all(is_hopeless(variant, constraints, with_step=False) for variant in contexts):
-        choose(replace(context, traces=None), constraints)
-    if context.counts is None and all(
-        is_hopeless(variant, constraints, with_step=True) for variant in contexts
+    contexts = [facts, *(relaxed for relaxed, _ in relaxed_contexts(facts))]
+    if all(is_hopeless(variant, with_step=False) for variant in contexts):
+        choose(replace(facts, traces=None))
+    if facts.rows.counts is None and all(
+        is_hopeless(variant, with_step=True) for variant in contexts
     ):
-        choose(context, constraints)
+        choose(facts)
 
 
-def relaxed_contexts(
-    context: PlanContext, constraints: LaunchConstraints
-) -> Iterator[tuple[PlanContext, tuple[Change, ...]]]:
+def relaxed_contexts(facts: Facts) -> Iterator[tuple[Facts, tuple[Change, ...]]]:
     """Yield the context with each recipe that `allow:` permits, and the changes of that recipe."""
-    asked = context.recipe.launch
-    on_gpu = bool(context.machine.gpus) and asked.device != "cpu" and not constraints.force_cpu
+    asked = facts.recipe.launch
+    on_gpu = bool(facts.machine.gpus) and asked.device != "cpu" and not facts.wishes.force_cpu
     for recipe, changes in relax.relaxations(
-        context.recipe,
-        context.parameters,
-        context.model.family,
+        facts.recipe,
+        facts.model.parameters,
+        facts.model.size.family,
         on_gpu,
-        constraints.mode or asked.mode,
+        facts.wishes.mode or asked.mode,
     ):
-        relaxed = plan_context.with_recipe(context, recipe)
+        relaxed = plan_facts.with_recipe(facts, recipe)
         bytes_before, bytes_after = (
-            size(each.full_copy.optimizer_bytes) for each in (context, relaxed)
+            size(each.model.full_copy.optimizer_bytes) for each in (facts, relaxed)
         )
         states = f"; its states: {bytes_after} instead of {bytes_before}"
         changes = tuple(
@@ -121,115 +120,113 @@ def relaxed_contexts(
             else change
             for change in changes
         )
-        yield replace(relaxed, changes=(*context.changes, *changes)), changes
+        yield replace(relaxed, changes=(*facts.changes, *changes)), changes
 
 
-def is_hopeless(
-    context: PlanContext, constraints: LaunchConstraints, with_step: bool = True
-) -> bool:
+def is_hopeless(facts: Facts, with_step: bool = True) -> bool:
     """Return True if the states of every candidate exceed a budget; `with_step`: the states and the
     least memory of its smallest allowed micro-batch."""
-    possible, _ = candidates.possible(context, constraints)
+    possible, _ = candidates.possible(facts)
     return all(
-        estimate.hopeless(context, frugal, with_step)
+        estimate.hopeless(facts, frugal, with_step)
         for candidate in possible
-        for frugal in candidates.most_frugal(context, candidate, constraints)
+        for frugal in candidates.most_frugal(facts, candidate)
     )
 
 
-def _choose_for(context: PlanContext, constraints: LaunchConstraints) -> Choice:
+def _choose_for(facts: Facts) -> Choice:
     """Choose for the context's own recipe."""
-    recipe, history = context.recipe, constraints.oom_history
-    context = replace(context, link=constraints.link, oom_history=history)
-    if constraints.wants_tuned:
-        constraints = replace(constraints, tuned=context.recall(context.model, recipe))
+    recipe, history = facts.recipe, facts.history
+    if facts.wishes.wants_tuned:
+        tuned = history.recall(facts.model.size, recipe)
+        facts = replace(facts, history=replace(history, tuned=tuned))
     # a plan that ran out of memory is followed by one within the budgets, if there is one
-    if recipe.launch.assume_fits and history.ran_out:
+    if recipe.launch.assume_fits and history.oom.ran_out:
         with suppress(DoesNotFit):
-            return Choice(context, _chosen(context, constraints))
-    context = replace(context, assume_fits=recipe.launch.assume_fits)
-    return Choice(context, _chosen(context, constraints))
+            return Choice(facts, _chosen(facts))
+    wishes = replace(facts.wishes, assume_fits=recipe.launch.assume_fits)
+    facts = replace(facts, wishes=wishes)
+    return Choice(facts, _chosen(facts))
 
 
-def _chosen(context: PlanContext, constraints: LaunchConstraints) -> Plan:
-    recipe, rows = context.recipe, context.rows
-    possible, refusals = candidates.possible(context, constraints)
+def _chosen(facts: Facts) -> Plan:
+    recipe, rows = facts.recipe, facts.rows.count
+    possible, refusals = candidates.possible(facts)
     judged: list[tuple[Judged, str]] = []
-    chosen = search(context, possible, constraints, judged)
+    chosen = search(facts, possible, judged)
     softer = ({"below": CLEARLY_BELOW}, {"is_last": False}, {"fewer_is_less": True})
-    for change in softer if context.oom_history.ran_out else ():
-        oom_history = replace(context.oom_history, **change)
-        if chosen is None and oom_history != context.oom_history:
-            context = replace(context, oom_history=oom_history)
+    for change in softer if facts.history.oom.ran_out else ():
+        oom_history = replace(facts.history.oom, **change)
+        if chosen is None and oom_history != facts.history.oom:
+            facts = replace(facts, history=replace(facts.history, oom=oom_history))
             judged.clear()
-            chosen = search(context, possible, constraints, judged)
+            chosen = search(facts, possible, judged)
     if chosen is None:
-        ways = chain(smaller_reserve(context, judged), ways_to_fit(context, constraints))
+        ways = chain(smaller_reserve(recipe, facts.machine, judged), ways_to_fit(facts))
         offered = None if recipe.allow else list(islice(ways, MAX_WAYS))
-        message = does_not_fit_message(context, judged, refusals, offered)
-        raise DoesNotFit("\n".join([message, *constraints.budget_notes]))
+        message = does_not_fit_message(facts, judged, refusals, offered)
+        raise DoesNotFit("\n".join([message, *facts.limits.notes]))
     lost = (
         f"{loser.candidate.mode} with {loser.candidate.num_processes} process(es): {loser.misses}"
         for loser, _ in judged
         if loser.misses and loser.memory.peak is None
     )
-    candidate, counts = chosen.candidate, context.counts
+    candidate, counts = chosen.candidate, facts.rows.counts
     return Plan(
         recipe_name=recipe.name,
         strategy=candidate,
-        shape=context.model,
-        data_format=context.data_format,
+        shape=facts.model.size,
+        data_format=facts.rows.format,
         estimate=chosen.memory,
         budget_bytes=chosen.budget_bytes,
         rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
-        **_counted_rows(context),
+        **_counted_rows(recipe.data, facts.rows.tokens),
         rows_left_out=counts["dropped"] + counts["bad"] if counts else None,
-        target_share=_target_share(context),
-        lora_targets=context.lora_targets,
-        why=explain.why(context, chosen, constraints, judged),
-        switches=explain.switches(context, candidate, constraints),
-        changes=(*context.changes, *explain.changes(context, candidate, judged, constraints)),
+        target_share=_target_share(facts.rows, facts.model),
+        lora_targets=facts.model.lora_targets,
+        why=explain.why(facts, chosen, judged),
+        switches=explain.switches(facts, candidate),
+        changes=(*facts.changes, *explain.changes(facts, candidate, judged)),
         rejected=(*refusals, *dict.fromkeys(lost)),
         table=tuple(explain.table(table_order(judged))) if chosen.memory.peak else (),
         compared=tuple(map(explain.compared, table_order(judged))) if chosen.memory.peak else (),
         savings=(
-            *savings.savings(context, chosen, [each for each, _ in judged]),
-            *savings.of_targets(context, chosen),
+            *savings.savings(facts, chosen, [each for each, _ in judged]),
+            *savings.of_targets(facts, chosen),
         ),
         phases=chosen.phases.device,
         host=chosen.phases.host,
         seconds_per_step=chosen.time.step_s if chosen.time else None,
-        lengths=context.question(candidate).lengths,
-        rows_of=context.lengths[0] if context.rows_of is not None else None,
+        lengths=facts.question(candidate).lengths,
+        rows_of=facts.rows.lengths[0] if facts.rows.rows_of is not None else None,
         rendezvous=rendezvous(recipe.launch),
         link=(
-            constraints.link
+            facts.installed.link
             if candidate.device == "cuda" and candidate.processes_per_machine > 1
             else None
         ),
         packing=recipe.data.packing,
         by_tokens=recipe.data.batch_by_tokens,
-        padding=context.padding(candidate),
-        base_fingerprint=context.base_fingerprint,
+        padding=facts.padding(candidate),
+        base_fingerprint=facts.model.base_fingerprint,
         allocator_fraction=_allocator_fraction(recipe.launch),
         allocator_limit_bytes=_allocator_limit_bytes(recipe.launch, chosen),
-        allocator_settings=context.allocator_settings(candidate),
+        allocator_settings=facts.allocator_settings(candidate),
     )
 
 
-def _target_share(context: PlanContext) -> float | None:
+def _target_share(rows: Rows, model: Model) -> float | None:
     """The share of the tokens that have a loss; None until the rows are tokenised. Those of a T5's
     answers are counted apart from its inputs."""
-    counts = context.counts
+    counts = rows.counts
     if not counts:
         return None
     targets = counts["target_tokens"]
-    return targets / (counts["tokens"] + (targets if context.model.is_encoder_decoder else 0))
+    return targets / (counts["tokens"] + (targets if model.size.is_encoder_decoder else 0))
 
 
-def _counted_rows(context: PlanContext) -> dict[str, Any]:
+def _counted_rows(data: DataSection, tokens: TokenCache | None) -> dict[str, Any]:
     """The fields of a plan on rows that are held out, and on several sources."""
-    data, tokens = context.recipe.data, context.tokens
     if tokens is None or tokens.row_counts is None:
         return {}
     named = sources.trained_rows(data, tokens.row_counts) if data.is_mixed else ()

@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,22 +15,19 @@ from launch.base import environment, files
 from launch.base.errors import ResourceError
 from launch.base.workspace import FILES, Workspace
 from launch.data import chat_templates, columns, sources, token_cache, token_hashes
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.plan import new_tokens, planner
-from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
 from launch.plan.new_tokens import ModelFacts
 from launch.plan.planner import Choice
-from launch.predict import model_config
-from launch.predict.facts import PlanContext
-from launch.predict.history.calibration import NO_MARGIN, Margin
+from launch.predict import budgets, model_config
+from launch.predict.facts import Facts, History, Installed, Limits, Wishes
+from launch.predict.history.calibration import Margin
 from launch.predict.memory import stored_weights
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
 from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.traces import Traces
 from launch.probe import architectures, import_memory, link_causes, link_test, packages, torch_build
 from launch.probe import machine as probe_machine
-from launch.queue import admission, leases, limits
-from launch.queue.leases import Lease
 from launch.recipe import load
 from launch.recipe.paths import (
     absolute_override,
@@ -39,29 +36,22 @@ from launch.recipe.paths import (
     use_existing_tokenizer,
     with_absolute_paths,
 )
-from launch.schema.machine import Device, Link, Machine, OptionalPackage
+from launch.schema.machine import NOT_LEASED, Device, Leased, Link, Machine, OptionalPackage
 from launch.schema.plan import Change, DataFormat, ModelSize, Strategy
 from launch.schema.recipe import Recipe
 
 TOKENIZER_FILES = ("token*", "*.model", "vocab*")  # names in a folder; *.model: sentencepiece
 SAMPLE_FILES = ("data/sft_train_small_train.parquet", "data/sft_train_small_valid.parquet")
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """All facts that decide a start."""
-
-    workspace: Workspace
-    context: PlanContext
-    constraints: LaunchConstraints
+NO_WISHES = Wishes()
 
 
 def resolve(
     recipe_name: str,
     overrides: Sequence[str],
     described: Machine | None = None,
-    constraints: LaunchConstraints = NO_CONSTRAINTS,
+    wishes: Wishes = NO_WISHES,
+    leased: Leased = NOT_LEASED,
     say: Say = lambda line: None,
     trace: bool = True,
     rows_of: int | None = None,
@@ -72,75 +62,78 @@ def resolve(
     `rows_of`: with rows that all have this number of tokens. `as_folder`: a shape that cannot be
     meant with random weights, because it gets an adapter or stands on a described machine, is
     planned as its folder will be."""
-    facts = read(recipe_name, overrides, described, constraints, say, trace=trace)
-    context = facts.context
-    if as_folder and context.stored is None and (described or context.recipe.lora):
-        context = plan_context.as_folder(context)
+    facts = read(recipe_name, overrides, described, wishes, leased, say, trace=trace)
+    if as_folder and facts.model.stored is None and (described or facts.recipe.lora):
+        facts = plan_facts.as_folder(facts)
     if rows_of is not None:
-        context = plan_context.with_rows_of(context, rows_of)
-    planner.refuse_hopeless(context, facts.constraints)
-    return planner.choose(context, facts.constraints)
+        rows = plan_facts.of_length(facts.rows, facts.recipe.data, rows_of)
+        facts = replace(facts, rows=rows)
+    planner.refuse_hopeless(facts)
+    return planner.choose(facts)
 
 
 def read(
     recipe_name: str,
     overrides: Sequence[str],
     described: Machine | None = None,
-    constraints: LaunchConstraints = NO_CONSTRAINTS,
+    wishes: Wishes = NO_WISHES,
+    leased: Leased = NOT_LEASED,
     say: Say = lambda line: None,
     test_link: bool = False,
     trace: bool = True,
 ) -> Facts:
     """Read, probe and count, without torch. Only sample data that a recipe names is written.
 
-    `trace` False: plans count model states alone, for starts of many ranks at once."""
-    workspace = Workspace.here()
+    `leased`: memory of this machine that others hold. `trace` False: plans count model states
+    alone, for starts of many ranks at once."""
+    workspace, is_here = Workspace.here(), described is None
     machine = described or probe_machine.machine(run_dir=workspace.root)
-    if constraints.num_processes == 1:
+    if wishes.num_processes == 1:
         machine = _with_one_gpu(machine)
-    if described is None:
+    if is_here:
         packages.refuse_old()
-    has_gpu = bool(machine.gpus) and not constraints.force_cpu
-    recipe, changes = _recipe(recipe_name, overrides, has_gpu, workspace)
-    machine, constraints = _available(recipe, machine, constraints, described is None, say)
-    model, stored = _model(recipe, described is None, workspace)
+    device: Device = "cuda" if machine.gpus and not wishes.force_cpu else "cpu"
+    recipe, changes = _recipe(recipe_name, overrides, device == "cuda", workspace)
+    machine, limits = _available(recipe, machine, wishes, leased)
+    if is_here and not wishes.force_cpu and recipe.launch.device != "cpu":
+        _refuse_cards(recipe, machine, wishes)
+    model, stored = _model(recipe, is_here, workspace)
     recipe = model.recipe
     _write_sample_data(recipe, workspace, say)
-    data_format, rows = _rows(model, workspace)
-    # a described machine is planned for the torch that is installed here
-    constraints = replace(constraints, no_varlen_attn=packages.no_varlen_attn())
-    if described is None:
+    data_format, count = _rows(model, workspace)
+    installed = _installed(recipe, machine, workspace, device, is_here)
+    if is_here:
         packages.refuse_missing(recipe)
-        constraints = _with_packages(recipe, constraints, workspace, has_gpu)
-        if has_gpu:
-            link = _link(recipe, machine, constraints, workspace, say, test_link)
-            constraints = replace(constraints, link=link)
-    elif machine.packages is not None:
-        constraints = _with_described_packages(constraints, machine.packages)
-    context = plan_context.build(
+        if device == "cuda":
+            link = _link(recipe, machine, wishes, workspace, say, test_link)
+            installed = replace(installed, link=link)
+    facts = plan_facts.build(
         recipe, machine, model.config, model.parameters, model.family, data_format
     )
-    tokens = token_cache.token_cache(workspace.cache, recipe, context.model, data_format)
+    counted = facts.model
+    tokens = token_cache.token_cache(workspace.cache, recipe, counted.size, data_format)
     if tokens.row_counts is not None:
-        rows = sum(part.rows for part in sources.trained_rows(recipe.data, tokens.row_counts))
-    context = replace(
-        context,
-        changes=(*changes, *model.changes),
-        rows=rows,
-        stored=stored,
-        tokens=replace(tokens, rows=rows),
-    )
-    device: Device = "cuda" if has_gpu else "cpu"
-    context = _with_measurements(context, workspace, device, described is None, say)
-    if trace:
-        context = replace(
-            context,
-            traces=Traces(recipe, context.model, context.lora_targets, workspace.traces, say),
-            error_margin=_error_margin(workspace, machine, device, say),
-        )
+        count = sum(part.rows for part in sources.trained_rows(recipe.data, tokens.row_counts))
+    rows = replace(facts.rows, tokens=replace(tokens, rows=count))
+    adapted = Path(recipe.model.path) if recipe.lora is not None and recipe.model.path else None
+    fingerprint = model_config.weights_fingerprint(adapted) if adapted else None
     if tokens.folder.exists() and token_hashes.counts(tokens.folder) is None:
         say(f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again")
-    return Facts(workspace, plan_context.with_rows(context), constraints)
+    return replace(
+        facts,
+        model=replace(counted, stored=stored, base_fingerprint=fingerprint),
+        rows=plan_facts.with_counts(rows),
+        installed=installed,
+        wishes=wishes,
+        history=_history(workspace, machine, device, is_here, trace, say),
+        limits=limits,
+        traces=(
+            Traces(recipe, counted.size, counted.lora_targets, workspace.traces, say)
+            if trace
+            else None
+        ),
+        changes=(*changes, *model.changes),
+    )
 
 
 def _recipe(
@@ -167,17 +160,14 @@ def _recipe(
 
 
 def _available(
-    recipe: Recipe, machine: Machine, constraints: LaunchConstraints, is_here: bool, say: Say
-) -> tuple[Machine, LaunchConstraints]:
-    """The machine with the memory that the recipe may take beside other runs, and the constraints
-    with lines on it. Raises ResourceError for cards that cannot be used."""
-    live = granted_leases(say) if is_here and constraints.num_processes is None else []
-    machine, notes = limits.limited(admission.beside(machine, live), recipe, live)
-    if constraints.num_processes is None:
-        machine = _by_free_memory(machine)
-    if is_here and not constraints.force_cpu and recipe.launch.device != "cpu":
-        _refuse_cards(recipe, machine, constraints)
-    return machine, _beside(constraints, notes, live)
+    recipe: Recipe, machine: Machine, wishes: Wishes, leased: Leased
+) -> tuple[Machine, Limits]:
+    """The machine with the memory that the recipe may take beside other runs, and what limits
+    it."""
+    machine, notes = budgets.limited(budgets.beside(machine, leased), recipe, leased)
+    if wishes.num_processes is None:
+        machine = budgets.by_free_memory(machine)
+    return machine, Limits((*notes, *leased.notes), leased.numbers)
 
 
 def _model(
@@ -202,13 +192,13 @@ def _model(
             " --tokenizer.path=FOLDER"
         )
     model = new_tokens.with_tokens(recipe, config, parameters, family, workspace.cache)
-    notes = plan_context.copied_modules(model.recipe, model.parameters, model.family)
+    notes = plan_facts.copied_modules(model.recipe, model.parameters, model.family)
     if unread := dict.fromkeys(model_config.unread_keys(config)):
         notes += (
             f"private keys of config.json that transformers does not read: {', '.join(unread)}",
         )
-    notes += plan_context.exported_dtype(model.recipe, model.config)
-    notes += plan_context.own_head(family, parameters)
+    notes += plan_facts.exported_dtype(model.recipe, model.config)
+    notes += plan_facts.own_head(family, parameters)
     stored = model_config.stored_weights(Path(recipe.model.path)) if recipe.model.path else None
     if stored is not None:
         probe_machine.check_mapping(Path(str(recipe.model.path)), stored.largest_file_bytes)
@@ -236,66 +226,46 @@ def _rows(model: ModelFacts, workspace: Workspace) -> tuple[DataFormat, int | No
     return data_format, rows
 
 
-def _with_measurements(
-    context: PlanContext, workspace: Workspace, device: Device, is_here: bool, say: Say
-) -> PlanContext:
-    """Add settings of the allocator, and what was measured or read before: the base of an adapter,
-    memory of imports, the fastest strategies of trials."""
-    machine = context.machine
+def _installed(
+    recipe: Recipe, machine: Machine, workspace: Workspace, device: Device, is_here: bool
+) -> Installed:
+    """The packages of the machine, why one that the recipe may use cannot work, settings of the
+    allocator, and the memory of imports."""
+    installed = Installed(
+        import_memory=import_memory.measured_or_assumed(workspace.cache, device),
+        # a described machine is planned for the torch that is installed here
+        no_varlen_attn=packages.no_varlen_attn(),
+    )
     if device == "cuda":
         settings = users_settings(os.environ)
         kernel = platform.release() if is_here else ""
         expands = settings is None and architectures.expands_segments(machine.gpus, kernel)
         allocator = AllocatorConfig.parse(settings or "")
-        context = replace(context, allocator=allocator, may_expand=expands)
-    adapted = context.recipe.model.path if context.recipe.lora is not None else None
-    context = replace(
-        context,
-        base_fingerprint=model_config.weights_fingerprint(Path(adapted)) if adapted else None,
-        import_memory=import_memory.measured_or_assumed(workspace.cache, device),
-    )
-    if is_here and workspace.ledger_file.exists():
-        context = replace(context, recall=_recall(workspace, machine, say))
-    return context
+        installed = replace(installed, allocator=allocator, may_expand=expands)
+    if is_here:
+        return _with_packages(recipe, installed, workspace, device == "cuda")
+    if machine.packages is not None:
+        return _with_described_packages(installed, machine.packages)
+    return installed
 
 
-def granted_leases(say: Say = lambda line: None) -> list[Lease]:
-    """The leases beside which this machine's memory is planned; none, and a line, if there is no
-    folder for them."""
-    try:
-        live = leases.live(leases.folder())
-    except ResourceError as error:
-        say(f"memory is planned without leases: {error}")
-        return []
-    return [lease for lease in live if lease.record.state == "granted"]
+def _history(
+    workspace: Workspace, machine: Machine, device: Device, is_here: bool, trace: bool, say: Say
+) -> History:
+    """Results of runs and trials on this machine."""
+    history = History()
+    if not workspace.ledger_file.exists():
+        return history
+    if trace:
+        history = replace(history, error_margin=_error_margin(workspace, machine, device, say))
+    return replace(history, recall=_recall(workspace, machine, say)) if is_here else history
 
 
-def with_memory_of_now(
-    context: PlanContext, constraints: LaunchConstraints, folder: Path, say: Say
-) -> tuple[PlanContext, LaunchConstraints]:
+def with_memory_of_now(facts: Facts, leased: Leased, folder: Path) -> Facts:
     """The facts of a start with the memory that is free now, beside the leases of others."""
-    live = granted_leases(say)
-    now = probe_machine.with_memory_of_now(context.machine, folder)
-    machine, notes = limits.limited(admission.beside(now, live), context.recipe, live)
-    if constraints.num_processes is None:
-        machine = _by_free_memory(machine)
-    return replace(context, machine=machine), _beside(constraints, notes, live)
-
-
-def machines_to_wait_for(context: PlanContext, folder: Path) -> list[Machine]:
-    """The machine as it will be when the leases of now have ended, and as it would be without any
-    program: a run that waits is planned for the first of them that it fits."""
-    now = probe_machine.with_memory_of_now(context.machine, folder)
-    later = (admission.alone(now, granted_leases()), admission.empty(now))
-    return [_by_free_memory(limits.limited(machine, context.recipe)[0]) for machine in later]
-
-
-def _beside(
-    constraints: LaunchConstraints, limits: Sequence[str], live: Sequence[Lease]
-) -> LaunchConstraints:
-    """The constraints with lines on what limits memory, and the leases that do."""
-    notes = (*limits, *admission.notes(live))
-    return replace(constraints, budget_notes=notes, beside=tuple(lease.number for lease in live))
+    now = probe_machine.with_memory_of_now(facts.machine, folder)
+    machine, limits = _available(facts.recipe, now, facts.wishes, leased)
+    return replace(facts, machine=machine, limits=limits)
 
 
 def _with_template(data_format: DataFormat, recipe: Recipe, is_pair: bool) -> DataFormat:
@@ -314,44 +284,34 @@ def _with_template(data_format: DataFormat, recipe: Recipe, is_pair: bool) -> Da
 
 
 def _with_packages(
-    recipe: Recipe, constraints: LaunchConstraints, workspace: Workspace, has_gpu: bool
-) -> LaunchConstraints:
+    recipe: Recipe, installed: Installed, workspace: Workspace, has_gpu: bool
+) -> Installed:
     """Add the packages of this machine: why one that the recipe may use cannot work."""
     variables = environment.passed(os.environ)
-    constraints = replace(
-        constraints,
+    installed = replace(
+        installed,
         has_deepspeed=find_spec("deepspeed") is not None,
         no_every_n_layers=packages.no_every_n_layers(),
     )
     if recipe.training.compiles:
-        no_compiler = packages.no_compiler(has_gpu, variables)
-        constraints = replace(constraints, no_compiler=no_compiler)
+        installed = replace(installed, no_compiler=packages.no_compiler(has_gpu, variables))
     if not has_gpu:
-        return constraints
+        return installed
     is_open = recipe.model.attn_implementation not in ("sdpa", "eager")
     return replace(
-        constraints,
+        installed,
         no_flash_attn=import_memory.no_flash_attn(workspace.cache) if is_open else None,
         no_liger=packages.no_liger(variables),
     )
 
 
-def _with_described_packages(
-    constraints: LaunchConstraints, installed: Sequence[OptionalPackage]
-) -> LaunchConstraints:
+def _with_described_packages(installed: Installed, named: Sequence[OptionalPackage]) -> Installed:
     """Add the packages that a machine's file lists."""
     no_flash_attn, no_liger = (
-        None if name in installed else f"the package {name} is not installed there"
+        None if name in named else f"the package {name} is not installed there"
         for name in ("flash_attn", "liger_kernel")
     )
-    return replace(constraints, no_flash_attn=no_flash_attn, no_liger=no_liger)
-
-
-def _by_free_memory(machine: Machine) -> Machine:
-    """The machine whose cards with the most free memory come first, and of equal memory the newest:
-    a plan takes the first cards. Ranks that another launcher has started have their cards."""
-    order = sorted(machine.gpus, key=lambda gpu: gpu.architecture, reverse=True)
-    return replace(machine, gpus=tuple(sorted(order, key=lambda gpu: -gpu.free_bytes)))
+    return replace(installed, no_flash_attn=no_flash_attn, no_liger=no_liger)
 
 
 def _with_one_gpu(machine: Machine) -> Machine:
@@ -367,7 +327,7 @@ def _with_one_gpu(machine: Machine) -> Machine:
     return replace(machine, gpus=(chosen,), gpus_reason=reason)
 
 
-def _refuse_cards(recipe: Recipe, machine: Machine, constraints: LaunchConstraints) -> None:
+def _refuse_cards(recipe: Recipe, machine: Machine, wishes: Wishes) -> None:
     """Raise ResourceError for cards that cannot be used, since the recipe does not name the CPU."""
     if machine.gpus_obstacle and not machine.gpus:
         raise ResourceError(
@@ -375,16 +335,14 @@ def _refuse_cards(recipe: Recipe, machine: Machine, constraints: LaunchConstrain
         )
     launch, mode = recipe.launch, recipe.launch.named_mode
     is_single = mode is not None and mode.processes == "one"
-    asked = 1 if is_single else constraints.num_processes or launch.num_processes
-    count = asked // max(launch.nodes, constraints.num_machines) if asked else len(machine.gpus)
+    asked = 1 if is_single else wishes.num_processes or launch.num_processes
+    count = asked // max(launch.nodes, wishes.num_machines) if asked else len(machine.gpus)
     torch_build.refuse(machine, machine.gpus[:count])
 
 
 def _error_margin(workspace: Workspace, machine: Machine, device: Device, say: Say) -> Margin:
     """Share by which measured memory exceeds a prediction on this machine as a rule; 0 until enough
     runs have been measured."""
-    if not workspace.ledger_file.exists():
-        return NO_MARGIN
     from launch.predict.history.cache_keys import machine_key
     from launch.predict.history.ledger import Ledger
 
@@ -414,7 +372,7 @@ def _recall(
 def _link(
     recipe: Recipe,
     machine: Machine,
-    constraints: LaunchConstraints,
+    wishes: Wishes,
     workspace: Workspace,
     say: Say,
     test: bool,
@@ -423,13 +381,11 @@ def _link(
     None: no plan depends on it, or it was not tested."""
     launch, mode = recipe.launch, recipe.launch.named_mode
     count = (launch.num_processes or len(machine.gpus) * launch.nodes) // launch.nodes
-    settled = constraints.num_processes is not None or (
-        mode is not None and mode.processes == "one"
-    )
+    settled = wishes.num_processes is not None or (mode is not None and mode.processes == "one")
     if settled or not 1 < count <= len(machine.gpus):
         return None
     variables = environment.passed(os.environ)
-    if constraints.force_gloo or (mode is not None and mode.backend == "gloo"):
+    if wishes.force_gloo or (mode is not None and mode.backend == "gloo"):
         # nothing to search for: its speed, if selfcheck has measured it
         link = link_test.last_result(machine, count, workspace.cache, variables, backends=("gloo",))
         return link if link and link.backend else None

@@ -10,7 +10,7 @@ from launch.base.text import size
 from launch.plan import less_saving
 from launch.predict import estimate
 from launch.predict.estimate import Judged
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
 from launch.schema.machine import MIB
 from launch.schema.plan import Strategy
 
@@ -18,7 +18,7 @@ SAID_BYTES = 64 * MIB  # of host RAM
 AT_TARGETS = ("logits at targets", "logits at all positions")
 
 
-def savings(context: PlanContext, chosen: Judged, judged: Sequence[Judged]) -> Iterator[str]:
+def savings(facts: Facts, chosen: Judged, judged: Sequence[Judged]) -> Iterator[str]:
     """Yield lines for each way: of the candidates that differ in it alone, the nearest that takes
     more memory, and the nearest that takes less. Of a way that the choice has, and without which
     nothing was traced, what it saves at least."""
@@ -39,7 +39,7 @@ def savings(context: PlanContext, chosen: Judged, judged: Sequence[Judged]) -> I
             if pair is not None:
                 yield _line(chosen, *pair, way)
         if more is None and way in without:
-            yield from _of_one(context, chosen, without[way], way)
+            yield from _of_one(facts, chosen, without[way], way)
 
 
 def _without(candidate: Strategy) -> Iterator[tuple[str, Strategy]]:
@@ -54,27 +54,27 @@ def _without(candidate: Strategy) -> Iterator[tuple[str, Strategy]]:
         yield "logits", replace(candidate, num_output_chunks=1)
 
 
-def _of_one(context: PlanContext, chosen: Judged, other: Strategy, way: str) -> Iterator[str]:
+def _of_one(facts: Facts, chosen: Judged, other: Strategy, way: str) -> Iterator[str]:
     """Yield the line of a way beside the same without it: by its trace, if one is stored, else by
     the least that it holds."""
     names = [_ways(each)[way] for each in (chosen.candidate, other)]
-    if context.trace(other) is not None:
-        judged = estimate.judge(context, other, exact=False)
+    if facts.trace(other) is not None:
+        judged = estimate.judge(facts, other, exact=False)
         yield _line(chosen, _bytes(judged) - _bytes(chosen), judged, way, names)
-    elif (least := less_saving.at_backward(context, other)) is not None:
+    elif (least := less_saving.at_backward(facts, other)) is not None:
         saved = least.allocated_bytes - _bytes(chosen)
         if saved > 0:
             yield f"{' instead of '.join(names)}: at least {size(saved)} less"
 
 
-def of_targets(context: PlanContext, chosen: Judged) -> Iterator[str]:
+def of_targets(facts: Facts, chosen: Judged) -> Iterator[str]:
     """Yield a line on what the logits of positions with a target alone save, once the rows are
     tokenised: beside the same step with a target at every position."""
     candidate = chosen.candidate
-    if not candidate.logits_at_targets or context.counts is None or chosen.time is None:
+    if not candidate.logits_at_targets or facts.rows.counts is None or chosen.time is None:
         return
-    everywhere = replace(context, counts_targets=False)
-    own, other = (estimate.judge(each, candidate, exact=False) for each in (context, everywhere))
+    everywhere = replace(facts, rows=replace(facts.rows, counts_targets=False))
+    own, other = (estimate.judge(each, candidate, exact=False) for each in (facts, everywhere))
     yield _line(own, _bytes(other) - _bytes(own), other, "logits", AT_TARGETS)
 
 

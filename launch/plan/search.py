@@ -8,11 +8,11 @@ from dataclasses import replace
 from itertools import groupby
 
 from launch.plan import candidates, less_saving, tiled_mlp
-from launch.plan.candidates import LaunchConstraints
 from launch.plan.less_saving import NOT_RECOMPUTED
 from launch.predict import budgets, estimate
 from launch.predict.estimate import Judged
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
+from launch.schema.machine import Machine
 from launch.schema.plan import Strategy as Candidate
 
 TABLE_ROWS = 10
@@ -32,9 +32,8 @@ def _behind(loser: Judged, chosen: Judged) -> str:
 
 
 def search(
-    context: PlanContext,
+    facts: Facts,
     possible: Sequence[Candidate],
-    constraints: LaunchConstraints,
     judged: list[tuple[Judged, str]],
 ) -> Judged | None:
     """Choose the fastest of the choices for each number of ranks; of about equally fast choices the
@@ -42,11 +41,11 @@ def search(
     counts = dict.fromkeys(candidate.num_processes for candidate in possible)
     chosen: Judged | None = None
     for count in counts:
-        if chosen is not None and not _may_be_faster(context, count, chosen):
+        if chosen is not None and not _may_be_faster(facts.machine, count, chosen):
             continue
         group = [candidate for candidate in possible if candidate.num_processes == count]
         verdicts: list[tuple[Judged, str]] = []
-        other = search_waves(context, group, constraints, verdicts)
+        other = search_waves(facts, group, verdicts)
         judged += verdicts
         if other is not None and (chosen is None or other.seconds * AS_FAST < chosen.seconds):
             chosen = other
@@ -55,10 +54,10 @@ def search(
     return chosen
 
 
-def _may_be_faster(context: PlanContext, num_processes: int, chosen: Judged) -> bool:
+def _may_be_faster(machine: Machine, num_processes: int, chosen: Judged) -> bool:
     """False if fewer ranks on even cards cannot be faster than the choice for more ranks: their
     products and kernels alone take longer. They are not traced then."""
-    if candidates.uneven(context.machine.gpus) or chosen.time is None:
+    if candidates.uneven(machine.gpus) or chosen.time is None:
         return True
     busy_s = chosen.time.compute_s + chosen.time.memory_s
     if chosen.candidate.activation_checkpointing:
@@ -75,16 +74,15 @@ def _verdicts(judged: Sequence[tuple[Judged, str]], chosen: Judged) -> Iterator[
 
 
 def search_waves(
-    context: PlanContext,
+    facts: Facts,
     possible: Sequence[Candidate],
-    constraints: LaunchConstraints,
     judged: list[tuple[Judged, str]],
 ) -> Judged | None:
     """Choose the fastest candidate of the first wave in which one fits. Where full copies fit only
     in much slower pieces, sharded candidates are of their wave."""
-    sharded = candidates.sharded_splits(context, possible, constraints)
-    waves = candidates.waves(context, possible, constraints)
-    winners = (fastest(context, wave, judged, constraints, sharded) for wave in waves)
+    sharded = candidates.sharded_splits(facts, possible)
+    waves = candidates.waves(facts, possible)
+    winners = (fastest(facts, wave, judged, sharded) for wave in waves)
     return next((winner for winner in winners if winner is not None), None)
 
 
@@ -100,10 +98,9 @@ def _is_much_slower(copy: Judged, judged: Sequence[Judged]) -> bool:
 
 
 def fastest(
-    context: PlanContext,
+    facts: Facts,
     wave: Sequence[Candidate],
     judged: list[tuple[Judged, str]],
-    constraints: LaunchConstraints,
     sharded: Sequence[Candidate] = (),
     alone: bool = False,
 ) -> Judged | None:
@@ -113,15 +110,15 @@ def fastest(
 
     Without predicted times the order of the wave decides. The allocator is replayed only for those
     that may win. Of candidates that are about equally fast the first of the wave wins, which is
-    nearest to the recipe; if any batch will do (constraints.free_batch), one without checkpointing
+    nearest to the recipe; if any batch will do (wishes.free_batch), one without checkpointing
     and chunks."""
     refuted: dict[Candidate, Judged] = {}  # by a replay of the allocator
     while True:
-        needed = _needed(context, wave, refuted, constraints)
-        rough = _with_tiled_mlp(context, needed, refuted)
+        needed = _needed(facts, wave, refuted)
+        rough = _with_tiled_mlp(facts, needed, refuted)
         if not alone:
-            rough = _with_less_saving(context, wave, rough, refuted, constraints)
-        order = _order(rough, constraints)
+            rough = _with_less_saving(facts, wave, rough, refuted)
+        order = _order(rough, facts.wishes.free_batch)
         first = next((each for each in order if each.misses is None), None)
         if first is None:
             judged += [(each, f"does not fit: {each.misses}") for each in order]
@@ -131,7 +128,7 @@ def fastest(
             if _is_much_slower(first, [*losers, *order]):
                 wave, sharded = list(dict.fromkeys([*wave, *sharded])), ()
                 continue
-        chosen = estimate.judge(context, first.candidate)
+        chosen = estimate.judge(facts, first.candidate)
         if chosen.misses is None:
             break
         refuted[first.candidate] = chosen
@@ -145,13 +142,13 @@ def fastest(
     return chosen
 
 
-def _order(rough: Sequence[Judged], constraints: LaunchConstraints) -> list[Judged]:
+def _order(rough: Sequence[Judged], free_batch: bool) -> list[Judged]:
     """The order in which candidates are taken: those that are about as fast as the fastest that
     fits, then the others by seconds."""
     order = sorted(rough, key=lambda each: (each.time is None, each.seconds))
     fitting = [each for each in order if each.misses is None]
     near = [each for each in fitting if each.seconds <= fitting[0].seconds * AS_FAST]
-    if constraints.free_batch:
+    if free_batch:
         near.sort(key=lambda each: (_is_indirect(each.candidate), each.seconds))
     else:
         near = [each for each in rough if each in near]
@@ -159,10 +156,9 @@ def _order(rough: Sequence[Judged], constraints: LaunchConstraints) -> list[Judg
 
 
 def _needed(
-    context: PlanContext,
+    facts: Facts,
     wave: Sequence[Candidate],
     refuted: Mapping[Candidate, Judged],
-    constraints: LaunchConstraints,
 ) -> list[Judged]:
     """Judge a wave roughly, mode by mode, without those that would only be slower: a candidate that
     checkpoints, or makes logits in parts, where the same without it fits; and one of a mode whose
@@ -181,35 +177,34 @@ def _needed(
             if not any(
                 less in judged and judged[less].misses is None for less in _less_saving(candidate)
             )
-            and not _is_slower(context, candidate, judged, constraints)
+            and not _is_slower(facts, candidate, judged)
         ]
         hopeless = {
-            candidate: less_saving.hopeless(context, _evaluated(context, candidate))
+            candidate: less_saving.hopeless(facts, _evaluated(facts, candidate))
             for candidate in open_
         }
-        context.fetch(candidate for candidate in open_ if hopeless[candidate] is None)
+        facts.fetch(candidate for candidate in open_ if hopeless[candidate] is None)
         for candidate in open_:
-            each = hopeless[candidate] or _roughly(context, candidate)
+            each = hopeless[candidate] or _roughly(facts, candidate)
             judged[candidate] = refuted.get(each.candidate, each)
     return [judged[candidate] for candidate in wave if candidate in judged]
 
 
 def _is_slower(
-    context: PlanContext,
+    facts: Facts,
     candidate: Candidate,
     judged: Mapping[Candidate, Judged],
-    constraints: LaunchConstraints,
 ) -> bool:
     """True if an untraced candidate cannot be chosen, whatever its trace says: it has the work of
     another mode of the same engine, of which recomputation is a part, and its own communication and
     offloading. By these it is slower than one that fits, or not clearly faster than one of a mode
     that comes before its own (if any batch will do, that one does not come before it)."""
     fitting = {other: each for other, each in judged.items() if each.time and each.misses is None}
-    if not fitting or context.trace(candidate) is not None:
+    if not fitting or facts.trace(candidate) is not None:
         return False
     earlier = {other for other in fitting if other.mode != candidate.mode}
     limit_s = min(each.seconds * AS_FAST for each in fitting.values())
-    if earlier and not constraints.free_batch:
+    if earlier and not facts.wishes.free_batch:
         limit_s = min(limit_s, min(fitting[other].seconds for other in earlier) / AS_FAST)
     engine = candidate.launch_mode.engine
     alike = [
@@ -217,18 +212,18 @@ def _is_slower(
         for other, each in judged.items()
         if each.time and other.mode != candidate.mode and other.launch_mode.engine == engine
     ]
-    at_least_s = (least_s(context, candidate, other) for other in alike)
+    at_least_s = (least_s(facts, candidate, other) for other in alike)
     return max(at_least_s, default=0.0) > limit_s
 
 
-def least_s(context: PlanContext, candidate: Candidate, other: Candidate) -> float:
+def least_s(facts: Facts, candidate: Candidate, other: Candidate) -> float:
     """Seconds of a step of an untraced candidate, at least, by the work of a traced one of the same
     engine, of which a part may be recomputation that the candidate does without."""
     if other.activation_checkpointing and not candidate.activation_checkpointing:
-        return estimate.at_least_s(context, candidate, other, NOT_RECOMPUTED)
-    least = estimate.at_least_s(context, candidate, other, 1)
+        return estimate.at_least_s(facts, candidate, other, NOT_RECOMPUTED)
+    least = estimate.at_least_s(facts, candidate, other, 1)
     if other.num_output_chunks > candidate.num_output_chunks:
-        least -= less_saving.logits_s(context, candidate)
+        least -= less_saving.logits_s(facts, candidate)
     return least
 
 
@@ -252,14 +247,14 @@ def _less_saving(candidate: Candidate) -> list[Candidate]:
     ]
 
 
-def _roughly(context: PlanContext, candidate: Candidate) -> Judged:
+def _roughly(facts: Facts, candidate: Candidate) -> Judged:
     """Judge a traced candidate without a replay of the allocator."""
-    reduced = _with_fewer_workers(context, _evaluated(context, candidate))
-    return estimate.judge(context, reduced, exact=False)
+    reduced = _with_fewer_workers(facts, _evaluated(facts, candidate))
+    return estimate.judge(facts, reduced, exact=False)
 
 
 def _with_tiled_mlp(
-    context: PlanContext, rough: Sequence[Judged], refuted: Mapping[Candidate, Judged]
+    facts: Facts, rough: Sequence[Judged], refuted: Mapping[Candidate, Judged]
 ) -> list[Judged]:
     """Add candidates whose MLPs compute a part of the tokens at a time, where the same without does
     not fit and nothing that fits is about as fast."""
@@ -268,10 +263,10 @@ def _with_tiled_mlp(
     for untiled in sorted(rough, key=lambda each: each.seconds):
         if not untiled.misses or untiled.time is None or untiled.seconds * AS_FAST >= quickest:
             continue
-        candidate = tiled_mlp.tiled(context, untiled)
+        candidate = tiled_mlp.tiled(facts, untiled)
         if candidate is None:
             continue
-        judged = _traced(context, candidate, refuted)
+        judged = _traced(facts, candidate, refuted)
         if judged is None:
             continue
         added[untiled.candidate] = judged
@@ -282,11 +277,10 @@ def _with_tiled_mlp(
 
 
 def _with_less_saving(
-    context: PlanContext,
+    facts: Facts,
     wave: Sequence[Candidate],
     rough: Sequence[Judged],
     refuted: Mapping[Candidate, Judged],
-    constraints: LaunchConstraints,
 ) -> list[Judged]:
     """Add candidates of single samples, and of fewer checkpointed layers, that by interpolation fit
     and are faster than what fits."""
@@ -300,13 +294,13 @@ def _with_less_saving(
         return list(rough)
     added: list[Judged] = []
     below_s = quickest.seconds / AS_FAST
-    between = less_saving.by_interpolation(context, wave, constraints, below_s)
+    between = less_saving.by_interpolation(facts, wave, below_s)
     num_traced = 0
     for candidate in between:
         if num_traced == MOST_TRACED:
             break
-        num_traced += context.trace(candidate) is None
-        judged = _traced(context, candidate, refuted)
+        num_traced += facts.trace(candidate) is None
+        judged = _traced(facts, candidate, refuted)
         if judged is None:
             continue
         added.append(judged)
@@ -316,13 +310,13 @@ def _with_less_saving(
 
 
 def _traced(
-    context: PlanContext, candidate: Candidate, refuted: Mapping[Candidate, Judged]
+    facts: Facts, candidate: Candidate, refuted: Mapping[Candidate, Judged]
 ) -> Judged | None:
     """Judge one more candidate roughly; None if its step cannot be traced."""
-    context.fetch([candidate])
-    if context.trace(candidate) is None:
+    facts.fetch([candidate])
+    if facts.trace(candidate) is None:
         return None
-    judged = _roughly(context, candidate)
+    judged = _roughly(facts, candidate)
     return refuted.get(judged.candidate, judged)
 
 
@@ -334,21 +328,21 @@ def _is_indirect(candidate: Candidate) -> bool:
     )
 
 
-def _evaluated(context: PlanContext, candidate: Candidate) -> Candidate:
+def _evaluated(facts: Facts, candidate: Candidate) -> Candidate:
     """Reduce the evaluation batch to one that takes no more memory than training; a batch of the
     recipe, to one that fits. Evaluation does not decide the weights, so it is reduced first."""
     count = candidate.per_device_eval_batch_size
-    for event in context.oom_history.ran_out:
-        if event.section == "evaluation":
+    for event in facts.history.oom.ran_out:
+        if event.section == "evaluation" and event.of != "pinned":
             count = max(1, min(count, event.candidate.per_device_eval_batch_size // 2))
-    trace = context.trace(candidate)
-    if trace is None or not context.recipe.evaluates:
+    trace = facts.trace(candidate)
+    if trace is None or not facts.recipe.evaluates:
         return replace(candidate, per_device_eval_batch_size=count)
-    budget = budgets.budget_bytes(context, candidate)
-    is_asked = context.recipe.training.per_device_eval_batch_size is not None
+    budget = budgets.budget_bytes(facts, candidate)
+    is_asked = facts.recipe.training.per_device_eval_batch_size is not None
 
     def evaluated(count: int) -> int:
-        return context.evaluated_samples(replace(candidate, per_device_eval_batch_size=count))
+        return facts.rows.evaluated_samples(replace(candidate, per_device_eval_batch_size=count))
 
     peaks = trace.peaks(candidate.per_device_train_batch_size, evaluated(count))
     trains = max(peak.allocated_bytes for section, peak in peaks.items() if section != "evaluation")
@@ -358,31 +352,30 @@ def _evaluated(context: PlanContext, candidate: Candidate) -> Candidate:
     return replace(candidate, per_device_eval_batch_size=count)
 
 
-def _with_fewer_workers(context: PlanContext, candidate: Candidate) -> Candidate:
+def _with_fewer_workers(facts: Facts, candidate: Candidate) -> Candidate:
     """Reduce the number of data workers to what host RAM holds, unless the recipe names it."""
-    if context.recipe.training.dataloader_num_workers is not None:
+    if facts.recipe.training.dataloader_num_workers is not None:
         return candidate
     fewer = candidate
     while fewer.dataloader_num_workers:
-        memory = estimate.judge(context, fewer, exact=False).memory
-        if budgets.misses_host(context, fewer, memory) is None:
+        memory = estimate.judge(facts, fewer, exact=False).memory
+        if budgets.misses_host(facts, fewer, memory) is None:
             break
         fewer = replace(fewer, dataloader_num_workers=fewer.dataloader_num_workers - 1)
     return fewer
 
 
-def ranked(context: PlanContext, constraints: LaunchConstraints) -> list[Judged]:
+def ranked(facts: Facts) -> list[Judged]:
     """Rank every split of the effective batch that fits, the fastest first; none without traces."""
-    context = replace(context, link=constraints.link)
-    possible, _ = candidates.possible(context, constraints)
+    facts = replace(facts, wishes=replace(facts.wishes, free_batch=True))
+    possible, _ = candidates.possible(facts)
     judged: list[tuple[Judged, str]] = []
-    constraints = replace(constraints, free_batch=True)
-    if context.traces is None:
+    if facts.traces is None:
         return []
-    with context.asking():
-        for wave in candidates.free_waves(context, possible):
+    with facts.asking():
+        for wave in candidates.free_waves(facts.recipe, facts.model, possible):
             judged.clear()
-            if fastest(context, wave, judged, constraints) is not None:
+            if fastest(facts, wave, judged) is not None:
                 break
     fitting = [each for each, _ in judged if each.misses is None and each.time]
     return sorted(fitting, key=lambda each: each.seconds)

@@ -10,7 +10,7 @@ from typing import Any
 from launch.base.errors import ConfigError
 from launch.predict import estimate, sharding
 from launch.predict.estimate import WIDTH_NAMES, Judged
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
 from launch.schema.plan import Peak
 from launch.schema.plan import Strategy as Candidate
 from launch.schema.recipe import Recipe
@@ -55,11 +55,11 @@ def refusal(recipe: Recipe, model_type: str) -> str | None:
     return None
 
 
-def tiled(context: PlanContext, untiled: Judged) -> Candidate | None:
+def tiled(facts: Facts, untiled: Judged) -> Candidate | None:
     """The candidate with MLPs in parts; None where the recipe or the model does not allow it, and
     where it cannot help: rows are short, a smaller micro-batch is left to try, or another part of a
     step takes more than that saves."""
-    candidate, recipe = untiled.candidate, context.recipe
+    candidate, recipe = untiled.candidate, facts.recipe
     peak = untiled.memory.peak
     if (
         peak is None
@@ -69,31 +69,32 @@ def tiled(context: PlanContext, untiled: Judged) -> Candidate | None:
         or not candidate.activation_checkpointing
         or (candidate.per_device_train_batch_size > 1 and not recipe.launch.exact_batch)
         or candidate.launch_mode.shards_parameters
-        or refusal(recipe, context.model.config["model_type"])
+        or refusal(recipe, facts.model.size.config["model_type"])
     ):
         return None
-    tokens = candidate.per_device_train_batch_size * max(context.question(candidate).lengths)
+    tokens = candidate.per_device_train_batch_size * max(facts.question(candidate).lengths)
     fitting = (count for count in NUM_SHARDS if tokens // count >= LEAST_TOKENS)
     if (num_shards := next(fitting, None)) is None:
         return None
     element_bytes = sharding.computed_element_bytes(recipe.model, candidate)
-    inner = tokens * inner_size(context.model.config) * element_bytes
+    config = facts.model.size.config
+    inner = tokens * inner_size(config) * element_bytes
     saved_bytes = int(INNER_TENSORS * inner * (1 - 1 / num_shards))
     if candidate.every_n_layers == 1:  # all that an MLP makes is of the layer that computes
-        made_bytes = _made_bytes(context, peak, tokens * element_bytes)
+        made_bytes = _made_bytes(config, peak, tokens * element_bytes)
         saved_bytes = min(saved_bytes, made_bytes + untiled.memory.fragmentation_bytes)
-    if estimate.missing_bytes(context, untiled) > saved_bytes:
+    if estimate.missing_bytes(facts, untiled) > saved_bytes:
         return None
     return replace(candidate, tiled_mlp_num_shards=num_shards)
 
 
-def _made_bytes(context: PlanContext, peak: Peak, feature_bytes: int) -> int:
+def _made_bytes(config: Mapping[str, Any], peak: Peak, feature_bytes: int) -> int:
     """The most that a checkpointed layer's MLP makes at the peak, of all that the layer has made:
     in backward, what it keeps outside the MLP is there too."""
     made_bytes = peak.parts.get("temporaries", 0)
     if peak.section == "backward":
         tensors = estimate.KEPT_TENSORS_A_LAYER - estimate.INSIDE_MLP
-        made_bytes -= tensors * _width(context.model.config) * feature_bytes
+        made_bytes -= tensors * _width(config) * feature_bytes
     return made_bytes
 
 

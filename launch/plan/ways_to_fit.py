@@ -8,15 +8,14 @@ from collections.abc import Iterator, Sequence
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
 from launch.plan import candidates
-from launch.plan import context as plan_context
-from launch.plan.candidates import LaunchConstraints
+from launch.plan import facts as plan_facts
 from launch.plan.relax import smaller_states
 from launch.plan.search import fastest
 from launch.predict import budgets, optimizers
 from launch.predict.estimate import Judged, describe
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
 from launch.predict.trained_parameters import trainable_shapes
-from launch.schema.machine import GIB
+from launch.schema.machine import GIB, Machine
 from launch.schema.model_sections import LoraSection, QuantizationSection
 from launch.schema.recipe import Recipe
 
@@ -25,27 +24,27 @@ TENTH = GIB // 10
 
 
 def does_not_fit_message(
-    context: PlanContext,
+    facts: Facts,
     judged: Sequence[tuple[Judged, str]],
     refusals: Sequence[str],
     ways: Sequence[str] | None,
 ) -> str:
     """The refusal of a recipe: a line for the nearest candidate of each mode, then the ways out."""
-    model, states, recipe = context.model, context.full_copy, context.recipe
+    model, states, recipe = facts.model.size, facts.model.full_copy, facts.recipe
     of_mode: dict[str, Judged] = {}  # the nearest
     losers = sorted((loser for loser, _ in judged), key=lambda loser: loser.excess)
     for loser in losers:
         of_mode.setdefault(loser.candidate.mode, loser)
     nearest = [
-        f"  {describe(loser.candidate)}: {_shortage(context, loser)}{loser.misses}"
+        f"  {describe(loser.candidate)}: {_shortage(recipe, facts.machine, loser)}{loser.misses}"
         for loser in of_mode.values()
     ][:3]
     on_cards = any(loser.candidate.processes_per_machine > 1 for loser in losers)
-    fullest = candidates.without_fullest(context.machine.gpus) if on_cards else ""
+    fullest = candidates.without_fullest(facts.machine.gpus) if on_cards else ""
     exact = " with launch.exact_batch" if recipe.launch.exact_batch else ""
     advice = ["Use a smaller model (--model.shape=...)"] if ways is not None else []
     if ways:
-        judged_by = "By model states alone, this" if context.traces is None else "This"
+        judged_by = "By model states alone, this" if facts.traces is None else "This"
         advice = [f"{judged_by} would fit:", *(f"  {way}" for way in ways)]
     lines = [
         f"{recipe.name}: {model.name} ({model.parameters:,} parameters,"
@@ -60,29 +59,30 @@ def does_not_fit_message(
     return "\n".join(lines)
 
 
-def _shortage(context: PlanContext, loser: Judged) -> str:
+def _shortage(recipe: Recipe, machine: Machine, loser: Judged) -> str:
     """The bytes that a candidate misses a budget by; "" if it ran out of memory before."""
     on_device = loser.memory.device_bytes - loser.budget_bytes
     if on_device > 0 and loser.candidate.device == "cuda":
         return f"short by {size(on_device)} on the card: "
-    on_host = _host_shortage(context, loser)
+    on_host = _host_shortage(recipe, machine, loser)
     return f"short by {size(on_host)} of host RAM: " if on_host > 0 else ""
 
 
-def _host_shortage(context: PlanContext, loser: Judged) -> int:
-    budget = budgets.host_budget_bytes(context.recipe, context.machine)
+def _host_shortage(recipe: Recipe, machine: Machine, loser: Judged) -> int:
+    budget = budgets.host_budget_bytes(recipe, machine)
     return budgets.host_bytes(loser.candidate, loser.memory) - budget
 
 
-def smaller_reserve(context: PlanContext, judged: Sequence[tuple[Judged, str]]) -> Iterator[str]:
+def smaller_reserve(
+    recipe: Recipe, machine: Machine, judged: Sequence[tuple[Judged, str]]
+) -> Iterator[str]:
     """Yield a launch.host_reserve_gib with which the nearest candidate fits, if there is one that
     the guard of host RAM would not stop."""
-    launch, machine = context.recipe.launch, context.machine
-    budget = budgets.host_budget_bytes(context.recipe, machine)
+    launch, budget = recipe.launch, budgets.host_budget_bytes(recipe, machine)
     reserve = machine.host_available_bytes - budget
     guarded = int((1 - (launch.host_stop_fraction or 1)) * machine.host_limit_bytes)
     for loser, _ in sorted(judged, key=lambda pair: pair[0].excess)[:1]:
-        smaller = (reserve - _host_shortage(context, loser)) // TENTH * TENTH
+        smaller = (reserve - _host_shortage(recipe, machine, loser)) // TENTH * TENTH
         on_device = loser.memory.device_bytes <= loser.budget_bytes
         if on_device and max(guarded, TENTH) <= smaller < reserve:
             needed = size(budgets.host_bytes(loser.candidate, loser.memory))
@@ -90,11 +90,11 @@ def smaller_reserve(context: PlanContext, judged: Sequence[tuple[Judged, str]]) 
             yield f"{flag} ({loser.candidate.mode}, {needed} of host RAM)"
 
 
-def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterator[str]:
+def ways_to_fit(facts: Facts) -> Iterator[str]:
     """Yield flags with which a candidate fits, and its bytes; each was computed to fit."""
-    recipe = context.recipe
+    recipe = facts.recipe
     launch, model = recipe.launch, recipe.model
-    starts_here = constraints.num_processes is None
+    starts_here = facts.wishes.num_processes is None
     several = starts_here and launch.nodes == 1 and (launch.num_processes or 1) > 1
     on_one = "--launch.mode=auto --launch.num_processes=1 "
     places = [
@@ -114,14 +114,14 @@ def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterato
     adapters = [("", recipe.lora, recipe.quantization)]
     if lora_flag:
         adapters.append((lora_flag, lora, None))
-    family = context.model.family
-    trainable = trainable_shapes(context.parameters, (), lora, family)
+    family = facts.model.size.family
+    trainable = trainable_shapes(facts.model.parameters, (), lora, family)
     if recipe.quantization is None and not optimizers.unquantizable(trainable, family):
         four_bit = QuantizationSection(load_in_4bit=True)
         adapters.append((f"{lora_flag}--quantization.load_in_4bit=true ", lora, four_bit))
     # with all weights trained: of an adapter the states are small
     optims = [("", recipe.training)]
-    on_gpu = bool(context.machine.gpus) and launch.device != "cpu"
+    on_gpu = bool(facts.machine.gpus) and launch.device != "cpu"
     if on_gpu and (names := smaller_states(recipe, launch.mode)):
         training = recipe.training.model_copy(update={"optim": names[0]})
         optims.append((f"--training.optim={names[0]} ", training))
@@ -134,28 +134,24 @@ def ways_to_fit(context: PlanContext, constraints: LaunchConstraints) -> Iterato
             update = {"model": section, "lora": adapter, "quantization": quantization}
             update["training"] = training
             other = recipe.model_copy(update={**update, "launch": place})
-            chosen = _most_frugal_fit(context, other, constraints) if flags else None
+            chosen = _most_frugal_fit(facts, other) if flags else None
             if chosen is not None:
                 memory = size(chosen.memory.device_bytes)
                 yield f"{flags.strip()} ({chosen.candidate.mode}, {memory})"
                 break  # these states fit; another place adds nothing
 
 
-def _most_frugal_fit(
-    context: PlanContext, recipe: Recipe, constraints: LaunchConstraints
-) -> Judged | None:
+def _most_frugal_fit(facts: Facts, recipe: Recipe) -> Judged | None:
     """The fastest candidate that fits in the smallest split of each; full copies come first, and
     those that keep activations on the device."""
-    context = plan_context.with_recipe(context, recipe)
+    facts = plan_facts.with_recipe(facts, recipe)
     try:
-        possible, _ = candidates.possible(context, constraints)
+        possible, _ = candidates.possible(facts)
     except (ConfigError, ResourceError):  # this machine cannot start it
         return None
-    if context.traces is not None:
+    if facts.traces is not None:
         possible = [
-            frugal
-            for candidate in possible
-            for frugal in candidates.most_frugal(context, candidate, constraints)
+            frugal for candidate in possible for frugal in candidates.most_frugal(facts, candidate)
         ]
     for is_whole, on_host in itertools.product((True, False), (False, True)):
         wave = [
@@ -164,7 +160,7 @@ def _most_frugal_fit(
             if candidate.launch_mode.is_whole == is_whole
             and candidate.activation_offloading == on_host
         ]
-        chosen = fastest(context, wave, [], constraints, alone=True)
+        chosen = fastest(facts, wave, [], alone=True)
         if chosen is not None:
             return chosen
     return None

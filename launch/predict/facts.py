@@ -26,6 +26,7 @@ from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import Link, Machine
 from launch.schema.micro_batches import Division, LargestMicroBatches, MicroBatchSize
+from launch.schema.modes import Mode
 from launch.schema.plan import (
     MULTIPLE,
     Change,
@@ -46,66 +47,129 @@ def _all_targets(batch: MicroBatchSize, flattens: bool) -> MicroBatchSize:
 
 
 @dataclass(frozen=True)
-class PlanContext:
+class Model:
+    """The model that a recipe trains."""
+
+    size: ModelSize
+    parameters: predict_parameters.Shapes
+    full_copy: MemoryEstimate  # states of a full copy
+    lora_targets: tuple[str, ...] = ()
+    stored: StoredWeights | None = None  # None: it begins with random weights
+    base_fingerprint: str | None = None  # of the weights that an adapter is trained for
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that it is trained on."""
+
+    format: DataFormat
+    lengths: tuple[int, int] = (0, 0)  # of the longest source and target; (0, 0): max_length
+    is_ragged: bool = True  # some row is shorter than the longest, so that a batch may be padded
+    rows_of: int | None = None  # tokens of every row, if the plan is for such rows
+    tokens: TokenCache | None = None  # where the tokenised rows are, or will be
+    # of the tokenised training file and of the held-out rows, as tokenising wrote them
+    counts: Mapping[str, Any] | None = None
+    eval_counts: Mapping[str, Any] | None = None
+    held_out: int | None = None  # rows; None: there are none, or they are not counted yet
+    counts_targets: bool = True  # False: as if every position had a target
+    largest_batches: LargestBatches | None = None  # None: the rows are not tokenised
+
+    @property
+    def count(self) -> int | None:
+        """The number of training rows; None: not known without tokenising."""
+        return self.tokens.rows if self.tokens else None
+
+    def evaluated_samples(self, candidate: Strategy) -> int:
+        """Samples of the largest batch that a rank evaluates: there may be fewer held-out rows."""
+        count = candidate.per_device_eval_batch_size
+        return min(count, -(-self.held_out // candidate.num_processes)) if self.held_out else count
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Packages, kernels and links of the machine, and what was measured of them."""
+
+    link: Link | None = None  # what the test of this machine's GPUs found
+    allocator: memory_allocator.AllocatorConfig = memory_allocator.TORCH_DEFAULTS
+    may_expand: bool = False  # the cards can grow the allocator's segments, and the user names none
+    import_memory: Imports = ASSUMED  # what the job's processes hold before there is a model
+    has_deepspeed: bool = True  # the package is installed
+    no_compiler: str | None = None  # why torch.compile cannot work here
+    # why that package cannot be used; "": the machine's packages are not known
+    no_flash_attn: str | None = ""
+    no_varlen_attn: str | None = ""  # why torch's cannot be used; "": its version is not known
+    no_liger: str | None = None
+    # why transformers can neither checkpoint every n-th layer here nor offload what it keeps
+    no_every_n_layers: str | None = None
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Requests of the command line and of a launcher above, beside the recipe."""
+
+    num_processes: int | None = None
+    num_machines: int = 1
+    mode: Mode | None = None  # of DeepSpeed or FSDP2, when the launcher above has chosen one
+    force_cpu: bool = False
+    force_gloo: bool = False  # ACCELERATE_USE_GLOO=1
+    free_batch: bool = False  # any split of the effective batch will do
+    wants_tuned: bool = False  # no batch was typed: the result of an earlier tuning is used
+    assume_fits: bool = False  # budgets do not count, only what ran out
+
+
+@dataclass(frozen=True)
+class History:
+    """Results of earlier attempts, runs and trials on this machine."""
+
+    oom: OomHistory = NO_OOM_HISTORY  # by which an attempt of this run has refuted its plan
+    error_margin: Margin = NO_MARGIN  # by which past predictions were exceeded
+    continues_another: bool = False  # with rows in another order than a run from the beginning
+    tuned: Strategy | None = None  # the fastest in short trials
+    # the fastest strategy in real trials of a recipe
+    recall: Callable[[ModelSize, Recipe], Strategy | None] = lambda model, recipe: None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Other runs and keys that limit the machine's memory, which is counted without theirs."""
+
+    notes: tuple[str, ...] = ()  # lines of the plan
+    beside: tuple[int, ...] = ()  # numbers of the leases
+
+
+@dataclass(frozen=True)
+class Facts:
     """The facts that all candidates of one recipe on one machine have in common."""
 
     recipe: Recipe
     machine: Machine
-    model: ModelSize
-    parameters: predict_parameters.Shapes
-    full_copy: MemoryEstimate  # states of a full copy of the model
-    data_format: DataFormat
-    lora_targets: tuple[str, ...] = ()
-    lengths: tuple[int, int] = (0, 0)  # of the longest source and target; (0, 0): max_length
-    is_ragged: bool = True  # some row is shorter than the longest, so that a batch may be padded
-    rows_of: int | None = None  # tokens of every row, if the plan is for such rows
-    link: Link | None = None
+    model: Model
+    rows: Rows
+    installed: Installed = Installed()
+    wishes: Wishes = Wishes()
+    history: History = History()
+    limits: Limits = Limits()
     traces: Traces | None = None  # None: states only
-    allocator: memory_allocator.AllocatorConfig = memory_allocator.TORCH_DEFAULTS
-    may_expand: bool = False  # the cards can grow the allocator's segments, and the user names none
-    import_memory: Imports = ASSUMED  # what the job's processes hold before there is a model
-    base_fingerprint: str | None = None  # of the weights that an adapter is trained for
     changes: tuple[Change, ...] = ()  # values that the recipe replaced before planning
-    rows: int | None = None  # of the training file
-    tokens: TokenCache | None = None  # where the tokenised rows are, or will be
-    stored: StoredWeights | None = None  # None: the model begins with random weights
-    # of the tokenised training file, as tokenising wrote them
-    counts: Mapping[str, Any] | None = None
-    held_out_rows: int | None = None  # None: not counted yet
-    eval_counts: Mapping[str, Any] | None = None  # of the tokenised held-out rows
-    counts_targets: bool = True  # False: as if every position had a target
-    largest_batches: LargestBatches | None = None  # None: the rows are not tokenised
-    continues_another: bool = False  # with rows in another order than a run from the beginning
-    error_margin: Margin = NO_MARGIN  # by which past predictions were exceeded
-    oom_history: OomHistory = NO_OOM_HISTORY  # and that of this very run
-    assume_fits: bool = False  # budgets do not count, only what ran out
-    # the fastest strategy in real trials of a recipe on this machine
-    recall: Callable[[ModelSize, Recipe], Strategy | None] = lambda model, recipe: None
 
     def allocator_settings(self, candidate: Strategy) -> str:
         """Settings that a plan adds to the allocator's. Micro-batches of many lengths, or of many
         numbers of targets, leave segments that no later step fits into, unless segments grow.
         Packed rows are padded to one length, unless they are flattened."""
-        varies = self.is_ragged and (candidate.flattens or not self.recipe.data.packing)
-        varies |= candidate.logits_at_targets and target_counts.vary(self.counts)
-        is_added = self.may_expand and varies and candidate.device == "cuda"
+        varies = self.rows.is_ragged and (candidate.flattens or not self.recipe.data.packing)
+        varies |= candidate.logits_at_targets and target_counts.vary(self.rows.counts)
+        is_added = self.installed.may_expand and varies and candidate.device == "cuda"
         return EXPANDABLE if is_added else ""
-
-    def evaluated_samples(self, candidate: Strategy) -> int:
-        """Samples of the largest batch that a rank evaluates: there may be fewer held-out rows."""
-        count = candidate.per_device_eval_batch_size
-        if not self.held_out_rows:
-            return count
-        return min(count, -(-self.held_out_rows // candidate.num_processes))
 
     def question(self, candidate: Strategy) -> Question:
         multiple = MULTIPLE[candidate.device]
         max_length = self.recipe.data.max_length
         source, target = (
-            -(-(length or max_length) // multiple) * multiple for length in self.lengths
+            -(-(length or max_length) // multiple) * multiple for length in self.rows.lengths
         )
-        rounds_up = self.lengths[0] != source  # to the multiple, or nothing is known of the rows
-        is_padded = rounds_up or (self.is_ragged and candidate.per_device_train_batch_size > 1)
+        # to the multiple, or nothing is known of the rows
+        rounds_up = self.rows.lengths[0] != source
+        is_padded = rounds_up or (self.rows.is_ragged and candidate.per_device_train_batch_size > 1)
         is_padded |= self.recipe.data.packing  # masks keep documents apart
         if candidate.device == "cpu":
             return Question(candidate, (source, target), is_padded)
@@ -128,8 +192,8 @@ class PlanContext:
         if not self.recipe.data.packing:
             return 1
         mean = (
-            self.counts["documents"] / self.counts["rows"]
-            if self.counts
+            self.rows.counts["documents"] / self.rows.counts["rows"]
+            if self.rows.counts
             else length / USUAL_DOCUMENT
         )
         return 1 << max(math.ceil(mean) - 1, 0).bit_length()
@@ -139,27 +203,27 @@ class PlanContext:
         data, training = self.recipe.data, self.recipe.training
         if data.streaming:
             return "a stream's rows are not counted"
-        if self.counts is None or self.largest_batches is None:
+        if self.rows.counts is None or self.rows.largest_batches is None:
             return "the rows are not tokenised yet"
         if self.traces is None:
             return "nothing is traced"
         if data.batch_by_tokens:
             return "data.batch_by_tokens divides each step by its own rows"
-        if self.continues_another:
+        if self.history.continues_another:
             return "a run that continues another has the rows that remain"
         epochs = training.num_train_epochs
         if training.max_steps > 0:
-            epochs = training.max_steps * candidate.effective_batch_size / self.counts["rows"]
-        if self.counts["rows"] * epochs > MOST_ORDERED:
+            epochs = training.max_steps * candidate.effective_batch_size / self.rows.counts["rows"]
+        if self.rows.counts["rows"] * epochs > MOST_ORDERED:
             return f"an order of more than {MOST_ORDERED:,} rows is not made in advance"
-        return self.largest_batches.failure
+        return self.rows.largest_batches.failure
 
     def _divisions(self, candidate: Strategy) -> tuple[Division, list[Division]]:
         """The divisions of the rows of a training, and of evaluations with its batch and smaller
         ones, of which a plan may choose one."""
-        assert self.counts is not None
+        assert self.rows.counts is not None
         training, data = self.recipe.training, self.recipe.data
-        epoch_steps = -(-self.counts["rows"] // candidate.effective_batch_size)
+        epoch_steps = -(-self.rows.counts["rows"] // candidate.effective_batch_size)
         num_steps = math.ceil(training.num_train_epochs * epoch_steps)
         trained = Division(
             "train",
@@ -173,7 +237,7 @@ class PlanContext:
             training.max_steps if training.max_steps > 0 else num_steps,
         )
         evaluated = []
-        count = candidate.per_device_eval_batch_size if self.eval_counts else 0
+        count = candidate.per_device_eval_batch_size if self.rows.eval_counts else 0
         while count:
             evaluated.append(
                 replace(
@@ -193,9 +257,9 @@ class PlanContext:
         ordered = [each for each in candidates if self.no_order(each) is None]
         if not ordered:
             return
-        assert self.largest_batches is not None
+        assert self.rows.largest_batches is not None
         divisions = (self._divisions(each) for each in ordered)
-        self.largest_batches.fetch(
+        self.rows.largest_batches.fetch(
             each for trained, evaluated in divisions for each in (trained, *evaluated)
         )
 
@@ -203,8 +267,8 @@ class PlanContext:
         """The largest micro-batches of a training; without sizes if they are not known."""
         if self.no_order(candidate) is not None:
             return LargestMicroBatches()
-        assert self.largest_batches is not None
-        largest = self.largest_batches.get(self._divisions(candidate)[0])
+        assert self.rows.largest_batches is not None
+        largest = self.rows.largest_batches.get(self._divisions(candidate)[0])
         if largest is None:
             return LargestMicroBatches()
         return LargestMicroBatches(
@@ -215,7 +279,7 @@ class PlanContext:
         self, candidate: Strategy, sizes: Sequence[MicroBatchSize]
     ) -> list[MicroBatchSize]:
         """Micro-batches with the targets that count."""
-        if self.counts_targets:
+        if self.rows.counts_targets:
             return [*sizes]
         return [_all_targets(each, candidate.flattens) for each in sizes]
 
@@ -223,11 +287,11 @@ class PlanContext:
         """The largest micro-batches of its evaluations, by their rows."""
         if self.no_order(candidate) is not None:
             return {}
-        assert self.largest_batches is not None
+        assert self.rows.largest_batches is not None
         sizes: dict[int, Sequence[MicroBatchSize]] = {}
         for division in self._divisions(candidate)[1]:
-            largest = self.largest_batches.get(division)
-            count = self.evaluated_samples(
+            largest = self.rows.largest_batches.get(division)
+            count = self.rows.evaluated_samples(
                 replace(candidate, per_device_eval_batch_size=division.micro_batch)
             )
             if largest:
@@ -264,10 +328,10 @@ class PlanContext:
         largest = self.largest(candidate)
         rows = candidate.per_device_train_batch_size
         sizes = {rows: largest.sizes} if largest.sizes else {}
-        return self.targets(self.question(candidate), self.counts, sizes, largest.first_step)
+        return self.targets(self.question(candidate), self.rows.counts, sizes, largest.first_step)
 
     def evaluated_targets(self, candidate: Strategy, question: Question) -> MostTargets:
-        return self.targets(question, self.eval_counts, self._evaluated_sizes(candidate))
+        return self.targets(question, self.rows.eval_counts, self._evaluated_sizes(candidate))
 
     def targets(
         self,
@@ -279,34 +343,36 @@ class PlanContext:
         """Micro-batches with these counts and sizes, as far as they are known, in rows of a
         question's lengths."""
         (source, target), strategy = question.lengths, question.strategy
-        largest = counts["most_targets"] if counts and self.counts_targets else ()
+        largest = counts["most_targets"] if counts and self.rows.counts_targets else ()
         parts, flattens = strategy.num_output_chunks, bool(question.documents)
         return MostTargets(target, tuple(largest), parts, source, flattens, sizes, first_step)
 
     def mean_targets(self, candidate: Strategy, micro_steps: float) -> float | None:
         """The mean number of targets of a rank's micro-batch; None until the rows are tokenised."""
-        if self.counts is None or not self.counts_targets:
+        if self.rows.counts is None or not self.rows.counts_targets:
             return None
         of_step = (
-            candidate.effective_batch_size * self.counts["target_tokens"] / self.counts["rows"]
+            candidate.effective_batch_size
+            * self.rows.counts["target_tokens"]
+            / self.rows.counts["rows"]
         )
         return of_step / candidate.num_processes / micro_steps
 
     def padding(self, candidate: Strategy) -> Padding | None:
         """The padding of a step; None until the rows are tokenised."""
-        if self.counts is None:
+        if self.rows.counts is None:
             return None
         lengths = self.question(candidate).lengths
         return time_padding.of(
-            self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths
+            self.rows.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths
         )
 
     def mean_split(self, candidate: Strategy) -> StepSplit | None:
         """The mean split of a step, in rows as long as the longest; None until the rows are
         tokenised, and where they are packed and fill it."""
-        if self.counts is None or self.recipe.data.packing:
+        if self.rows.counts is None or self.recipe.data.packing:
             return None
         lengths = self.question(candidate).lengths
         return time_padding.mean_split(
-            self.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths
+            self.rows.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths
         )

@@ -15,6 +15,8 @@ CLEARLY_BELOW = 0.95  # of what ran out of memory: the most that another plan ma
 MUCH_BELOW = 0.75  # the same for the last plan that a start makes
 
 TRAINING = ("first step", "step")
+Memory = Literal["device", "host", "pinned"]  # pinned: host RAM that could not be locked
+MEMORIES = {"host": "host RAM", "pinned": "host RAM that can be locked"}
 
 # a card then holds model states only: another micro-batch changes nothing
 WRITING = ("save", "export")
@@ -25,7 +27,7 @@ class OomEvent:
     """An attempt that ended for want of memory, or whose second step took more than the budget
     has."""
 
-    of: Literal["device", "host"]
+    of: Memory
     # that the ranks were in: load, step, evaluation, save...
     section: str
     candidate: Strategy
@@ -92,7 +94,7 @@ class OomEvent:
             is_less |= fewer_is_less and self._holds_more_samples(candidate)
         if is_less:
             return None
-        where = "host RAM" if self.of == "host" else "memory"
+        where = MEMORIES.get(self.of, "memory")
         if self.measured_bytes:
             took = f"took {size(self.measured_bytes)} of {where}, which is too much"
             return f"{size(needed_bytes)}, and a plan of {size(self.predicted_bytes)} {took}"
@@ -127,6 +129,11 @@ class OomHistory:
     is_last: bool = False  # the next plan is the last of a start: it takes fewer samples at once
     below: float = CLEARLY_BELOW  # share of what ran out that the next plan may take
     spent: tuple[Recipe, ...] = ()  # of which a start has made all the plans that it makes
+
+    @property
+    def may_pin(self) -> bool:
+        """False if the host did not lock what an attempt pinned."""
+        return all(event.of != "pinned" for event in self.ran_out)
 
     def rules_out(
         self, of: str, candidate: Strategy, needed_bytes: int, memory: MemoryEstimate

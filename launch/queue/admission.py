@@ -1,4 +1,5 @@
-"""Admission of a start beside the leases of others. Pure arithmetic.
+"""Admission of a start beside the leases of others. Pure arithmetic, but for those that read the
+leases of now (leased_now, machines_to_wait_for).
 
 What a lease's processes hold already is missing from what the probe calls free, so only the rest of
 each lease is subtracted from it."""
@@ -6,13 +7,14 @@ each lease is subtracted from it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from launch.base.text import size
-from launch.predict.budgets import host_budget_bytes
-from launch.queue.leases import Lease, Needs, Taken
-from launch.schema.machine import GIB, Gpu, Machine
+from launch.predict import budgets
+from launch.queue.leases import Lease, Needs, Taken, granted
+from launch.schema.machine import GIB, Leased, Machine
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 
@@ -39,10 +41,6 @@ class Supply:
     disks: Mapping[int, int] = field(default_factory=dict)  # free bytes by device number
 
 
-def card_key(gpu: Gpu) -> str:
-    return gpu.uuid or str(gpu.index)
-
-
 def needs_of(plan: Plan, machine: Machine, recipe: Recipe, disk: tuple[int, int]) -> Needs:
     """The most that a plan takes. `disk`: device number and bytes of its checkpoints.
 
@@ -54,7 +52,7 @@ def needs_of(plan: Plan, machine: Machine, recipe: Recipe, disk: tuple[int, int]
         None if limit is None else int(limit * GIB)
         for limit in (launch.host_limit_gib, launch.vram_limit_gib)
     )
-    budget = host_budget_bytes(recipe, machine)
+    budget = budgets.host_budget_bytes(recipe, machine)
     return Needs(
         estimate.host_bytes or of_rank * strategy.processes_per_machine,
         machine.host_available_bytes - budget,
@@ -104,14 +102,34 @@ def total(lease: Lease) -> Taken:
     )
 
 
-def beside(machine: Machine, leases: Sequence[Lease]) -> Machine:
-    """The machine with the memory that these leases do not hold."""
-    gpus = tuple(
-        replace(gpu, free_bytes=max(gpu.free_bytes - _on_card(gpu, leases), 0))
-        for gpu in machine.gpus
+def leased(leases: Sequence[Lease]) -> Leased:
+    """The memory of these leases, and a line of a plan on them."""
+    card_bytes: Counter[str] = Counter()
+    card_untaken_bytes: Counter[str] = Counter()
+    for lease in leases:
+        for key in lease.record.cards:
+            card_bytes[key] += total(lease).card_bytes
+            card_untaken_bytes[key] += rest(lease).card_bytes
+    return Leased(
+        sum(total(lease).host_bytes for lease in leases),
+        sum(rest(lease).host_bytes for lease in leases),
+        card_bytes,
+        card_untaken_bytes,
+        tuple(lease.number for lease in leases),
+        _notes(leases),
     )
-    host_bytes = machine.host_available_bytes - sum(rest(lease).host_bytes for lease in leases)
-    return replace(machine, gpus=gpus, host_available_bytes=max(host_bytes, 0))
+
+
+def leased_now(say: Callable[[str], None] = lambda line: None) -> Leased:
+    """The memory of this machine's granted leases, beside which a start is planned."""
+    return leased(granted(say))
+
+
+def machines_to_wait_for(now: Machine, recipe: Recipe) -> list[Machine]:
+    """The machine as it will be when the leases of now have ended, and as it would be without any
+    program: a run that waits is planned for the first of them that it fits."""
+    later = alone(now, granted()), empty(now)
+    return [budgets.by_free_memory(budgets.limited(machine, recipe)[0]) for machine in later]
 
 
 def alone(machine: Machine, leases: Sequence[Lease]) -> Machine:
@@ -124,7 +142,7 @@ def alone(machine: Machine, leases: Sequence[Lease]) -> Machine:
                 + sum(
                     lease.record.taken.card_bytes
                     for lease in leases
-                    if card_key(gpu) in lease.record.cards
+                    if gpu.key in lease.record.cards
                 ),
                 gpu.total_bytes,
             ),
@@ -142,7 +160,7 @@ def empty(machine: Machine) -> Machine:
     return replace(machine, gpus=gpus, host_available_bytes=machine.host_limit_bytes)
 
 
-def notes(leases: Sequence[Lease]) -> tuple[str, ...]:
+def _notes(leases: Sequence[Lease]) -> tuple[str, ...]:
     """A line of the plan on the leases beside which it was made."""
     if not leases:
         return ()
@@ -238,7 +256,7 @@ def _cards(
     """Bytes of each card that a start may have, within its share and its limit."""
     free = {}
     for gpu in supply.machine.gpus:
-        key = card_key(gpu)
+        key = gpu.key
         holders = [lease for lease in live if key in lease.record.cards]
         card_bytes = gpu.free_bytes + sum(
             lease.record.taken.card_bytes for lease in gone if key in lease.record.cards
@@ -251,7 +269,3 @@ def _cards(
             card_bytes = min(card_bytes, needs.card_limit_bytes - leased)
         free[key] = card_bytes
     return free
-
-
-def _on_card(gpu: Gpu, leases: Sequence[Lease]) -> int:
-    return sum(rest(lease).card_bytes for lease in leases if card_key(gpu) in lease.record.cards)

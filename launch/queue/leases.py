@@ -239,6 +239,16 @@ def live(place: Path) -> list[Lease]:
     return sorted((lease for lease in alive if lease), key=lambda lease: lease.number)
 
 
+def granted(say: Callable[[str], None] = lambda line: None) -> list[Lease]:
+    """The leases that hold memory of this machine now; none, and a line, if there is no folder for
+    them."""
+    try:
+        return [lease for lease in live(folder()) if lease.record.state == "granted"]
+    except ResourceError as error:
+        say(f"memory is planned without leases: {error}")
+        return []
+
+
 @contextmanager
 def admission(place: Path, patience_s: float = MUTEX_S) -> Iterator[Callable[[Record], OwnLease]]:
     """Let one process of the machine decide at a time. Yields a function that takes a lease.

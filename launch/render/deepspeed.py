@@ -37,7 +37,7 @@ def deepspeed_config(plan: Plan, max_grad_norm: float) -> str:
         zero["allgather_bucket_size"] = BUCKET_ELEMENTS
     if row.offloads:
         states = ("offload_optimizer", *(("offload_param",) if row.shards_parameters else ()))
-        device = {"device": "cpu", "pin_memory": strategy.device == "cuda"}
+        device = {"device": "cpu", "pin_memory": strategy.device == "cuda" and strategy.pin_memory}
         zero |= dict.fromkeys(states, device)
     config: dict[str, Any] = {
         "train_batch_size": strategy.effective_batch_size,

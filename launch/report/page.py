@@ -11,7 +11,11 @@ from launch.base.text import shown
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-TEMPLATES = Path(__file__).parent / "templates"
+# read now, so that a checkout may change while a run trains
+TEMPLATES = {
+    file.name: file.read_text(encoding="utf-8")
+    for file in (Path(__file__).parent / "templates").iterdir()
+}
 
 
 def render(template: str, **values: Any) -> str:
@@ -29,7 +33,7 @@ def _environment() -> Environment:
         return shown(value) if is_text else value
 
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.DictLoader(TEMPLATES),
         autoescape=True,
         finalize=finalize,
         undefined=jinja2.StrictUndefined,

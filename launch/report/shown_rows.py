@@ -9,8 +9,9 @@ from rich.text import Text
 
 from launch.base.text import shown
 from launch.data import sources
-from launch.predict.facts import PlanContext
 from launch.report import row_facts
+from launch.schema.data_section import DataSection
+from launch.schema.plan import DataFormat
 from launch.schema.shown_rows import ShownRow, ShownRows
 
 TARGET_STYLE = "bold green"
@@ -20,16 +21,17 @@ COUNTED = ("rows", "tokens")  # facts of many rows
 
 
 def lines(
-    context: PlanContext,
+    data: DataSection,
+    data_format: DataFormat,
     files: Sequence[Path],
     summary: ShownRows,
     colours: bool,
     is_one_row: bool = False,
 ) -> Iterator[Text]:
     """The rows of files, with the targets in colour or in brackets, below the counts."""
-    data, max_length = context.recipe.data, context.recipe.data.max_length
-    formats = [sources.format_of(data, context.data_format, file) for file in files]
-    facts = row_facts.facts(context.data_format, summary, max_length)
+    max_length = data.max_length
+    formats = [sources.format_of(data, data_format, file) for file in files]
+    facts = row_facts.facts(data_format, summary, max_length)
     for label, text in (
         *(("data", f"{file}: {own.reason}") for file, own in zip(files, formats, strict=True)),
         *((label, text) for label, text in facts if not is_one_row or label not in COUNTED),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 MIB = 1 << 20
@@ -36,6 +36,11 @@ class Gpu:
     # names the card in CUDA_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES; "" of a described card
     uuid: str = ""
     slowdown: str = ""  # why its clocks are lowered now; "": they are not, or unknown
+
+    @property
+    def key(self) -> str:
+        """Its name in leases."""
+        return self.uuid or str(self.index)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,22 @@ class Machine:
     # why the pages of mapped files count against the host's limit; "": they can be dropped
     mappings_count: str = ""
     assumed: str = ""  # of a described machine, in place of keys that its description leaves out
+
+
+@dataclass(frozen=True)
+class Leased:
+    """Memory of this machine that other starts have leased, and a line of a plan on it."""
+
+    host_bytes: int = 0  # all, taken or not
+    host_untaken_bytes: int = 0  # of those, what their processes may still take
+    # the same of cards, by their keys
+    card_bytes: Mapping[str, int] = field(default_factory=dict)
+    card_untaken_bytes: Mapping[str, int] = field(default_factory=dict)
+    numbers: tuple[int, ...] = ()  # of the leases
+    notes: tuple[str, ...] = ()
+
+
+NOT_LEASED = Leased()
 
 
 @dataclass(frozen=True)

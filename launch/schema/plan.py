@@ -119,7 +119,8 @@ class Strategy:
     tf32: bool = False  # products of float32 are rounded to 10 bits of mantissa
     use_liger_kernel: bool = False
     every_n_layers: int = 1  # activation_checkpointing is of every n-th layer
-    activation_offloading: bool = False  # what it keeps is in pinned host memory
+    activation_offloading: bool = False  # what it keeps is in host memory
+    pin_memory: bool = True  # what is offloaded is in page-locked memory
 
     @property
     def flattens(self) -> bool:

@@ -25,7 +25,7 @@ OF_A_VALUE = re.compile(
     r"|Undefined|Validation)Error|Arrow(Invalid|TypeError|KeyError)): "
 )
 # kinds that such an exception may name; a rank that wrote its error would have named them itself
-OWN_KINDS = ("data", "configuration", "library")
+OWN_KINDS = ("data", "weights", "configuration", "library")
 
 
 @dataclass(frozen=True)
@@ -247,17 +247,19 @@ PATTERNS = (
         ),
     ),
     Pattern(
-        "host_oom",
+        "pinned_oom",
         6,
         "the host cannot pin more memory",
-        "under WSL 2 about half of the RAM can be pinned, and less in containers; elsewhere see"
-        " `ulimit -l` (make it unlimited); or train without offload: name another mode with"
-        " launch.mode",
+        "launch.on_oom=replan offloads to memory that is not pinned, which is slower. Under WSL 2"
+        " about half of the RAM can be pinned (memory= in %UserProfile%\\.wslconfig), and less in"
+        " containers; elsewhere see `ulimit -l` (make it unlimited); or train without offload: name"
+        " another mode with launch.mode",
         (
             (
-                r"return \S+\.pin_memory\(\)[\s\S]{0,300}?CUDA error: (out of memory|invalid"
-                r" argument|OS call)"
+                r"(\.pin_memory\(\)|pin_memory=(True|self\._pin_memory)\))\n(.*[~^]+\n)?.*(CUDA|HIP)"
+                r" error: (out of memory|invalid argument|OS call)"
             ),
+            r"the host does not lock [\d,.]+ [KMG]iB for a rank",
         ),
     ),
     Pattern(
@@ -407,8 +409,8 @@ PATTERNS = (
         ),
     ),
     Pattern(
-        "data",
-        4,
+        "weights",
+        3,
         "a file of weights is cut short or damaged",
         "compare it with its source (`sha256sum`) and fetch it again; model.path and the proof say"
         " which it is",

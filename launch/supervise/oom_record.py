@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from launch.base.errors import CheckpointError
 from launch.base.text import size
 from launch.predict import budgets, estimate, oom_history
 from launch.predict.history.calibration import Comparison
-from launch.predict.oom_history import OomEvent, OomHistory, available_bytes
+from launch.predict.oom_history import Memory, OomEvent, OomHistory, available_bytes
 from launch.probe import machine as probe_machine
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import Machine
@@ -19,23 +20,28 @@ from launch.schema.plan import Plan
 from launch.schema.result import Failure, RunResult
 from launch.supervise import heartbeats
 
+# kinds of failures, and the memory that they speak of; other kinds speak of the host's
+OF_KINDS: Mapping[str, Memory] = {"device_oom": "device", "pinned_oom": "pinned"}
+
 
 def of_attempt(
     run: RunDir, failure: Failure, plan: Plan, planned_on: Machine, result: RunResult
 ) -> OomEvent:
     """The shortage in which the run's last attempt has just ended; `planned_on` is the machine as
     it was at the time of the plan."""
-    of_host = failure.kind != "device_oom"
+    of = OF_KINDS.get(failure.kind, "host")
     attempt = run.attempts()[-1]
     beats = [beat for beat in heartbeats.read_all(attempt) if beat.section != "tokenise"]
     section = max(beats, key=lambda beat: beat.monotonic_s).section if beats else "load"
     memory = plan.estimate
     predicted = memory.device_bytes - memory.margin_bytes
-    if of_host:
+    if of == "host":
         predicted = budgets.host_bytes(plan.strategy, memory)
+    elif of == "pinned":
+        predicted = memory.pinned_bytes * plan.strategy.processes_per_machine
     elif section in oom_history.WRITING:
         predicted = memory.model_state_bytes
-    of, now = "host" if of_host else "device", probe_machine.machine(run_dir=run.root)
+    now = probe_machine.machine(run_dir=run.root)
     before, after = (available_bytes(of, machine, plan.strategy) for machine in (planned_on, now))
     return OomEvent(
         of,
@@ -150,7 +156,7 @@ def sentence(oom_history: OomHistory, machine: Machine) -> str:
 
 
 def _describe(event: OomEvent, machine: Machine) -> str:
-    memory = "host RAM" if event.of == "host" else "memory of the card"
+    memory = oom_history.MEMORIES.get(event.of, "memory of the card")
     took = f"took {size(event.measured_bytes)}" if event.measured_bytes else "ran out"
     then = f" with {size(event.available_bytes)} of {size(event.limit_bytes)} available"
     now = size(available_bytes(event.of, machine, event.candidate))

@@ -15,7 +15,8 @@ PASSING = frozenset({"killed", "hang", "network", "nccl", "collective_timeout", 
 # often works again.
 AFTER_PROGRESS = frozenset({"crash", "unknown", "signal", "gpu_broken"})
 NO_PROGRESS = 3  # restarts in a row that committed no new step
-MEMORY = frozenset({"device_oom", "host_oom", "host_pressure"})  # another plan may take less
+# another plan may take less
+MEMORY = frozenset({"device_oom", "host_oom", "host_pressure", "pinned_oom"})
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 
 

@@ -123,7 +123,7 @@ class RunLease:
             state="granted",
             needs=needs,
             taken=Taken(disk_bytes=self._stored_bytes),
-            cards=tuple(map(admission.card_key, choice.machine.gpus[: needs.num_cards])),
+            cards=tuple(gpu.key for gpu in choice.machine.gpus[: needs.num_cards]),
             priority=choice.recipe.launch.priority,
             recipe=choice.recipe.name[:100],
             run=str(run.root),

@@ -16,8 +16,8 @@ from launch.base.text import shown
 from launch.base.workspace import CODE
 from launch.data import token_hashes
 from launch.data.token_cache import TokenCache
-from launch.plan import context as plan_context
-from launch.predict.facts import PlanContext
+from launch.plan import facts as plan_facts
+from launch.predict.facts import Facts
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import Failure, RunResult, TokenisingEnd
 from launch.supervise import attempt as supervise_attempt
@@ -47,22 +47,20 @@ def are_there(tokens: TokenCache) -> bool:
     return tokens.folder.exists() and not token_hashes.fault(tokens.folder)
 
 
-def until_done(
-    context: PlanContext, run: RunDir, say: Callable[[str], None], signals: StopSignals
-) -> None:
+def until_done(facts: Facts, run: RunDir, say: Callable[[str], None], signals: StopSignals) -> None:
     """Tokenise the context's rows in attempts of the run. Raises Failed after an attempt that no
     further attempt would mend."""
-    assert context.tokens is not None
-    history, launch = restarts.History(), context.recipe.launch
-    names = shown(context.recipe.data.train_names)
+    assert facts.rows.tokens is not None
+    history, launch = restarts.History(), facts.recipe.launch
+    names = shown(facts.recipe.data.train_names)
     say(f"tokenising {names}, once: the plan needs the lengths of its rows")
     signals.collect()
     processes.adopt()
     while True:
         attempt = run.new_attempt()
-        attempt.write_tokenising(context.tokens)
+        attempt.write_tokenising(facts.rows.tokens)
         beginning = Beginning()
-        ended = _child(context, run, attempt, say, signals)
+        ended = _child(facts, run, attempt, say, signals)
         if ended.returncode == 0:
             seconds = time.monotonic() - beginning.monotonic_s
             files.write_json(attempt.tokenised_file, TokenisingEnd(seconds))
@@ -71,7 +69,7 @@ def until_done(
         of_child = -ended.returncode if -ended.returncode in STOPS else None
         result = supervise_attempt.result_of(
             *(beginning, ended, run, attempt, signals.stop or of_child),
-            context.machine.host_limit_bytes,
+            facts.machine.host_limit_bytes,
         )
         failure = result.failure
         assert failure is not None
@@ -91,19 +89,19 @@ def until_done(
 
 
 def _child(
-    context: PlanContext,
+    facts: Facts,
     run: RunDir,
     attempt: AttemptDir,
     say: Callable[[str], None],
     signals: StopSignals,
 ) -> Ended:
     """Run the child to its end; end it at a stop, and when it hangs."""
-    launch = context.recipe.launch
-    number = str(plan_context.tokenising_processes(context))
+    launch = facts.recipe.launch
+    number = plan_facts.tokenising_processes(facts.recipe, facts.machine, facts.installed)
     # what libraries print goes where the ranks' output goes
     with attempt.tokenising_log.open("wb") as lines_file, attempt.log_file.open("ab") as log:
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "training.data.prepare", str(attempt.root), number],
+            [sys.executable, "-P", "-m", "training.data.prepare", str(attempt.root), str(number)],
             env=environment.passed(os.environ, launch.pass_env)
             | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.tag}
             # it ends the process with SIGINT where it may start no thread, and is not used here

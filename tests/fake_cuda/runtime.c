@@ -172,10 +172,17 @@ static void *pages(size_t size) {
     return start == MAP_FAILED ? NULL : start;
 }
 
+/* NVIDIA_FAKE_MAX_PINNED: the bytes that a process may lock, as under WSL 2; not set: all */
+static bool locks(size_t size) {
+    const char *most = getenv("NVIDIA_FAKE_MAX_PINNED");
+    return !most || this_process()->pinned + size <= strtoull(most, NULL, 10);
+}
+
 static cudaError_t hand_out(void **start, size_t size, enum kind kind) {
     *start = NULL;
     if (!size) return result(cudaSuccess);
     if (kind == ON_CARD && !take_bytes(current_card(), size)) return result(cudaErrorMemoryAllocation);
+    if (kind == PINNED && !locks(size)) return result(cudaErrorMemoryAllocation);
     *start = pages(size);
     if (!*start) return result(cudaErrorMemoryAllocation);
     add_range(*start, size, kind, current);
@@ -211,6 +218,7 @@ cudaError_t cudaFree(void *start) { return take_back(start); }
 cudaError_t cudaFreeHost(void *start) { return take_back(start); }
 cudaError_t cudaHostRegister(void *start, size_t size, unsigned flags) {
     (void)flags;
+    if (!locks(size)) return result(cudaErrorMemoryAllocation);
     add_range(start, size, PINNED, current);
     this_process()->pinned += size;
     return result(cudaSuccess);

@@ -60,7 +60,7 @@ def changed(
     """Steps of `python -m launch run`, with the plan of DDP changed."""
     compile_caches.settle()
     choice = resolve(recipe_file, [*overrides, "--launch.mode=multi_cpu"])
-    plan = change(choice.plan, choice.recipe, choice.context.parameters)
+    plan = change(choice.plan, choice.recipe, choice.facts.model.parameters)
     choice = replace(choice, plan=plan)
     recipe, workspace = choice.recipe, Workspace.here()
     run, attempt = builders.opened_run(choice, "auto")

@@ -11,7 +11,6 @@ import pytest
 
 from launch.base.workspace import Workspace
 from launch.plan import planner
-from launch.plan.candidates import NO_CONSTRAINTS
 from launch.plan.resolve import resolve
 from launch.predict.history import cache_keys, calibration
 from launch.predict.history.ledger import Ledger, Tuned
@@ -83,7 +82,7 @@ def test_a_recipe_that_was_tuned_as_allow_relaxed_it_is_not_tuned_again(tmp_path
     )
     monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path))
     choice = resolve(str(recipe), [], trace=False)
-    *_, (relaxed, _) = planner.relaxed_contexts(choice.context, NO_CONSTRAINTS)
+    *_, (relaxed, _) = planner.relaxed_contexts(choice.facts)
     assert relaxed.recipe.data.max_length < 128
     tuned = Tuned(
         time=0.0,

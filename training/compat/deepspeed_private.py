@@ -108,6 +108,17 @@ def ask_cuda_for_free_memory() -> None:
     CUDA_Accelerator.available_memory = available_memory
 
 
+def pin_nothing() -> None:
+    """Let DeepSpeed pin no host memory. `pin_memory` of its file alone does not: ZeRO-3 pins the
+    weights that it offloads in any case (deepspeed 0.19.8 stage3.py)."""
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    def pin_memory(self: Any, tensor: torch.Tensor, *copies: bool, **named: bool) -> torch.Tensor:
+        return tensor
+
+    CUDA_Accelerator.pin_memory = pin_memory
+
+
 def leave_out_compiled_all_reduce() -> None:
     """Leave out DeepSpeed's all-reduce through shared memory. It is compiled at the first start (25
     s; it hangs if an earlier compilation was killed). Gloo gives the same bits without a

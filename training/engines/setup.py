@@ -90,6 +90,8 @@ def _prepare_deepspeed(strategy: Strategy, deepspeed_file: Path) -> None:
         deepspeed_private.leave_out_compiled_all_reduce()
     else:
         deepspeed_private.ask_cuda_for_free_memory()
+        if not strategy.pin_memory:
+            deepspeed_private.pin_nothing()
 
 
 def check_agreement(facts: Mapping[str, Any]) -> None:

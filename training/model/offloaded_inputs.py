@@ -1,5 +1,5 @@
-"""Inputs of checkpointed layers in pinned host memory. They are copied on a stream of their own,
-while other layers compute.
+"""Inputs of checkpointed layers in host memory, which is pinned where it can be. They are copied on
+a stream of their own, while other layers compute.
 
 Forward: a layer's input goes to the host while the layer computes. The next checkpointed layer
 waits for that copy and gives the input's memory back, so that one layer's input is on its way at
@@ -84,8 +84,9 @@ class InputHooks(saved_tensors_hooks):
 class Offloading:
     """The host memory and the copies of a model's layers."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pin_memory = pin_memory and self.stream is not None
         self._free: list[torch.Tensor] = []  # host memory that no input is in
         self._sending: list[LayerInput] = []  # of the layer that ran last in forward
         self._last: weakref.ref[InputHooks] | None = None  # of that layer
@@ -143,7 +144,7 @@ class Offloading:
             self._free.clear()
             empty_host_cache()
         power_of_two = 1 << (size_bytes - 1).bit_length()  # PyTorch pins no other sizes
-        return torch.empty(power_of_two, dtype=torch.uint8, pin_memory=self.stream is not None)
+        return torch.empty(power_of_two, dtype=torch.uint8, pin_memory=self._pin_memory)
 
     def take_back(self, buffer: torch.Tensor) -> None:
         """Let another input have this host memory. Its copy follows those of the last one."""

@@ -11,13 +11,17 @@ from dataclasses import replace
 from functools import partial
 
 from launch.base.errors import ConfigError, DoesNotFit
+from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments, run
 from launch.commands.recipe_arguments import Parser, RecipeArguments, say
 from launch.plan import planner, resolve
 from launch.plan.planner import Choice
-from launch.plan.resolve import Facts
+from launch.predict.facts import Facts
+from launch.probe import machine as probe_machine
+from launch.queue import admission
 from launch.recipe import load, strict_yaml
 from launch.recipe.strict_yaml import show
+from launch.schema.machine import NOT_LEASED
 from launch.schema.recipe import Recipe
 
 MEETING_PLACE = "--launch.main_process_ip=the-first-node"  # until Slurm has chosen it
@@ -38,15 +42,11 @@ class Asked:
         overrides = list(typed.overrides)
         if self.arguments.place == "slurm" and _nodes(typed) > 1:
             overrides.append(MEETING_PLACE)
-        facts = resolve.read(
-            typed.recipe,
-            overrides,
-            recipe_arguments.described_machine(self.arguments),
-            typed.constraints,
-            self.say,
-        )
-        planner.refuse_hopeless(facts.context, facts.constraints)
-        return planner.choose(facts.context, facts.constraints), facts
+        described = recipe_arguments.described_machine(self.arguments)
+        leased = NOT_LEASED if described else admission.leased_now(self.say)
+        facts = resolve.read(typed.recipe, overrides, described, typed.wishes, leased, self.say)
+        planner.refuse_hopeless(facts)
+        return planner.choose(facts), facts
 
     def combinations(self, recipe: Recipe) -> Iterator[list[str]]:
         """The keys of each job of the sweep; none for one job without a sweep."""
@@ -114,12 +114,13 @@ def _nodes(typed: RecipeArguments) -> int:
 
 def facts_here(typed: RecipeArguments) -> Facts:
     """The facts of a start on this machine, which must fit there once the others have ended."""
-    facts = resolve.read(typed.recipe, typed.overrides, constraints=typed.constraints, say=say)
-    machines = [facts.context.machine]
-    machines += resolve.machines_to_wait_for(facts.context, facts.workspace.root)
+    leased = admission.leased_now(say)
+    facts = resolve.read(typed.recipe, typed.overrides, None, typed.wishes, leased, say)
+    now = probe_machine.with_memory_of_now(facts.machine, Workspace.here().root)
+    machines = [facts.machine, *admission.machines_to_wait_for(now, facts.recipe)]
     for machine in machines:
         try:
-            planner.refuse_hopeless(replace(facts.context, machine=machine), facts.constraints)
+            planner.refuse_hopeless(replace(facts, machine=machine))
             return facts
         except DoesNotFit:
             if machine is machines[-1]:

@@ -36,17 +36,17 @@ def main(workspace: Workspace, others: Sequence[str], environ: Mapping[str, str]
 
 def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str, str]) -> None:
     typed, _ = asked.read(argv)
-    facts = asked.facts_here(typed)
+    recipe = asked.facts_here(typed).recipe
     jobs = job.all_jobs(workspace)
     same = [
         each.name
         for each in jobs.values()
         if each.schedule and (each.argv, each.cwd) == (tuple(argv), Path.cwd())
     ]
-    plain = f"{facts.context.recipe.name}-cron"
+    plain = f"{recipe.name}-cron"
     names = itertools.chain([plain], (f"{plain}-{number}" for number in itertools.count(2)))
     name = same[0] if same else next(name for name in names if name not in jobs)
-    job_dir = job.schedule(workspace, name, argv, facts, environ, times)
+    job_dir = job.schedule(workspace, name, argv, recipe, environ, times)
     try:
         is_new = crontab.add(workspace.root, name, times, job_dir.script, job_dir.output)
     except ConfigError:

@@ -36,10 +36,11 @@ from launch.base.errors import (
 )
 from launch.base.workspace import CHECKOUT, CODE, Workspace
 from launch.commands.recipe_arguments import AUTO, RecipeArguments
-from launch.plan.resolve import Facts
 from launch.predict import model_config
+from launch.predict.facts import Facts
 from launch.recipe import load
 from launch.recipe.paths import absolute_override
+from launch.schema.recipe import Recipe
 
 # an installed package has configs/ and scripts/ in launch/
 CODE_FOLDERS = ("launch", "training", *(("configs", "config", "scripts") if CHECKOUT else ()))
@@ -175,8 +176,8 @@ def freeze(
     environ: Mapping[str, str],
 ) -> JobDir:
     """Write a job whose recipe, keys, code and hashes of data stay what they are now."""
-    _check_names(workspace, facts, environ)
-    job_dir = _new(workspace, f"{facts.context.recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
+    _check_names(workspace, facts.recipe, environ)
+    job_dir = _new(workspace, f"{facts.recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
     recipe = load.find(typed.recipe)
     shutil.copyfile(recipe, job_dir.recipe_file)
     overrides = [absolute_override(text) for text in typed.overrides]
@@ -186,7 +187,7 @@ def freeze(
     cwd = Path.cwd() if load.is_file(typed.recipe) else workspace.root
     code = _copy_code(workspace)
     job = Job(job_dir.root.name, argv, cwd, time.time(), hashes(facts), code)
-    _write(job_dir, job, workspace, facts, environ, _code_folder(workspace, code))
+    _write(job_dir, job, workspace, facts.recipe, environ, _code_folder(workspace, code))
     return job_dir
 
 
@@ -194,17 +195,17 @@ def schedule(
     workspace: Workspace,
     name: str,
     argv: Sequence[str],
-    facts: Facts,
+    recipe: Recipe,
     environ: Mapping[str, str],
     times: str,
 ) -> JobDir:
     """Write a job that reads recipe, data and code anew at each of its times, in place of one of
     that name."""
-    _check_names(workspace, facts, environ)
+    _check_names(workspace, recipe, environ)
     old = JobDir(folder(workspace) / name)
     job_dir = old if (old.root / "job.json").exists() else _new(workspace, name)
     job = Job(job_dir.root.name, tuple(argv), Path.cwd(), time.time(), schedule=times)
-    _write(job_dir, job, workspace, facts, environ, CODE)
+    _write(job_dir, job, workspace, recipe, environ, CODE)
     return job_dir
 
 
@@ -245,9 +246,8 @@ def killed(workspace: Workspace) -> list[Path]:
 
 def hashes(facts: Facts) -> dict[str, Any]:
     """Hashes of the files that decide what is trained."""
-    context = facts.context
-    assert context.tokens is not None
-    identity, path = context.tokens.identity, context.recipe.model.path
+    assert facts.rows.tokens is not None
+    identity, path = facts.rows.tokens.identity, facts.recipe.model.path
     of_files = {part: identity[part] for part in DECIDED_BY if identity.get(part) is not None}
     return {**of_files, WEIGHTS: model_config.weights_fingerprint(Path(path))} if path else of_files
 
@@ -288,10 +288,10 @@ def forget_old(workspace: Workspace) -> None:
             shutil.rmtree(code)
 
 
-def _check_names(workspace: Workspace, facts: Facts, environ: Mapping[str, str]) -> None:
+def _check_names(workspace: Workspace, recipe: Recipe, environ: Mapping[str, str]) -> None:
     """Raise ConfigError for a folder or a variable of the job that is no UTF-8."""
     folders = {"the folder of the start": str(Path.cwd()), "LOWMEM_ROOT": str(workspace.root)}
-    for name, value in (folders | _variables(facts, environ)).items():
+    for name, value in (folders | _variables(recipe, environ)).items():
         try:
             value.encode()
         except UnicodeEncodeError as error:
@@ -301,9 +301,9 @@ def _check_names(workspace: Workspace, facts: Facts, environ: Mapping[str, str])
             ) from error
 
 
-def _variables(facts: Facts, environ: Mapping[str, str]) -> dict[str, str]:
+def _variables(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that a job keeps."""
-    passed = environment.passed(environ, facts.context.recipe.launch.pass_env)
+    passed = environment.passed(environ, recipe.launch.pass_env)
     return {
         name: value
         for name, value in passed.items()
@@ -335,12 +335,12 @@ def _write(
     job_dir: JobDir,
     job: Job,
     workspace: Workspace,
-    facts: Facts,
+    recipe: Recipe,
     environ: Mapping[str, str],
     code: Path,
 ) -> None:
     """Write the job, and the script that starts it with these variables."""
-    variables = _variables(facts, environ)
+    variables = _variables(recipe, environ)
     users = (
         path for path in environ.get("PYTHONPATH", "").split(":") if path and path != str(CODE)
     )

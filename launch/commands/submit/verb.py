@@ -129,10 +129,10 @@ def _local(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> in
     leases.folder()  # raises where there can be no waiting
     code, jobs = 0, []
     facts = facts_here(asked.typed)
-    for overrides in asked.combinations(facts.context.recipe):
+    for overrides in asked.combinations(facts.recipe):
         typed = replace(asked.typed, overrides=[*asked.typed.overrides, *overrides])
         facts = facts_here(typed) if overrides else facts
-        launch = facts.context.recipe.launch
+        launch = facts.recipe.launch
         if launch.nodes > 1:
             raise ConfigError(
                 "submit local: launch.nodes is for several machines; submit slurm starts those"

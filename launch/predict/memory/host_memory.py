@@ -88,6 +88,10 @@ class Job:
         max_kept = pinned_memory.max_kept_bytes(self.strategy)
         return sum(pinned_memory.block_bytes(size, max_kept) for size in sizes)
 
+    def offloaded(self, sizes: Sequence[int]) -> int:
+        """Bytes of blocks of these sizes, to which a step offloads: pinned ones, or plain."""
+        return self.pinned(sizes) if self.strategy.pin_memory else sum(sizes)
+
     @property
     def untied_bytes(self) -> int:
         """The output embedding, which exists for a moment before it is tied to the input's; not in
@@ -140,7 +144,7 @@ def estimate(job: Job, import_memory: Imports) -> HostEstimate:
         **_offloaded(job),
         "bf16 kernels": job.ranks
         * onednn.kept_bytes(job.strategy, job.recipe.model.dtype, job.kernels),
-        "offloaded activations": job.ranks * job.pinned(job.offloaded_activations),
+        "offloaded activations": job.ranks * job.offloaded(job.offloaded_activations),
         "pinned copies of Gloo": job.ranks * job.pinned(_copied_by_gloo(job)),
     }
     data = job.recipe.data
@@ -318,8 +322,8 @@ def _offloaded(job: Job) -> dict[str, int]:
     states, buffers = _pinned_states(job)
     return {
         "offloaded states": job.ranks * offloaded,
-        "rounding of pinned memory": job.ranks * (job.pinned(states) - sum(states)),
-        "pinned buffers": job.ranks * job.pinned(buffers),
+        "rounding of pinned memory": job.ranks * (job.offloaded(states) - sum(states)),
+        "offloading buffers": job.ranks * job.offloaded(buffers),
     }
 
 
@@ -375,10 +379,10 @@ def pinned_bytes(job: Job) -> int:
         return 0
     columns, waiting = _columns(job), _waiting(job)
     size = _pinned_batches(job, columns, waiting)
-    size += job.pinned([*_copied_by_gloo(job), *job.offloaded_activations])
-    if job.states.offloaded_bytes:
-        states, buffers = _pinned_states(job)
-        size += job.pinned([*states, *buffers])
+    size += job.pinned(_copied_by_gloo(job))
+    if job.strategy.pin_memory:
+        states, buffers = _pinned_states(job) if job.states.offloaded_bytes else ([], [])
+        size += job.pinned([*job.offloaded_activations, *states, *buffers])
     return size
 
 

@@ -37,9 +37,7 @@ def of(
     if engine == "fsdp2":
         return partial(loading.fsdp2, ranks=strategy.num_processes)
     if engine == "deepspeed":
-        if strategy.device == "cpu" and stored and not stored.converted_bytes(recipe.model.dtype):
-            budget_bytes = 0  # of mapped weights no tensor is there to copy
-        return _of_zero(recipe, strategy, tensor_shapes, family, budget_bytes, is_stored)
+        return _of_zero(recipe, strategy, tensor_shapes, family, budget_bytes, stored)
     if recipe.quantization is None or not is_stored or strategy.device == "cpu":
         return loading.plain
     return _of_four_bits(recipe, tensor_shapes, family)
@@ -65,10 +63,11 @@ def _of_zero(
     tensor_shapes: Shapes,
     family: ModelFamily,
     budget_bytes: int,
-    is_stored: bool,
+    stored: StoredWeights | None,
 ) -> loading.Load:
     """Weights that DeepSpeed divides. ZeRO-1 and 2 copy them into a flat tensor on the card if it
-    fits there. Source: deepspeed 0.19.8 stage_1_and_2.py, flatten_on_accelerator.
+    fits there; of weights that a CPU has mapped no tensor is there to copy. Source: deepspeed
+    0.19.8 stage_1_and_2.py, flatten_on_accelerator.
 
     ZeRO-3 builds the weights of a folder divided, in the recipe's type, and casts them. A model of
     a shape is built whole (engines/setup.py) and moves to the card before it is divided (engine.py,
@@ -78,8 +77,10 @@ def _of_zero(
     element_bytes = 4 if strategy.mixed_precision == "no" else 2
     sizes = [math.prod(sides) * element_bytes for sides in trained.values()]
     if mode.zero_stage < 3:
-        fits = 2 * sum(sizes) < budget_bytes
-        return partial(loading.zero, flattened=sizes if fits else (), element_bytes=element_bytes)
+        is_mapped = stored is not None and not stored.converted_bytes(recipe.model.dtype)
+        is_copied = 2 * sum(sizes) < budget_bytes and not (strategy.device == "cpu" and is_mapped)
+        flattened = sizes if is_copied else ()
+        return partial(loading.zero, flattened=flattened, element_bytes=element_bytes)
     built_bytes = DTYPE_BYTES[recipe.model.dtype]
     head = math.prod(next(iter(tensor_shapes.values())))
     casts = [head * element_bytes] if built_bytes != element_bytes else []
@@ -90,7 +91,7 @@ def _of_zero(
     return partial(
         loading.zero3,
         built=() if mode.offloads else parts,
-        head_bytes=[head * built_bytes, *casts] if is_stored else [],
+        head_bytes=[head * built_bytes, *casts] if stored is not None else [],
         gathered=gathered,
-        undivided=() if is_stored else undivided,
+        undivided=undivided if stored is None else (),
     )

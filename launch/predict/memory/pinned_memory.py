@@ -19,7 +19,8 @@ MAX_KEPT_BYTES, MAX_KEPT_WITH_ACTIVATIONS_BYTES = 16 * MIB, GIB
 
 def max_kept_bytes(strategy: Strategy) -> int | None:
     """The largest block that is rounded up to a power of two and kept; None: every block is."""
-    if strategy.device == "cpu" or not strategy.launch_mode.offloads:
+    is_offloaded = strategy.launch_mode.offloads and strategy.pin_memory
+    if strategy.device == "cpu" or not is_offloaded:
         return None
     if numbers(packages.version("torch"))[:2] < WITH_EXACT_SIZES:
         return None

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
 from launch.predict.traces import Question, Trace, with_targets
+from launch.schema.data_section import DataSection
 from launch.schema.micro_batches import MicroBatchSize
 from launch.schema.plan import MULTIPLE, Strategy
 
@@ -25,7 +26,7 @@ class TracedStep(NamedTuple):
     first: Question | None = None
 
 
-def of(context: PlanContext, candidate: Strategy) -> list[TracedStep]:
+def of(facts: Facts, candidate: Strategy) -> list[TracedStep]:
     """All steps that the highest peak may be of. If the order of rows is known: of the micro-batch
     that takes most, and of the longest rows. Else of the longest rows.
 
@@ -34,12 +35,12 @@ def of(context: PlanContext, candidate: Strategy) -> list[TracedStep]:
     them is the same, attention's squares fall with the length, what a row takes by itself grows
     with the rows. Flattened rows are one row of so many tokens, which may be more documents and
     have more targets."""
-    question, rows = context.question(candidate), candidate.per_device_train_batch_size
+    question, rows = facts.question(candidate), candidate.per_device_train_batch_size
     parts = candidate.gradient_accumulation_steps
-    if sizes := context.largest(candidate).sizes:
-        return _of_sizes(context, question, sizes)
-    by_tokens = context.recipe.data.batch_by_tokens
-    if not by_tokens or parts == 1 or context.rows_of is not None:
+    if sizes := facts.largest(candidate).sizes:
+        return _of_sizes(facts, question, sizes)
+    by_tokens = facts.recipe.data.batch_by_tokens
+    if not by_tokens or parts == 1 or facts.rows.rows_of is not None:
         return [TracedStep(question, rows)]
     multiple = MULTIPLE[candidate.device]
     shorter = tuple(
@@ -60,45 +61,46 @@ def of(context: PlanContext, candidate: Strategy) -> list[TracedStep]:
     source, target = question.lengths
     dense = replace(question, documents=max(question.documents, -(-most // rows)))
     targets = max(
-        context.targets(each, context.counts, {}).of(each.strategy.per_device_train_batch_size)
+        facts.targets(each, facts.rows.counts, {}).of(each.strategy.per_device_train_batch_size)
         for each in (question, short)
     )
     size = MicroBatchSize(rows, source, target, rows * source, targets, is_padded=False)
     return [TracedStep(dense, rows, (size,))]
 
 
-def trace(context: PlanContext, step: TracedStep, candidate: Strategy) -> Trace | None:
+def trace(facts: Facts, step: TracedStep, candidate: Strategy) -> Trace | None:
     """The trace of one of the candidate's steps, if it is stored."""
-    stored = context.traces.get(step.question) if context.traces is not None else None
+    stored = facts.traces.get(step.question) if facts.traces is not None else None
     if stored is None:
         return None
-    first_step = context.largest(candidate).first_step
-    if _masks_padding(context, context.question(candidate)):
+    first_step = facts.largest(candidate).first_step
+    if _masks_padding(facts.recipe.data, facts.question(candidate)):
         is_padded = step.question.is_padded
         alike = [each for each in first_step if each.is_padded == is_padded]
         first_step = alike or first_step
     sizes = {step.rows: step.sizes} if step.sizes else {}
-    most = context.targets(step.question, context.counts, sizes, first_step)
-    of_step = with_targets(stored, most, context.evaluated_targets(candidate, step.question))
-    first = context.traces.get(step.first) if context.traces is not None and step.first else None
+    most = facts.targets(step.question, facts.rows.counts, sizes, first_step)
+    of_step = with_targets(stored, most, facts.evaluated_targets(candidate, step.question))
+    first = facts.traces.get(step.first) if facts.traces is not None and step.first else None
     if first is None or step.first is None:
         return of_step
-    most = context.targets(step.first, context.counts, {}, first_step)
+    most = facts.targets(step.first, facts.rows.counts, {}, first_step)
     return replace(of_step, first=with_targets(first, most))
 
 
 def _of_sizes(
-    context: PlanContext, question: Question, sizes: Sequence[MicroBatchSize]
+    facts: Facts, question: Question, sizes: Sequence[MicroBatchSize]
 ) -> list[TracedStep]:
     """The steps of the micro-batch that takes most by the trace of the longest rows, and of that
     with the longest rows, with padding and without."""
     candidate, multiple = question.strategy, MULTIPLE[question.strategy.device]
-    if question.documents and context.recipe.data.packing:  # sequences of about one length
+    if question.documents and facts.recipe.data.packing:  # sequences of about one length
         return [TracedStep(question, candidate.per_device_train_batch_size, tuple(sizes))]
     chosen: dict[MicroBatchSize, None] = {}
-    for of_one_kind in _by_mask(context, question, sizes):
-        chosen |= dict.fromkeys(_most(context, candidate, of_one_kind))
-    masks_padding = _masks_padding(context, question)
+    masks_padding = _masks_padding(facts.recipe.data, question)
+    longest_trace = facts.trace(candidate)
+    for of_one_kind in _by_mask(longest_trace, sizes) if masks_padding else [sizes]:
+        chosen |= dict.fromkeys(_most(longest_trace, candidate, of_one_kind))
     steps = []
     for batch in chosen:
         lengths = batch.source, batch.target
@@ -111,25 +113,22 @@ def _of_sizes(
             lengths=lengths,
             is_padded=batch.is_padded if masks_padding else question.is_padded,
         )
-        steps.append(TracedStep(asked, batch.rows, (batch,), _first(context, candidate, asked)))
+        steps.append(TracedStep(asked, batch.rows, (batch,), _first(facts, candidate, asked)))
     return steps
 
 
-def _masks_padding(context: PlanContext, question: Question) -> bool:
+def _masks_padding(data: DataSection, question: Question) -> bool:
     """True if a micro-batch has a mask where its own rows are padded, and none elsewhere."""
-    return question.is_padded and not question.documents and not context.recipe.data.packing
+    return question.is_padded and not question.documents and not data.packing
 
 
 def _by_mask(
-    context: PlanContext, question: Question, sizes: Sequence[MicroBatchSize]
+    longest_trace: Trace | None, sizes: Sequence[MicroBatchSize]
 ) -> list[Sequence[MicroBatchSize]]:
     """Micro-batches with padding, and those without that take more than these would with a mask of
     their own."""
-    if not _masks_padding(context, question):
-        return [sizes]
     padded = [each for each in sizes if each.is_padded]
     others = [each for each in sizes if not each.is_padded]
-    longest_trace = context.trace(question.strategy)
     if padded and longest_trace is not None:
 
         def peak_bytes(size: MicroBatchSize) -> int:
@@ -144,12 +143,11 @@ def _by_mask(
 
 
 def _most(
-    context: PlanContext, candidate: Strategy, sizes: Sequence[MicroBatchSize]
+    longest_trace: Trace | None, candidate: Strategy, sizes: Sequence[MicroBatchSize]
 ) -> Iterable[MicroBatchSize]:
     """The micro-batch that takes most by the trace of the longest rows, and that with the longest
     rows."""
     in_length = max(sizes, key=lambda each: (each.source + each.target, each.rows, each.targets))
-    longest_trace = context.trace(candidate)
     if longest_trace is None:
         return [in_length]
     batches = list(map(longest_trace.targets.counts, sizes))
@@ -157,10 +155,10 @@ def _most(
     return [most] if candidate.flattens else dict.fromkeys((in_length, most))
 
 
-def _first(context: PlanContext, candidate: Strategy, question: Question) -> Question | None:
+def _first(facts: Facts, candidate: Strategy, question: Question) -> Question | None:
     """The run's first step in rows of its own lengths, of an encoder-decoder."""
-    sizes = context.largest(candidate).first_step
-    if not context.model.is_encoder_decoder or not sizes:
+    sizes = facts.largest(candidate).first_step
+    if not facts.model.size.is_encoder_decoder or not sizes:
         return None
     largest = max(sizes, key=lambda each: each.rows * (each.source + each.target))
     return replace(question, lengths=(largest.source, largest.target))

@@ -42,6 +42,7 @@ GLOO_BYTES_PER_S = 1e9  # assumed: TCP on one machine, copies to and from the ho
 NETWORK_BYTES_PER_S = 1.1e9  # assumed: 10 Gbit Ethernet between machines
 # assumed: one direction of PCIe 4.0 x8 or 3.0 x16 (16 GB/s) from pinned memory
 HOST_DEVICE_BYTES_PER_S = 12e9
+PAGEABLE_SHARE = 0.5  # assumed: of that rate, through the driver's own pinned buffer
 
 # Of the host per element, besides the optimizer's states: master and gradient, norm, clipping, the
 # cast to 16 bit.
@@ -183,6 +184,7 @@ def speed_of(
     bus, bus_from = _bus(strategy, rates, link)
     peaks = dict(rates.flops_per_s)
     copies = card.host_device_bytes_per_s or HOST_DEVICE_BYTES_PER_S
+    copies *= 1 if strategy.pin_memory else PAGEABLE_SHARE
     if (
         strategy.launch_mode.offloads or strategy.activation_offloading
     ) and card.host_device_bytes_per_s:
@@ -326,9 +328,12 @@ def _offloaded_bytes(
 def _exposed_copies_s(copy_s: float, micro_step_s: float, strategy: Strategy) -> float:
     """Seconds of a micro-step that wait for layers' inputs: forward sends each to the host while a
     layer computes, backward fetches it while another does (training/model/offloaded_inputs.py). The
-    layers are alike, so that what is true of one is true of their sum.
+    layers are alike, so that what is true of one is true of their sum. For a copy to or from memory
+    that is not pinned the host waits.
 
     Backward computes twice what forward does, and the checkpointed layers again."""
+    if not strategy.pin_memory:
+        return 2 * copy_s
     forward_s = micro_step_s / (3 + strategy.checkpointed_share)
     return max(copy_s - forward_s, 0.0) + max(copy_s - (micro_step_s - forward_s), 0.0)
 

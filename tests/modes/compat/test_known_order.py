@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.predict import estimate, model_config
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
 from launch.predict.memory import traced_steps
 from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.traces import Traces
@@ -26,8 +26,8 @@ ROWS, BATCH = 90, 6
 DATA = DataFormat("prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "")
 
 
-def context_of(folder: Path, attention: str, **data: Any) -> PlanContext:
-    """The context of rows that lie in a folder."""
+def facts_of(folder: Path, attention: str, **data: Any) -> Facts:
+    """The facts of rows that lie in a folder."""
     recipe = recipe_of(
         model={"shape": "llama-tiny", "dtype": "bfloat16", "attn_implementation": attention},
         data={"train_file": "x", "max_length": 96, **data},
@@ -35,19 +35,19 @@ def context_of(folder: Path, attention: str, **data: Any) -> PlanContext:
         launch={"mode": "single_gpu"},
     )
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
-    context = plan_context.build(recipe, machine(gpus=1), config, parameters, family, DATA)
+    facts = plan_facts.build(recipe, machine(gpus=1), config, parameters, family, DATA)
     rows = NumberedRows(folder / "train.arrow")
     lengths = rows.lengths()
     targets = sorted((int((row.labels[1:] >= 0).sum()) for row in rows), reverse=True)
     counts = {"rows": ROWS, "dropped": 0, "bad": 0, "tokens": int(lengths[:, 0].sum())}
     counts |= {"lengths": lengths.tolist(), "most_targets": targets, "target_tokens": sum(targets)}
     longest = int(lengths.max())
-    return replace(
-        context,
+    return builders.changed(
+        facts,
         counts=counts,
         lengths=(longest, longest),
         largest_batches=LargestBatches(folder, folder / "kept", ROWS),
-        traces=Traces(recipe, context.model, context.lora_targets, folder / "traces"),
+        traces=Traces(recipe, facts.model.size, facts.model.lora_targets, folder / "traces"),
     )
 
 
@@ -74,13 +74,13 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("attention", ["sdpa", "varlen_attn"])
 def test_a_plan_is_for_the_largest_micro_batch_of_the_run(folder, attention):
-    context, candidate = context_of(folder, attention), candidate_of(attention)
-    assert context.traces is not None
-    with closing(context.traces):
-        context.fetch([candidate])
-        known = estimate.judge(context, candidate)
-        steps = traced_steps.of(context, candidate)
-        bound = estimate.judge(replace(context, largest_batches=None), candidate)
+    facts, candidate = facts_of(folder, attention), candidate_of(attention)
+    assert facts.traces is not None
+    with closing(facts.traces):
+        facts.fetch([candidate])
+        known = estimate.judge(facts, candidate)
+        steps = traced_steps.of(facts, candidate)
+        bound = estimate.judge(builders.changed(facts, largest_batches=None), candidate)
         assert known.memory.peak is not None
         assert bound.memory.peak is not None
         # the same as for rows that are all as long as those of that micro-batch
@@ -89,13 +89,13 @@ def test_a_plan_is_for_the_largest_micro_batch_of_the_run(folder, attention):
             (size,) = step.sizes
             each = -(-size.targets // BATCH)
             alike = {"most_targets": [size.targets - each * (BATCH - 1), *[each] * (BATCH - 1)]}
-            assert context.counts is not None
-            of_one_length = replace(
-                context,
+            assert facts.rows.counts is not None
+            of_one_length = builders.changed(
+                facts,
                 largest_batches=None,
                 is_ragged=size.is_padded or attention == "varlen_attn",
                 lengths=step.question.lengths,
-                counts={**context.counts, **alike},
+                counts={**facts.rows.counts, **alike},
             )
             of_one_length.fetch([candidate])
             same.append(estimate.judge(of_one_length, candidate).memory.step_allocated_bytes)
@@ -111,25 +111,25 @@ def test_a_plan_is_for_the_largest_micro_batch_of_the_run(folder, attention):
 def test_a_micro_batch_without_padding_is_planned_without_a_mask(tmp_path):
     """Rows of two lengths have the most targets in a batch without padding, which gets no mask."""
     write(tmp_path, "train", ROWS, 2, is_pair=False, lengths=(40, 88))
-    context, candidate = context_of(tmp_path, "sdpa"), candidate_of("sdpa")
+    facts, candidate = facts_of(tmp_path, "sdpa"), candidate_of("sdpa")
     candidate = replace(candidate, per_device_train_batch_size=2)
-    with closing(context.traces or nullcontext()):
-        context.fetch([candidate])
-        steps = traced_steps.of(context, candidate)
+    with closing(facts.traces or nullcontext()):
+        facts.fetch([candidate])
+        steps = traced_steps.of(facts, candidate)
         assert [step.question.is_padded for step in steps] == [True, False]
         padded, full = (step.sizes[0] for step in steps)
         assert full.targets > padded.targets
         assert (padded.source, padded.is_padded) == (full.source, True) != (88, full.is_padded)
-        context.fetch_steps(step.question for step in steps)
-        traces = [traced_steps.trace(context, step, candidate) for step in steps]
+        facts.fetch_steps(step.question for step in steps)
+        traces = [traced_steps.trace(facts, step, candidate) for step in steps]
     highest = [trace.peak(2, None).allocated_bytes for trace in traces if trace]
-    most = context.trace(candidate)
+    most = facts.trace(candidate)
     assert most is not None
     assert max(highest) < most.peak(2, None).allocated_bytes
 
 
 @pytest.mark.parametrize(
-    ("facts", "data", "words"),
+    ("values", "data", "words"),
     [
         ({"counts": None}, {}, "not tokenised yet"),
         ({"continues_another": True}, {}, "continues another"),
@@ -137,30 +137,32 @@ def test_a_micro_batch_without_padding_is_planned_without_a_mask(tmp_path):
     ],
 )
 def test_where_the_order_is_not_known_a_bound_counts_and_the_plan_says_why(
-    folder, facts, data, words
+    folder, values, data, words
 ):
-    context = replace(context_of(folder, "sdpa", **data), **facts)
+    facts = builders.changed(facts_of(folder, "sdpa", **data), **values)
     candidate = candidate_of("sdpa")
-    reason = context.no_order(candidate)
+    reason = facts.no_order(candidate)
     assert reason is not None
     assert words in reason
-    most = context.most_targets(candidate)
+    most = facts.most_targets(candidate)
     assert not most.sizes
     length = most.length
-    counted = sum(context.counts["most_targets"][:BATCH]) if context.counts else BATCH * length
+    counted = (
+        sum(facts.rows.counts["most_targets"][:BATCH]) if facts.rows.counts else BATCH * length
+    )
     assert most.of(BATCH) == min(counted, BATCH * length)
 
 
 def test_all_epochs_count_and_each_division_has_its_own_largest_micro_batch(folder):
-    context, candidate = context_of(folder, "sdpa"), candidate_of("sdpa")
+    facts, candidate = facts_of(folder, "sdpa"), candidate_of("sdpa")
     most = [
-        context.most_targets(replace(candidate, per_device_train_batch_size=rows)).of(rows)
+        facts.most_targets(replace(candidate, per_device_train_batch_size=rows)).of(rows)
         for rows in (1, 2, 6)
     ]
     assert most == sorted(most)
-    targets = np.array(context.counts["most_targets"]) if context.counts else np.empty(0)
+    targets = np.array(facts.rows.counts["most_targets"]) if facts.rows.counts else np.empty(0)
     assert most[0] == targets[0]  # the row with most is trained alone
     assert most[2] < targets[:6].sum()
-    more = context.recipe.training.model_copy(update={"num_train_epochs": 40.0})
-    longer = replace(context, recipe=context.recipe.model_copy(update={"training": more}))
+    more = facts.recipe.training.model_copy(update={"num_train_epochs": 40.0})
+    longer = builders.changed(facts, recipe=facts.recipe.model_copy(update={"training": more}))
     assert longer.most_targets(candidate).of(6) > most[2]

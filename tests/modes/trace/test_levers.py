@@ -16,13 +16,12 @@ import torch
 
 from launch.base.errors import ConfigError
 from launch.plan import candidates, fit, less_saving, planner, search, tiled_mlp
-from launch.plan import context as plan_context
-from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
+from launch.plan import facts as plan_facts
 from launch.plan.planner import Choice
 from launch.plan.search import AS_FAST
 from launch.predict import estimate, model_config
 from launch.predict.estimate import Judged
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
 from launch.predict.memory.allocator_config import EXPANDABLE
 from launch.predict.trace_client import TracingChild
 from launch.predict.traces import Traces
@@ -94,7 +93,7 @@ def planning(
     exact_batch: bool = True,
     may_expand: bool = False,
     **training: Any,
-) -> tuple[PlanContext, LaunchConstraints]:
+) -> Facts:
     """Facts of a card with so much free memory. `most_targets` of tokenised rows;
     `may_expand`: the card can grow the allocator's segments."""
     recipe = Recipe.model_validate(
@@ -123,31 +122,36 @@ def planning(
     )
     card = machine(gpus=1)
     gpus = tuple(replace(gpu, free_bytes=int(free_gib * GIB)) for gpu in card.gpus)
-    context = plan_context.build(recipe, replace(card, gpus=gpus), config, parameters, family, DATA)
+    facts = plan_facts.build(recipe, replace(card, gpus=gpus), config, parameters, family, DATA)
     if most_targets:
         counts = {"rows": 1000, "dropped": 0, "bad": 0, "target_tokens": 1000 * most_targets[-1]}
         lengths = {"tokens": 1000 * LENGTH, "lengths": [(LENGTH, LENGTH)]}
         counts |= {**lengths, "most_targets": list(most_targets)}
-        context = replace(context, counts=counts, lengths=(LENGTH, LENGTH))
-    traces = Traces(recipe, context.model, context.lora_targets, cache.folder, child=cache.child)
-    return (
-        replace(context, traces=traces, may_expand=may_expand),
-        LaunchConstraints(no_every_n_layers=no_every_n_layers, no_varlen_attn=None),
+        facts = builders.changed(facts, counts=counts, lengths=(LENGTH, LENGTH))
+    traces = Traces(
+        recipe, facts.model.size, facts.model.lora_targets, cache.folder, child=cache.child
+    )
+    return builders.changed(
+        facts,
+        traces=traces,
+        may_expand=may_expand,
+        no_every_n_layers=no_every_n_layers,
+        no_varlen_attn=None,
     )
 
 
 def chosen(cache: TraceCache, free_gib: float, *given: Any, **more: Any) -> Choice:
     """The plan of planning()."""
-    return planner.choose(*planning(cache, free_gib, *given, **more))
+    return planner.choose(planning(cache, free_gib, *given, **more))
 
 
 def what_nothing_fits_by(cache: TraceCache, free_gib: float, **more: Any) -> str:
     """By what each candidate of planning() exceeds a budget. Ways out, each of which would be
     traced, are those of test_advice."""
-    context, constraints = planning(cache, free_gib, **more)
+    facts = planning(cache, free_gib, **more)
     judged: list[tuple[Judged, str]] = []
-    possible, _ = candidates.possible(context, constraints)
-    assert search.search(context, possible, constraints, judged) is None
+    possible, _ = candidates.possible(facts)
+    assert search.search(facts, possible, judged) is None
     return "; ".join(f"{estimate.describe(each.candidate)}: {each.misses}" for each, _ in judged)
 
 
@@ -201,7 +205,7 @@ def test_activations_are_kept_on_the_host_where_nothing_else_fits(cache):
     layers, of_layer = 24, 8 * LENGTH * 896 * 2
     assert least - on_host.estimate.device_bytes == pytest.approx(layers * of_layer, rel=0.1)
     # pinned memory comes in powers of two: 8 MiB for the 7 of a layer
-    of_step = estimate.judge(choice.context, on_host.strategy).phases.host.step
+    of_step = estimate.judge(choice.facts, on_host.strategy).phases.host.step
     assert of_step.by_cause["offloaded activations"] == layers * 8 * MIB
     # 7 MiB are copied in less time than a layer of 8 x 512 tokens computes
     assert on_host.seconds_per_step == pytest.approx(on_card.seconds_per_step, rel=0.01)
@@ -320,7 +324,7 @@ def test_mlps_in_parts_are_not_traced_where_all_that_a_layer_makes_is_less_than_
         "activation_checkpointing": True,
     }
     choice = chosen(cache, 5, **long)
-    judged = estimate.judge(choice.context, choice.plan.strategy, exact=False)
+    judged = estimate.judge(choice.facts, choice.plan.strategy, exact=False)
     assert judged.memory.peak is not None
     of_layer = judged.memory.peak.parts["temporaries"]
     inner = 8192 * 4864 * 2
@@ -328,7 +332,7 @@ def test_mlps_in_parts_are_not_traced_where_all_that_a_layer_makes_is_less_than_
 
     def tiled(missing_bytes: int) -> Any:
         budget = judged.memory.device_bytes - missing_bytes
-        return tiled_mlp.tiled(choice.context, replace(judged, budget_bytes=budget))
+        return tiled_mlp.tiled(choice.facts, replace(judged, budget_bytes=budget))
 
     assert tiled(8 * inner) is not None
     assert tiled(of_layer) is None
@@ -341,43 +345,45 @@ def test_mlps_in_parts_are_not_traced_where_logits_are_the_peak(cache):
     assert not any("MLPs in" in line for line in plan.table)
 
 
-def with_lora(cache: TraceCache, length: int, cards: int, shape: str = "qwen2.5-7b") -> PlanContext:
+def with_lora(cache: TraceCache, length: int, cards: int, shape: str = "qwen2.5-7b") -> Facts:
     """LoRA of a model on cards of 24 GB."""
     recipe = fit.recipe_of(shape, "lora", length, half=False, gpus=cards)
     on = described.from_words("RTX 4090", cards, 64)
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
-    context = plan_context.build(recipe, on, config, parameters, family, DATA)
-    traces = Traces(recipe, context.model, context.lora_targets, cache.folder, child=cache.child)
-    return replace(context, traces=traces)
+    facts = plan_facts.build(recipe, on, config, parameters, family, DATA)
+    traces = Traces(
+        recipe, facts.model.size, facts.model.lora_targets, cache.folder, child=cache.child
+    )
+    return builders.changed(facts, traces=traces)
 
 
 def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(own):
     """At 8,192 tokens ZeRO 2 with states in host RAM fits. ZeRO 3 fetches all weights from there
     in each micro-step."""
-    context = with_lora(own, 8192, 1)
-    plan = planner.choose(context).plan
+    facts = with_lora(own, 8192, 1)
+    plan = planner.choose(facts).plan
     assert plan.strategy.mode == "deepspeed_zero2_offload"
-    possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+    possible, _ = candidates.possible(facts)
     (asked,) = (each for each in possible if each.mode == "deepspeed_zero3_offload")
-    left_out = [asked, *candidates.splits(context, asked)]
+    left_out = [asked, *candidates.splits(facts.recipe, facts.model, asked)]
     left_out = [each for each in left_out if each.activation_checkpointing]
-    assert [each for each in left_out if context.trace(each) is not None] == []
+    assert [each for each in left_out if facts.trace(each) is not None] == []
     # what MLPs keep for backward is too much for the card: no trace has to say so
     (whole,) = (each for each in possible if each.mode == "single_gpu")
-    for split in candidates.splits(context, whole):
-        assert split.activation_checkpointing or context.trace(split) is None
-    context.fetch(left_out)
-    judged = [estimate.judge(context, each, exact=False) for each in left_out]
+    for split in candidates.splits(facts.recipe, facts.model, whole):
+        assert split.activation_checkpointing or facts.trace(split) is None
+    facts.fetch(left_out)
+    judged = [estimate.judge(facts, each, exact=False) for each in left_out]
     assert plan.seconds_per_step is not None
     assert min(each.seconds for each in judged) > plan.seconds_per_step * AS_FAST
 
 
 def test_full_copies_that_sharded_ones_may_beat_are_compared_before_one_is_replayed(cache):
-    context = with_lora(cache, 2048, 2)
+    facts = with_lora(cache, 2048, 2)
     judged: list[tuple[Judged, str]] = []
-    possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+    possible, _ = candidates.possible(facts)
     two = [each for each in possible if each.num_processes == 2]
-    chosen = search.search(context, two, NO_CONSTRAINTS, judged)
+    chosen = search.search(facts, two, judged)
     assert chosen is not None
     assert not chosen.candidate.launch_mode.is_whole
     assert any(each.candidate.launch_mode.is_whole and not each.misses for each, _ in judged)
@@ -398,27 +404,27 @@ def test_what_the_activations_of_a_layer_take_is_traced_of_full_copies_alone(tmp
 
 def test_some_layers_keep_activations_where_logits_at_once_are_traced_with_checkpointing(cache):
     """Without checkpointing, logits at once are too much for the card, and are not traced."""
-    context = with_lora(cache, 8192, 1, "qwen2.5-1.5b")
-    plan = planner.choose(context).plan
+    facts = with_lora(cache, 8192, 1, "qwen2.5-1.5b")
+    plan = planner.choose(facts).plan
     assert plan.strategy.every_n_layers > 1
     assert plan.strategy.num_output_chunks == candidates.OUTPUT_CHUNKS
 
 
 def test_a_step_takes_at_least_what_the_work_of_another_mode_says(cache):
     """Without checkpointing beside with it, and with logits in parts beside at once, each way."""
-    context = with_lora(cache, 2048, 2)
-    possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+    facts = with_lora(cache, 2048, 2)
+    possible, _ = candidates.possible(facts)
     both = [
         split
         for each in possible
         if each.launch_mode.engine == "deepspeed" and each.num_processes == 2
-        for split in candidates.splits(context, each)
+        for split in candidates.splits(facts.recipe, facts.model, each)
         if split.per_device_train_batch_size == 1
     ]
-    context.fetch(both)
-    judged = {each: estimate.judge(context, each, exact=False).seconds for each in both}
+    facts.fetch(both)
+    judged = {each: estimate.judge(facts, each, exact=False).seconds for each in both}
     shares = [
-        search.least_s(context, each, other) / judged[each]
+        search.least_s(facts, each, other) / judged[each]
         for each, other in itertools.permutations(both, 2)
     ]
     assert len({each.mode for each in both}) == 5
@@ -472,21 +478,23 @@ def test_a_card_holds_at_least_what_candidates_are_left_out_by(
         config_read, parameters, family = model_config.read(
             other.model, None, root=CODE, cache=builders.CACHE
         )
-        context = plan_context.build(other, machine(gpus=1), config_read, parameters, family, DATA)
-        (candidate,), _ = candidates.possible(context, NO_CONSTRAINTS)
+        facts = plan_facts.build(other, machine(gpus=1), config_read, parameters, family, DATA)
+        (candidate,), _ = candidates.possible(facts)
         ways = [
             candidate,
             replace(candidate, gradient_accumulation_steps=2),
             replace(candidate, activation_checkpointing=True, every_n_layers=2),
             replace(candidate, activation_checkpointing=True, tiled_mlp_num_shards=2),
         ]
-        traces = Traces(other, context.model, context.lora_targets, own.folder, child=own.child)
-        context = replace(context, traces=traces)
-        context.fetch(ways)
+        traces = Traces(
+            other, facts.model.size, facts.model.lora_targets, own.folder, child=own.child
+        )
+        facts = builders.changed(facts, traces=traces)
+        facts.fetch(ways)
         for way in ways:
-            least = less_saving.at_backward(context, way)
+            least = less_saving.at_backward(facts, way)
             assert least is not None
-            held = estimate.judge(context, way, exact=False).memory
+            held = estimate.judge(facts, way, exact=False).memory
             shares.append(least.allocated_bytes / held.allocated_bytes)
     assert max(shares) <= 1
     assert min(shares[::4]) > least_share  # without checkpointing
@@ -537,7 +545,7 @@ def trained(training: dict[str, Any]) -> dict[str, torch.Tensor]:
     config, parameters, family = model_config.read(
         recipe.model, 512, root=CODE, cache=builders.CACHE
     )
-    context = plan_context.build(recipe, machine(), config, parameters, family, DATA)
-    trainer = real_steps.trainer(recipe, planner.choose(context).plan, 48, True, 3)
+    facts = plan_facts.build(recipe, machine(), config, parameters, family, DATA)
+    trainer = real_steps.trainer(recipe, planner.choose(facts).plan, 48, True, 3)
     trainer.train()
     return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}

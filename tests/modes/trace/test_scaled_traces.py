@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.plan import candidates, fit
-from launch.plan import context as plan_context
-from launch.plan.candidates import NO_CONSTRAINTS
+from launch.plan import facts as plan_facts
 from launch.plan.scaled_traces import ScaledTraces
 from launch.predict import estimate, model_config
 from launch.predict.traces import Traces
@@ -30,15 +29,15 @@ def test_a_scaled_trace_predicts_what_a_trace_of_that_length_does(method):
         recipe.model, root=builders.CODE, cache=builders.CACHE
     )
     machine = described.from_words("RTX 4090", 1, 64)
-    context = plan_context.build(recipe, machine, config, parameters, family, fit.ANY_FORMAT)
-    context = plan_context.with_rows_of(context, LENGTH)
-    possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+    facts = plan_facts.build(recipe, machine, config, parameters, family, fit.ANY_FORMAT)
+    facts = builders.changed(facts, rows=plan_facts.of_length(facts.rows, recipe.data, LENGTH))
+    possible, _ = candidates.possible(facts)
     (alone,) = (each for each in possible if each.mode == "single_gpu")
     frugal = replace(alone, activation_checkpointing=True, num_output_chunks=8)
     judged = []
     for kind in (ScaledTraces, Traces):
-        traces = kind(recipe, context.model, context.lora_targets, TRACES)
-        with_traces = replace(context, traces=traces)
+        traces = kind(recipe, facts.model.size, facts.model.lora_targets, TRACES)
+        with_traces = builders.changed(facts, traces=traces)
         with with_traces.asking():
             with_traces.fetch([alone, frugal])
             assert traces.failure is None

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils import flop_counter
 from transformers import TrainerCallback
 
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.plan import planner
 from launch.predict import model_config
 from launch.predict.traces import Question, Traces
@@ -60,7 +60,7 @@ def recipe_of(shape: str, **sections: Any) -> tuple[Recipe, Plan]:
         recipe.model, 512, root=CODE, cache=builders.CACHE
     )
     return recipe, planner.choose(
-        plan_context.build(recipe, machine(gpus=0), config, parameters, family, DATA)
+        plan_facts.build(recipe, machine(gpus=0), config, parameters, family, DATA)
     ).plan
 
 
@@ -405,7 +405,7 @@ def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[R
     section = recipe.model.model_copy(update={"shape": shape})
     config, _, family = model_config.read(section, root=CODE, cache=builders.CACHE)
     config = {**config, **dict.fromkeys(family.depth_keys, layers)}
-    targets = plan_context.select_lora_targets(
+    targets = plan_facts.select_lora_targets(
         recipe, family, {f"x.{t}.weight": (1, 1) for t in "qkvo"}
     )
     if config["model_type"] == "llama":

@@ -10,7 +10,7 @@ import pytest
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.commands import foreign_launcher
-from launch.plan.candidates import LaunchConstraints
+from launch.predict.facts import Wishes
 from launch.render import deepspeed as render_deepspeed
 from tests.builders import machine, plan, recipe_of
 
@@ -23,8 +23,8 @@ def cmdline(folder: Path, *words: str) -> Path:
     return path
 
 
-def constraints(folder: Path, *words: str, **environ: str) -> LaunchConstraints:
-    return foreign_launcher.constraints(environ, cmdline(folder, *words), force_cpu=False)
+def wishes(folder: Path, *words: str, **environ: str) -> Wishes:
+    return foreign_launcher.wishes(environ, cmdline(folder, *words), force_cpu=False)
 
 
 def deepspeed(folder: Path, **sections: object) -> dict[str, str]:
@@ -38,8 +38,8 @@ def deepspeed(folder: Path, **sections: object) -> dict[str, str]:
 
 
 def test_ranks_and_machines_are_those_of_the_environment(tmp_path):
-    assert constraints(tmp_path) == LaunchConstraints(num_processes=1)
-    assert constraints(tmp_path, WORLD_SIZE="4", LOCAL_WORLD_SIZE="2") == LaunchConstraints(
+    assert wishes(tmp_path) == Wishes(num_processes=1)
+    assert wishes(tmp_path, WORLD_SIZE="4", LOCAL_WORLD_SIZE="2") == Wishes(
         num_processes=4, num_machines=2
     )
 
@@ -49,20 +49,20 @@ def test_ranks_and_machines_are_those_of_the_environment(tmp_path):
     [
         (
             ["--config_file", "configs/accelerate/dual_gpu_gloo.yaml"],
-            LaunchConstraints(1, force_gloo=True),
+            Wishes(1, force_gloo=True),
         ),
-        (["--config-file=/somewhere/multi_cpu.yaml"], LaunchConstraints(1, force_cpu=True)),
-        (["--config_file", "mine.yaml"], LaunchConstraints(1)),
-        (["--config_file"], LaunchConstraints(1)),
+        (["--config-file=/somewhere/multi_cpu.yaml"], Wishes(1, force_cpu=True)),
+        (["--config_file", "mine.yaml"], Wishes(1)),
+        (["--config_file"], Wishes(1)),
     ],
 )
 def test_a_file_of_ours_is_known_by_its_name(tmp_path, words, expected):
-    assert constraints(tmp_path, *words) == expected
+    assert wishes(tmp_path, *words) == expected
 
 
 def test_the_variable_of_the_guides_means_gloo(tmp_path):
-    assert constraints(tmp_path, ACCELERATE_USE_GLOO="1").force_gloo
-    assert not constraints(tmp_path, ACCELERATE_USE_GLOO="0").force_gloo
+    assert wishes(tmp_path, ACCELERATE_USE_GLOO="1").force_gloo
+    assert not wishes(tmp_path, ACCELERATE_USE_GLOO="0").force_gloo
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_the_variable_of_the_guides_means_gloo(tmp_path):
     ],
 )
 def test_a_deepspeed_file_names_the_mode(tmp_path, zero, mode):
-    assert constraints(tmp_path, **deepspeed(tmp_path, zero_optimization=zero)).mode == mode
+    assert wishes(tmp_path, **deepspeed(tmp_path, zero_optimization=zero)).mode == mode
 
 
 def test_deepspeed_by_flags_names_the_mode(tmp_path):
     flags = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
-    assert constraints(tmp_path, **flags).mode == "deepspeed_zero3"
+    assert wishes(tmp_path, **flags).mode == "deepspeed_zero3"
 
 
 @pytest.mark.parametrize(
@@ -100,26 +100,22 @@ def test_deepspeed_by_flags_names_the_mode(tmp_path):
 )
 def test_deepspeed_that_no_mode_covers_is_refused_with_what_there_is(tmp_path, zero):
     with pytest.raises(ConfigError, match="there are deepspeed_zero1, deepspeed_zero2"):
-        constraints(tmp_path, **deepspeed(tmp_path, zero_optimization=zero))
+        wishes(tmp_path, **deepspeed(tmp_path, zero_optimization=zero))
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "bad.json").write_text("{")
     environ = {"ACCELERATE_USE_DEEPSPEED": "true"}
     with pytest.raises(ConfigError, match=r"bad\.json: not JSON"):
-        constraints(
-            tmp_path, **environ, ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "bad.json")
-        )
+        wishes(tmp_path, **environ, ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "bad.json"))
     with pytest.raises(ResourceError, match=r"none\.json: No such file"):
-        constraints(
-            tmp_path, **environ, ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "none.json")
-        )
+        wishes(tmp_path, **environ, ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "none.json"))
 
 
 def test_fsdp_has_to_be_the_second(tmp_path):
-    assert constraints(tmp_path, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2").mode == "fsdp2"
+    assert wishes(tmp_path, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2").mode == "fsdp2"
     with pytest.raises(ConfigError, match="fsdp_version: 2"):
-        constraints(tmp_path, ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
+        wishes(tmp_path, ACCELERATE_USE_FSDP="true", FSDP_VERSION="1")
 
 
 def test_the_users_deepspeed_file_keeps_what_is_not_the_recipes_and_the_rest_is_said(tmp_path):
@@ -195,4 +191,4 @@ def test_our_deepspeed_files_are_found_from_any_folder(tmp_path, monkeypatch):
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": "configs/deepspeed/zero3.json",
     }
-    assert constraints(tmp_path, **environ).mode == "deepspeed_zero3"
+    assert wishes(tmp_path, **environ).mode == "deepspeed_zero3"

@@ -167,9 +167,9 @@ def test_a_stop_ends_the_reading(copied):
 def test_a_plan_says_that_the_rows_it_would_count_are_damaged(tmp_path, monkeypatch):
     monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path))
     recipe, lines = str(builders.recipe(tmp_path)), []
-    tokens = resolve(recipe, [], say=lines.append, trace=False).context.tokens
+    tokens = resolve(recipe, [], say=lines.append, trace=False).facts.rows.tokens
     assert tokens is not None and not lines
     tokens.folder.mkdir(parents=True)
     (tokens.folder / token_hashes.FILE).symlink_to("/dev/zero")
-    assert resolve(recipe, [], say=lines.append, trace=False).context.counts is None
+    assert resolve(recipe, [], say=lines.append, trace=False).facts.rows.counts is None
     assert lines == [f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again"]

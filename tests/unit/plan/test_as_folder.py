@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from launch.base.workspace import CODE
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.predict import model_config
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
 from launch.schema.machine import GIB
 from tests import builders
 
@@ -15,22 +15,22 @@ pytestmark = pytest.mark.unit
 SMALL_HOST = builders.machine(gpus=1, host_limit_bytes=16 * GIB, host_available_bytes=15 * GIB)
 
 
-def context_of(**sections: object) -> PlanContext:
+def facts_of(**sections: object) -> Facts:
     recipe = builders.recipe_of(**{"model": {"shape": "qwen2.5-7b"}, **sections})
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
     recipe_facts = (recipe, SMALL_HOST, config, parameters, family, builders.DATA_FORMAT)
-    return plan_context.build(*recipe_facts)
+    return plan_facts.build(*recipe_facts)
 
 
 def test_a_shape_is_planned_with_the_files_of_its_folder() -> None:
-    context = plan_context.as_folder(
-        context_of(
+    facts = plan_facts.as_folder(
+        facts_of(
             model={"shape": "qwen2.5-7b", "dtype": "bfloat16"},
             lora={"r": 8},
             quantization={"load_in_4bit": True},
         )
     )
-    assert context.stored is not None
-    assert context.stored.total_bytes == 2 * 7_615_616_512
-    assert context.stored.largest_file_bytes == 5_000_000_000
-    assert "random weights" in context.data_format.notes[-1]
+    assert facts.model.stored is not None
+    assert facts.model.stored.total_bytes == 2 * 7_615_616_512
+    assert facts.model.stored.largest_file_bytes == 5_000_000_000
+    assert "random weights" in facts.rows.format.notes[-1]

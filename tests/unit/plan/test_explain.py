@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 
-from launch.plan import context as plan_context
 from launch.plan import explain
-from launch.plan.candidates import NO_CONSTRAINTS
-from launch.predict import model_config
 from launch.predict.estimate import Judged
 from launch.predict.time.timing import TimeEstimate
 from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Peak
-from tests.builders import CACHE, CODE, DATA_FORMAT, machine, plan, recipe_of
+from tests.builders import facts_of, machine, plan, recipe_of
 
 RECIPE = recipe_of(training={"per_device_train_batch_size": 8})
 STRATEGY = plan(RECIPE, machine(1)).strategy
@@ -53,10 +50,9 @@ def test_what_an_untraced_candidate_holds_is_a_bound():
 )
 def test_the_reason_of_a_batch_is_that_of_the_chosen_mode_or_names_the_other(losers, said):
     chosen = judged(12, 2.0, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    config, parameters, family = model_config.read(RECIPE.model, root=CODE, cache=CACHE)
-    context = plan_context.build(RECIPE, machine(1), config, parameters, family, DATA_FORMAT)
+    facts = facts_of(RECIPE, machine(1))
     verdicts = [(each, "does not fit") for each in losers]
-    changes = explain.changes(context, chosen.candidate, verdicts, NO_CONSTRAINTS)
+    changes = explain.changes(facts, chosen.candidate, verdicts)
     (reason,) = {
         change.reason.partition(";")[0]
         for change in changes

@@ -12,8 +12,7 @@ import pytest
 from launch.base.errors import ConfigError, DoesNotFit, ResourceError
 from launch.base.workspace import Workspace
 from launch.plan import candidates, less_saving, planner
-from launch.plan import context as plan_context
-from launch.plan.candidates import NO_CONSTRAINTS, LaunchConstraints
+from launch.plan import facts as plan_facts
 from launch.predict import budgets, estimate, model_config
 from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import traced_steps
@@ -24,7 +23,17 @@ from launch.render import command
 from launch.report import text
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB, CardFigures, Link, Machine
-from tests.builders import CACHE, CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
+from tests.builders import (
+    CACHE,
+    CODE,
+    DATA_FORMAT,
+    changed,
+    facts_of,
+    gpu,
+    machine,
+    plan,
+    recipe_of,
+)
 from training.loop import arguments
 
 
@@ -64,9 +73,8 @@ def test_every_gpu_is_used_unless_a_number_is_given():
 )
 def test_fewer_ranks_are_candidates_at_the_same_effective_batch(cards, steps, launch, ranks):
     recipe = recipe_of(launch=launch, training={"gradient_accumulation_steps": steps})
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    context = plan_context.build(recipe, machine(cards), config, parameters, family, DATA_FORMAT)
-    possible, _ = candidates.possible(context, NO_CONSTRAINTS)
+    facts = facts_of(recipe, machine(cards))
+    possible, _ = candidates.possible(facts)
     assert list(dict.fromkeys(each.num_processes for each in possible)) == ranks
     batch = recipe.training.per_device_train_batch_size * steps * cards
     assert {each.effective_batch_size for each in possible} == {batch}
@@ -274,13 +282,13 @@ RTX_3080 = CardFigures(gpu().name, 300 << 20, "selfcheck", 5.5e13, 12e9)
 )
 def test_the_plan_says_which_of_its_figures_were_measured_on_this_machine(card, margin, line):
     recipe = recipe_of()
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    context = replace(
-        plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT),
+    facts = facts_of(
+        recipe,
+        machine(1),
         import_memory=replace(ASSUMED, card=card),
         error_margin=margin,
     )
-    chosen = planner.choose(context, NO_CONSTRAINTS).plan
+    chosen = planner.choose(facts).plan
     found = next((each for each in chosen.why if each.startswith("measured here")), None)
     assert found == line
 
@@ -310,15 +318,14 @@ def test_ranks_that_are_running_and_a_number_that_was_asked_for_have_to_agree():
 @pytest.mark.parametrize(("share", "budget"), [(1.0, 18.05), (0.5, 10.5), (0.95, 18.05)])
 def test_the_users_share_of_a_card_limits_the_budget_too(share, budget):
     recipe, on = recipe_of(launch={"vram_fraction": 0.95}), machine(1)
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    context = plan_context.build(recipe, on, config, parameters, family, DATA_FORMAT)
-    context = replace(context, allocator=AllocatorConfig(per_process_memory_fraction=share))
+    facts = facts_of(recipe, on)
+    facts = changed(facts, allocator=AllocatorConfig(per_process_memory_fraction=share))
     strategy = plan(recipe, on).strategy
-    assert budgets.budget_bytes(context, strategy) / GIB == pytest.approx(budget, abs=0.2)
+    assert budgets.budget_bytes(facts, strategy) / GIB == pytest.approx(budget, abs=0.2)
 
 
 @pytest.mark.parametrize(
-    ("facts", "packing", "attention", "settings"),
+    ("values", "packing", "attention", "settings"),
     [
         ({"may_expand": True}, False, "sdpa", EXPANDABLE),
         ({"may_expand": True, "is_ragged": False}, False, "sdpa", ""),
@@ -328,9 +335,9 @@ def test_the_users_share_of_a_card_limits_the_budget_too(share, budget):
         ({"may_expand": False}, False, "sdpa", ""),
     ],
 )
-def test_segments_grow_where_rows_differ_in_length(facts, packing, attention, settings):
+def test_segments_grow_where_rows_differ_in_length(values, packing, attention, settings):
     sections = {"data": {"packing": packing}}
-    planned = segments(facts, sections, attention, logits_at_targets=False)
+    planned = segments(values, sections, attention, logits_at_targets=False)
     assert planned == ([settings] if settings else [])
 
 
@@ -345,27 +352,26 @@ def test_segments_grow_where_rows_differ_in_length(facts, packing, attention, se
     ],
 )
 def test_segments_grow_where_micro_batches_differ_in_targets(sections, most_targets, settings):
-    facts: dict[str, Any] = {"may_expand": True, "is_ragged": False}
+    values: dict[str, Any] = {"may_expand": True, "is_ragged": False}
     if most_targets is not None:
         counts = {"rows": 2, "dropped": 0, "bad": 0, "tokens": 200, "lengths": [(100, 100)] * 2}
         counts |= {"target_tokens": sum(most_targets), "most_targets": most_targets}
-        facts["counts"] = counts
-    assert segments(facts, sections) == settings
+        values["counts"] = counts
+    assert segments(values, sections) == settings
 
 
 @pytest.mark.parametrize(("shape", "share"), [("llama-tiny", 90 / 200), ("t5-tiny", 90 / 290)])
 def test_answers_of_a_t5_are_tokens_beside_its_inputs(shape, share):
     recipe = recipe_of(model={"shape": shape})
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    context = plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT)
+    facts = facts_of(recipe, machine(1))
     counts = {"rows": 2, "dropped": 0, "bad": 0, "tokens": 200, "lengths": [(100, 45)] * 2}
     counts |= {"target_tokens": 90, "most_targets": [45, 45]}
-    chosen = planner.choose(replace(context, counts=counts), LaunchConstraints())
+    chosen = planner.choose(changed(facts, counts=counts))
     assert chosen.plan.target_share == pytest.approx(share)
 
 
 def segments(
-    facts: dict[str, Any], sections: dict[str, Any], attention: str = "sdpa", **training: Any
+    values: dict[str, Any], sections: dict[str, Any], attention: str = "sdpa", **training: Any
 ) -> list[str]:
     """The allocator's settings in the plan and on its screen."""
     recipe = recipe_of(
@@ -374,9 +380,8 @@ def segments(
         training={"bf16": True, **training},
         **sections,
     )
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    context = plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT)
-    chosen = planner.choose(replace(context, **facts), LaunchConstraints()).plan
+    facts = facts_of(recipe, machine(1))
+    chosen = planner.choose(changed(facts, **values)).plan
     named = [switch.runs for switch in chosen.switches if switch.name == "allocator"]
     assert "".join(named) == chosen.allocator_settings
     return named
@@ -572,17 +577,16 @@ def test_a_rate_scales_from_a_batch_by_a_rule_and_not_with_one_of_them(training)
 
 def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
     recipe = recipe_of(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    context = plan_context.build(recipe, machine(), config, parameters, family, DATA_FORMAT)
+    facts = facts_of(recipe, machine())
     cut = plan(recipe, machine()).strategy
     asked, short = traced_steps.of(
-        context, replace(cut, per_device_train_batch_size=4, gradient_accumulation_steps=8)
+        facts, replace(cut, per_device_train_batch_size=4, gradient_accumulation_steps=8)
     )
     assert (asked[0].lengths, asked[1]) == ((128, 128), 4)
     assert (short[0].lengths, short[1]) == ((16, 16), 32)
     assert short[0].is_padded
     assert not short[0].is_single
-    known = replace(context, lengths=(100, 60), is_ragged=True)  # of a T5
+    known = changed(facts, lengths=(100, 60), is_ragged=True)  # of a T5
     for micro_batch, parts in ((1, 2), (1, 64), (3, 7), (16, 2)):
         candidate = replace(
             cut, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=parts
@@ -593,13 +597,12 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
                 rows * length <= micro_batch * most
                 for length, most in zip(question.lengths, (100, 60), strict=True)
             )
-    assert len(traced_steps.of(context, replace(cut, gradient_accumulation_steps=1))) == 1
+    assert len(traced_steps.of(facts, replace(cut, gradient_accumulation_steps=1))) == 1
 
 
 def test_by_tokens_flattened_rows_are_judged_as_one_row_of_the_most_documents_and_targets():
     recipe = recipe_of(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    context = plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT)
+    facts = facts_of(recipe, machine(1))
     counts = {"rows": 90, "most_targets": [30] * 90}
     candidate = replace(
         plan(recipe, machine(1)).strategy,
@@ -607,7 +610,7 @@ def test_by_tokens_flattened_rows_are_judged_as_one_row_of_the_most_documents_an
         per_device_train_batch_size=4,
         gradient_accumulation_steps=8,
     )
-    (step,) = traced_steps.of(replace(context, counts=counts), candidate)
+    (step,) = traced_steps.of(changed(facts, counts=counts), candidate)
     # 32 rows of 16 tokens are one of 512 in 32 documents, and have more targets than 4 rows of 128
     assert (step.question.documents, step.rows) == (8, 4)
     (size,) = step.sizes
@@ -631,17 +634,17 @@ def test_splits_by_tokens_share_the_trace_of_the_longest_rows_and_short_rows_are
     recipe = recipe_of(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     asked = Asked()
-    context = replace(
-        plan_context.build(recipe, machine(), config, parameters, family, DATA_FORMAT), traces=asked
+    facts = replace(
+        plan_facts.build(recipe, machine(), config, parameters, family, DATA_FORMAT), traces=asked
     )
     cut = plan(recipe, machine()).strategy
     ways = [
         replace(cut, per_device_train_batch_size=rows, gradient_accumulation_steps=32 // rows)
         for rows in (16, 8, 4)
     ]
-    context.fetch(ways)
+    facts.fetch(ways)
     for way in ways:
-        estimate.judge(context, way, exact=False)
+        estimate.judge(facts, way, exact=False)
     assert asked.lengths == {(128, 128)}
-    estimate.judge(context, ways[-1])
+    estimate.judge(facts, ways[-1])
     assert asked.lengths == {(128, 128), (16, 16)}

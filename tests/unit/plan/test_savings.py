@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.plan import less_saving
 from launch.plan.savings import savings
 from launch.predict import model_config
 from launch.predict.estimate import Judged
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts
 from launch.predict.time.timing import TimeEstimate
 from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Peak
@@ -19,14 +19,14 @@ from tests.builders import CACHE, CODE, DATA_FORMAT, machine, plan, recipe_of
 STRATEGY = plan(recipe_of(), machine(1)).strategy
 
 
-def context_of(shape: str) -> PlanContext:
+def facts_of(shape: str) -> Facts:
     """A plan of which nothing is traced."""
     recipe = recipe_of(data={"train_file": "x", "max_length": 2048}, model={"shape": shape})
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    return plan_context.build(recipe, machine(1), config, parameters, family, DATA_FORMAT)
+    return plan_facts.build(recipe, machine(1), config, parameters, family, DATA_FORMAT)
 
 
-CONTEXT = context_of("t5-tiny")  # of which the least that a step holds is not known
+CONTEXT = facts_of("t5-tiny")  # of which the least that a step holds is not known
 
 
 def judged(gib: float, seconds: float | None, host_gib: float = 2, **strategy: Any) -> Judged:
@@ -65,14 +65,14 @@ def test_candidates_that_differ_in_two_ways_or_were_not_traced_say_nothing():
 
 
 def test_of_a_way_without_which_nothing_was_traced_the_least_that_it_saves_is_said():
-    context = context_of("qwen2.5-0.5b")
+    facts = facts_of("qwen2.5-0.5b")
     chosen = judged(5, 2.2, num_output_chunks=8, per_device_train_batch_size=4)
-    at_once = less_saving.at_backward(context, replace(chosen.candidate, num_output_chunks=1))
+    at_once = less_saving.at_backward(facts, replace(chosen.candidate, num_output_chunks=1))
     assert at_once is not None
     saved = (at_once.allocated_bytes - 5 * GIB) / GIB
     line = "logits in 8 part(s) instead of logits in 1 part(s)"
-    assert list(savings(context, chosen, [chosen])) == [f"{line}: at least {saved:.2f} GiB less"]
+    assert list(savings(facts, chosen, [chosen])) == [f"{line}: at least {saved:.2f} GiB less"]
     # 4 rows of 2,048 positions, of each word a logit, its log-softmax and its gradient in float32
-    assert saved > 4 * 2048 * context.model.config["vocab_size"] * 3 * 4 / GIB
+    assert saved > 4 * 2048 * facts.model.size.config["vocab_size"] * 3 * 4 / GIB
     more = replace(chosen, memory=judged(500, None).memory)  # than the least of the same at once
-    assert list(savings(context, more, [more])) == []
+    assert list(savings(facts, more, [more])) == []

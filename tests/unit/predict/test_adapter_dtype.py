@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from launch.base.errors import ConfigError
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.predict import optimizers
 from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
@@ -133,7 +133,7 @@ def test_a_checkpoint_has_the_predicted_bytes_and_loads_in_the_same_type(tmp_pat
         torch.nn.init.normal_(part)
     network.save_pretrained(tmp_path)
     recipe = builders.recipe_of(model={"dtype": "bfloat16"}).model_copy(update={"lora": lora})
-    counted = plan_context.model_size(
+    counted = plan_facts.model_size(
         recipe, config_of("llama"), shapes_of("llama"), predict_parameters.FAMILIES["llama"]
     )
     written = load_file(tmp_path / "adapter_model.safetensors").values()

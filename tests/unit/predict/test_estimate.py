@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.predict import estimate, model_config, sharding
 from launch.predict.estimate import Judged
 from launch.predict.history import calibration
@@ -25,7 +25,17 @@ from launch.schema.machine import GIB
 from launch.schema.plan import PAGED, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.result import SecondStep
-from tests.builders import CACHE, CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
+from tests.builders import (
+    CACHE,
+    CODE,
+    DATA_FORMAT,
+    changed,
+    facts_of,
+    gpu,
+    machine,
+    plan,
+    recipe_of,
+)
 
 RECORDED = Path(__file__).parents[2] / "data" / "traces" / "gpt2-small-512.json"
 # Reserved by torch 2.13.0+cu130, whose kernels did nothing: in the second step of 8 rows, in an
@@ -75,15 +85,14 @@ def exactly_judged(
     recipe: Recipe,
     eval_samples: int = 24,
     file: Path = RECORDED,
-    held_out_rows: int | None = None,
+    held_out: int | None = None,
     free_bytes: int = FREE_BYTES,
 ) -> tuple[Strategy, Judged]:
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    context = plan_context.build(recipe, CARD, config, parameters, family, DATA_FORMAT)
+    facts = facts_of(recipe, CARD)
     candidate = replace(plan(recipe, CARD).strategy, per_device_eval_batch_size=eval_samples)
-    context = replace(context, held_out_rows=held_out_rows)
-    context = replace(context, machine=machine(cards=(gpu(free_bytes=free_bytes),)))
-    traced = replace(context, traces=Recorded(file))
+    facts = changed(facts, held_out=held_out)
+    facts = changed(facts, machine=machine(cards=(gpu(free_bytes=free_bytes),)))
+    traced = changed(facts, traces=Recorded(file))
     return candidate, estimate.judge(traced, candidate)
 
 
@@ -98,14 +107,14 @@ def test_what_16_bit_weights_compute_is_counted_in_16_bits_before_a_trace():
         recipe = recipe_of(model={"shape": "gpt2-small", "dtype": dtype}, data={"max_length": 512})
         config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
         small = machine(cards=(gpu(free_bytes=GIB // 4),))
-        context = plan_context.build(recipe, small, config, parameters, family, DATA_FORMAT)
+        facts = plan_facts.build(recipe, small, config, parameters, family, DATA_FORMAT)
         candidate = replace(
             plan(asked(), CARD).strategy,
             mixed_precision=precision,
             num_output_chunks=1,
             logits_at_targets=False,
         )
-        refused = estimate.hopeless(context, candidate, with_step=True)
+        refused = estimate.hopeless(facts, candidate, with_step=True)
         assert refused is not None and refused.memory.peak is not None
         return refused.memory.peak.parts["activations"]
 
@@ -131,9 +140,9 @@ def test_an_evaluation_begins_with_an_empty_cache():
 
 def test_an_evaluation_has_no_more_samples_than_rows_are_held_out():
     recipe = asked(validation_file="/data/valid.parquet")
-    few = exactly_judged(recipe, 24, held_out_rows=6)[1].phases.device.evaluation
+    few = exactly_judged(recipe, 24, held_out=6)[1].phases.device.evaluation
     assert few == exactly_judged(recipe, 6)[1].phases.device.evaluation
-    many = exactly_judged(recipe, 24, held_out_rows=48)[1].phases.device.evaluation
+    many = exactly_judged(recipe, 24, held_out=48)[1].phases.device.evaluation
     assert many == exactly_judged(recipe, 24)[1].phases.device.evaluation
     assert few is not None
     assert many is not None
@@ -361,9 +370,8 @@ def test_gloos_copy_of_a_bucket_counts_in_the_backward_pass_that_makes_it(tmp_pa
     file = tmp_path / "trace.json"
     file.write_text(json.dumps(content))
     recipe = recipe_of(model={"shape": "gpt2-small"})
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    context = plan_context.build(recipe, CARD, config, parameters, family, DATA_FORMAT)
-    traced = replace(context, traces=Recorded(file))
+    facts = facts_of(recipe, CARD)
+    traced = changed(facts, traces=Recorded(file))
     ranks = {"device": "cpu", "num_processes": 2, "backend": "gloo", "mixed_precision": "no"}
     several = replace(plan(recipe, CARD).strategy, mode="deepspeed_zero3", **ranks)
     predicted = estimate.judge(traced, several, exact=False).memory.host["model"]

@@ -302,6 +302,20 @@ def test_offloaded_states_are_rounded_up_where_they_are_pinned(monkeypatch) -> N
     assert "rounding of pinned memory" not in on_cpu
 
 
+def test_what_is_not_pinned_takes_its_own_bytes() -> None:
+    states = MemoryEstimate(400_000_000, 0, 0, offloaded_bytes=1_600_000_000)
+    pinned = replace(strategy("deepspeed_zero2_offload"), device="cuda", backend="nccl")
+    activations = [3 * MIB, 5 * MIB]
+    plain = replace(pinned, pin_memory=False)
+    for chosen, rounded, locked in ((pinned, 12 * MIB, True), (plain, 8 * MIB, False)):
+        of_job = job(chosen, states=states, offloaded_activations=activations)
+        step = estimate(of_job, IMPORTS).by_phase["step"]
+        assert step["offloaded activations"] == of_job.ranks * rounded
+        assert (pinned_bytes(of_job) > 400_000_000) == locked
+        assert bool(pinned_memory.setting(chosen)) == locked
+    assert step["offloaded states"] == 1_600_000_000
+
+
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_pinned_states_and_buffers_are_those_that_the_driver_was_asked_for(
     monkeypatch, is_exact

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
 from launch.base.errors import ConfigError
-from launch.plan import context as plan_context
+from launch.plan import facts as plan_facts
 from launch.plan import relax
 from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
@@ -235,7 +235,7 @@ def test_a_saved_adapter_loads_in_plain_peft_and_merges(name, modules, tmp_path)
         optimizer.step()
     network.eval().save_pretrained(tmp_path / "adapter")
     recipe = builders.recipe_of().model_copy(update={"lora": lora})
-    counted = plan_context.model_size(
+    counted = plan_facts.model_size(
         recipe, config_of(name), shapes_of(name), predict_parameters.family(config_of(name))
     )
     written = load_file(tmp_path / "adapter/adapter_model.safetensors").values()
@@ -363,7 +363,7 @@ def test_the_plan_names_the_modules(name, modules, notes):
     lora = LoraSection(r=4, modules_to_save=modules)
     recipe = builders.recipe_of().model_copy(update={"lora": lora})
     model_type = config_of(name)["model_type"]
-    lines = plan_context.copied_modules(
+    lines = plan_facts.copied_modules(
         recipe, shapes_of(name), predict_parameters.FAMILIES[model_type]
     )
     assert len(lines) == len(notes)
@@ -376,7 +376,7 @@ def test_the_plan_refuses_an_adapter_that_no_part_of_an_encoder_decoder_would_us
     )
     family = predict_parameters.FAMILIES["t5"]
     with pytest.raises(ConfigError, match=r"^lora.target_modules: 'shared' .* of t5 share"):
-        plan_context.select_lora_targets(recipe, family, shapes_of("t5"))
+        plan_facts.select_lora_targets(recipe, family, shapes_of("t5"))
 
 
 def test_a_family_that_is_known_by_its_weights_keeps_its_tie():

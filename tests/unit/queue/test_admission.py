@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.predict import budgets
-from launch.queue import admission, limits
+from launch.queue import admission
 from launch.queue.admission import Supply
 from launch.queue.leases import Lease, Needs, Record, Taken
 from launch.schema.machine import GIB
@@ -44,13 +44,17 @@ def supply(*leases: Lease, free: float, total: float = 10, **fields: Any) -> Sup
 
 def test_only_what_a_lease_has_not_taken_is_missing_from_free_memory():
     """Its processes' 3 GiB are already missing from the 12 that the probe shows."""
-    on = admission.beside(machine(), [lease(1, host=5, taken=3), lease(2, host=1, taken=2)])
+    on = budgets.beside(
+        machine(), admission.leased([lease(1, host=5, taken=3), lease(2, host=1, taken=2)])
+    )
     assert on.host_available_bytes == (12 - 2 - 0) * GIB
 
 
 def test_a_lease_of_one_card_leaves_the_others_alone():
     cards = (gpu(0, uuid="A"), gpu(1, uuid="B"))
-    on = admission.beside(machine(cards=cards), [on_card(1, "B", needed=10, taken=4)])
+    on = budgets.beside(
+        machine(cards=cards), admission.leased([on_card(1, "B", needed=10, taken=4)])
+    )
     assert [each.free_bytes // GIB for each in on.gpus] == [19, 13]
     gone = admission.alone(machine(cards=cards), [on_card(1, "B", needed=10, taken=1)])
     assert [each.free_bytes // GIB for each in gone.gpus] == [19, 20]  # all of the card
@@ -58,12 +62,14 @@ def test_a_lease_of_one_card_leaves_the_others_alone():
 
 def test_limits_are_of_all_leases_together():
     recipe = recipe_of(launch={"host_limit_gib": 6})
-    on, (line,) = limits.limited(machine(), recipe, [lease(1, host=4, taken=4)])
+    on, (line,) = budgets.limited(machine(), recipe, admission.leased([lease(1, host=4, taken=4)]))
     assert budgets.host_budget_bytes(recipe, on) == 2 * GIB
     assert "launch.host_limit_gib 6 less 4.00 GiB of leases" in line
     recipe = recipe_of(launch={"vram_limit_gib": 6})
     cards = (gpu(0, uuid="A"), gpu(1, uuid="B"))
-    on, _ = limits.limited(machine(cards=cards), recipe, [on_card(1, "B", needed=4)])
+    on, _ = budgets.limited(
+        machine(cards=cards), recipe, admission.leased([on_card(1, "B", needed=4)])
+    )
     assert [round(each.free_bytes * 0.95 / GIB, 6) for each in on.gpus] == [6, 2]
 
 
@@ -182,7 +188,7 @@ def test_no_run_starves_while_smaller_ones_come_for_ever(arrivals, asked):
 
 def test_a_plan_needs_its_prediction_within_its_own_share_and_limits():
     recipe = recipe_of(launch={"vram_limit_gib": 6, "vram_fraction": 0.9})
-    on, _ = limits.limited(machine(2), recipe)
+    on, _ = budgets.limited(machine(2), recipe)
     chosen = plan(recipe, on)
     asked = admission.needs_of(chosen, on, recipe, (7, 42))
     assert asked.num_cards == chosen.strategy.num_processes

@@ -9,7 +9,6 @@ import pytest
 from launch.base.errors import DoesNotFit
 from launch.plan.resolve import resolve
 from launch.predict import budgets
-from launch.queue import limits
 from launch.schema.machine import GIB
 from tests import builders
 from tests.builders import gpu, machine, plan, recipe_of
@@ -32,7 +31,7 @@ def test_the_smallest_of_limit_and_free_memory_less_its_reserve_is_the_budget_an
     launch, budget_gib, counts
 ):
     recipe = recipe_of(launch=launch)
-    on, lines = limits.limited(machine(), recipe)
+    on, lines = budgets.limited(machine(), recipe)
     assert budgets.host_budget_bytes(recipe, on) == budget_gib * GIB
     assert len(lines) == ("host_limit_gib" in launch)
     assert counts in "".join(lines)
@@ -52,7 +51,7 @@ def test_each_card_has_a_limit_beside_the_share_of_its_free_memory(
 ):
     cards = tuple(gpu(index, free_bytes=free * GIB) for index, free in enumerate(free_gib))
     recipe = recipe_of(launch={"mode": "dual_gpu_nccl", **launch})
-    on, (line,) = limits.limited(machine(cards=cards), recipe)
+    on, (line,) = budgets.limited(machine(cards=cards), recipe)
     chosen = plan(recipe, on)
     assert chosen.budget_bytes == pytest.approx(budget_gib * GIB, abs=1)
     assert counts in line
@@ -60,8 +59,8 @@ def test_each_card_has_a_limit_beside_the_share_of_its_free_memory(
 
 def test_a_plan_within_a_limit_names_it_and_holds_the_ranks_to_it():
     recipe = recipe_of(launch={"vram_limit_gib": 6})
-    on, lines = limits.limited(machine(1), recipe)
-    chosen = plan(recipe, on, budget_notes=lines)
+    on, lines = budgets.limited(machine(1), recipe)
+    chosen = plan(recipe, on, notes=lines)
     assert lines[0] in chosen.why
     assert chosen.allocator_limit_bytes == 6 * GIB - chosen.estimate.outside_bytes
     assert plan(recipe_of(), machine(1)).allocator_limit_bytes is None
@@ -70,16 +69,16 @@ def test_a_plan_within_a_limit_names_it_and_holds_the_ranks_to_it():
 
 def test_a_recipe_that_only_a_limit_refuses_names_the_limit():
     recipe = recipe_of(model={"shape": "qwen2-0.5b"}, launch={"host_limit_gib": 0.5})
-    on, lines = limits.limited(machine(), recipe)
+    on, lines = budgets.limited(machine(), recipe)
     assert plan(recipe, machine()).strategy.device == "cpu"
     with pytest.raises(DoesNotFit, match=r"at most 0\.50 GiB \(launch\.host_limit_gib 0\.5\)"):
-        plan(recipe, on, budget_notes=lines)
+        plan(recipe, on, notes=lines)
 
 
 def test_what_misses_the_hosts_budget_is_refused_by_the_limit_that_counts():
     launch = {"mode": "deepspeed_zero3_offload", "host_limit_gib": 0.5}
     recipe = recipe_of(model={"shape": "qwen2-0.5b"}, launch=launch)
-    on, _ = limits.limited(machine(1), recipe)
+    on, _ = budgets.limited(machine(1), recipe)
     with pytest.raises(DoesNotFit) as refusal:
         plan(recipe, on)
     said = "budget 0.50 GiB (launch.host_limit_gib 0.5, and the reserve beside it)"

@@ -90,6 +90,15 @@ def test_a_deepspeed_file_agrees_with_its_plan_in_every_number(mode):
     )
 
 
+@pytest.mark.parametrize("pins", [True, False])
+def test_what_is_offloaded_is_pinned_as_planned(pins):
+    chosen = plan(recipe_of(), machine(1), mode="deepspeed_zero3_offload")
+    chosen = replace(chosen, strategy=replace(chosen.strategy, pin_memory=pins))
+    zero = json.loads(deepspeed.deepspeed_config(chosen, 1.0))["zero_optimization"]
+    states = {"device": "cpu", "pin_memory": pins}
+    assert (zero["offload_optimizer"], zero["offload_param"]) == (states, states)
+
+
 def test_several_machines_meet_where_the_recipe_says():
     launch = {
         "nodes": 2,

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.base.workspace import CODE
-from launch.plan import context as plan_context
-from launch.predict import budgets, estimate, model_config
+from launch.predict import budgets, estimate
 from launch.predict.history.calibration import Comparison
 from launch.predict.oom_history import CLEARLY_BELOW, MUCH_BELOW, OomEvent, OomHistory
 from launch.run_folder.layout import RunDir
@@ -16,7 +14,7 @@ from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Peak
 from launch.schema.result import Failure, RunResult
 from launch.supervise import oom_record
-from tests.builders import CACHE, DATA_FORMAT, machine, plan, recipe_of
+from tests.builders import changed, facts_of, machine, plan, recipe_of
 
 STRATEGY = plan().strategy
 HALF = replace(STRATEGY, per_device_train_batch_size=STRATEGY.per_device_train_batch_size // 2)
@@ -80,7 +78,7 @@ def test_a_card_that_ran_out_in_writing_needs_other_states_and_no_other_batch(se
     first = plan(recipe, two)
     assert first.strategy.mode == "dual_gpu_nccl"
     failed = OomEvent("device", section, first.strategy, first.estimate.model_state_bytes)
-    again = plan(recipe, two, oom_history=OomHistory(ran_out=(failed,)))
+    again = plan(recipe, two, oom=OomHistory(ran_out=(failed,)))
     assert again.strategy.launch_mode.zero_stage == 1
     assert again.strategy.per_device_train_batch_size == 8
     assert again.strategy.activation_checkpointing == first.strategy.activation_checkpointing
@@ -92,7 +90,7 @@ def test_the_plan_after_it_holds_the_effective_batch(section):
     recipe = recipe_of(training={"per_device_train_batch_size": 8, "per_device_eval_batch_size": 6})
     first = plan(recipe)
     failed = OomEvent("device", section, first.strategy, first.estimate.device_bytes)
-    again = plan(recipe, oom_history=OomHistory(ran_out=(failed,)))
+    again = plan(recipe, oom=OomHistory(ran_out=(failed,)))
     assert again.strategy.effective_batch_size == first.strategy.effective_batch_size
     batches = again.strategy.per_device_train_batch_size, again.strategy.per_device_eval_batch_size
     assert batches == ((8, 3) if section == "evaluation" else batches)
@@ -132,13 +130,12 @@ def host_misses(oom_history: OomHistory, needed_bytes: int) -> str | None:
     """Of a plan on CPUs with so many predicted bytes of host RAM, where the budgets do not
     count."""
     recipe = recipe_of()
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    context = plan_context.build(recipe, machine(), config, parameters, family, DATA_FORMAT)
-    context = replace(context, oom_history=oom_history, assume_fits=True)
+    facts = facts_of(recipe, machine())
+    facts = changed(facts, oom=oom_history, assume_fits=True)
     memory = MemoryEstimate(
         1, 1, 1, peak=Peak("backward", "mm", {"weights": 1}), host={"model": needed_bytes}
     )
-    return budgets.misses_host(context, STRATEGY, memory)
+    return budgets.misses_host(facts, STRATEGY, memory)
 
 
 def test_a_plan_that_step_2_has_refuted_bounds_the_next_one_also_where_it_is_assumed_to_fit(
@@ -168,6 +165,19 @@ def test_what_the_job_took_corrects_later_predictions(tmp_path):
         OomHistory(), one, RunDir(tmp_path), int(2.5 * GIB)
     ).host == pytest.approx(0.25)
     assert oom_record.add(OomHistory(host=0.1), one, RunDir(tmp_path), 1 * GIB).host == 0.1
+
+
+@pytest.mark.parametrize("section", ["load", "step", "evaluation"])
+@pytest.mark.parametrize("predicted_bytes", [0, 5 << 30])  # 0: the step was not traced
+def test_what_the_host_did_not_lock_is_not_pinned_again(section, predicted_bytes):
+    recipe = recipe_of(launch={"mode": "deepspeed_zero2_offload"})
+    first = plan(recipe, machine(1)).strategy
+    event = OomEvent("pinned", section, first, predicted_bytes)
+    again = plan(recipe, machine(1), oom=OomHistory(ran_out=(event,)))
+    assert first.pin_memory
+    assert again.strategy == replace(first, pin_memory=False)
+    (change,) = [each for each in again.changes if each.key == "pin_memory"]
+    assert ("5.00 GiB of RAM" in change.reason) == bool(predicted_bytes)
 
 
 # ---- what says nothing about plans

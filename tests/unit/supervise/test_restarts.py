@@ -46,7 +46,7 @@ def test_what_comes_again_is_not(kind):
     assert failed(kind).action == "stop"
 
 
-@pytest.mark.parametrize("kind", ["device_oom", "host_oom", "host_pressure"])
+@pytest.mark.parametrize("kind", ["device_oom", "host_oom", "host_pressure", "pinned_oom"])
 def test_a_shortage_of_memory_is_planned_again_as_often_as_there_is_a_smaller_plan(kind):
     history = History()
     assert [failed(kind, history, reached=7, committed=0, limit=0).action for _ in range(5)] == [
@@ -56,7 +56,7 @@ def test_a_shortage_of_memory_is_planned_again_as_often_as_there_is_a_smaller_pl
     assert decide(failure, history, 0, 7, 0, 10, replans=False).action == "stop"
 
 
-@pytest.mark.parametrize("kind", ["device_oom", "host_oom", "host_pressure"])
+@pytest.mark.parametrize("kind", ["device_oom", "host_oom", "host_pressure", "pinned_oom"])
 def test_a_shortage_that_says_nothing_about_the_plan_is_tried_again_a_few_times(kind):
     failure, history = Failure(kind, 12, "something ended it", "proof", "fix"), History()
     ends = [

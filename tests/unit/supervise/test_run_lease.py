@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 
-from launch.plan import context as plan_context
 from launch.plan.planner import Choice
-from launch.predict import model_config
 from launch.run_folder.layout import RunDir
 from launch.schema.phases import DeviceMemory, DevicePhases
 from launch.schema.result import SecondStep
 from launch.supervise.run_lease import RunLease
-from tests.builders import CACHE, CODE, DATA_FORMAT, gpu, machine, plan, recipe_of
+from tests.builders import facts_of, gpu, machine, plan, recipe_of
 
 pytestmark = pytest.mark.unit
 
@@ -28,12 +26,11 @@ def test_a_lease_is_the_plan_until_the_second_step_and_again_after_the_attempt(
 ):
     monkeypatch.setenv("LOWMEM_LEASES", str(tmp_path / "leases"))
     recipe, on = recipe_of(launch={"priority": 3}), machine(cards=(gpu(0, uuid="GPU-7"),))
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
-    context = plan_context.build(recipe, on, config, parameters, family, DATA_FORMAT)
+    facts = facts_of(recipe, on)
     chosen = plan(recipe, on)
     save = DeviceMemory(1, 2, 3 << 20)
     chosen = replace(chosen, phases=DevicePhases(save=save))
-    choice, run = Choice(context, chosen), RunDir.create(tmp_path, "tiny", datetime.now())
+    choice, run = Choice(facts, chosen), RunDir.create(tmp_path, "tiny", datetime.now())
 
     def record() -> dict[str, Any]:
         (file,) = (tmp_path / "leases").glob("*.lease")

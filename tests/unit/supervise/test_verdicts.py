@@ -19,6 +19,7 @@ LOGS = Path(__file__).parents[2] / "data" / "logs"
 CODES = {
     "device_oom": 12,
     "host_oom": 6,
+    "pinned_oom": 6,
     "gpu_broken": 3,
     "gpu_busy": 3,
     "gpu_unsupported": 3,
@@ -30,6 +31,7 @@ CODES = {
     "data": 4,
     "configuration": 2,
     "disk": 10,
+    "weights": 3,
     "CheckpointError": 5,
     "StorageError": 10,
     "port": 11,

@@ -88,6 +88,11 @@ NAMES = [
         "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script",
         "self save_path",
     ),
+    (
+        "pin_nothing",
+        "deepspeed.accelerator.cuda_accelerator:CUDA_Accelerator.pin_memory",
+        "self tensor make_copy match_shape",
+    ),
     ("leave_out_compiled_all_reduce", "deepspeed.ops:__compatible_ops__", None),
     ("end_what_cannot_send", "multiprocessing.queues:Queue._on_queue_feeder_error", "e obj"),
     ("shorten_socket_folder", "multiprocessing.process:_current_process._config", None),

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from launch.base.errors import ResourceError
-from launch.plan import context
+from launch.plan import facts
 from launch.predict import model_config
 from launch.schema.model_sections import ModelSection, TokenizerSection
 from launch.schema.recipe import Recipe
@@ -320,7 +320,7 @@ def test_a_head_that_the_weights_untie_is_untied_for_older_versions(tmp_path):
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     assert saved(tmp_path / "tied", {**LLAMA, "tie_word_embeddings": True})["tie_word_embeddings"]
     read = model_config.read(ModelSection(path=str(base)), root=base, cache=builders.CACHE)
-    (line,) = context.own_head(read[2], read[1])
+    (line,) = facts.own_head(read[2], read[1])
     assert line.startswith("lm_head.weight of the weights differs from the embeddings")
 
 

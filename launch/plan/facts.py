@@ -15,11 +15,12 @@ from launch.plan.candidates import CHUNKED
 from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.predict.budgets import host_budget_bytes
-from launch.predict.facts import PlanContext
+from launch.predict.facts import Facts, Installed, Model, Rows
 from launch.predict.memory import host_memory, stored_weights
 from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.target_counts import AT_TARGETS
 from launch.predict.trained_parameters import COPY
+from launch.schema.data_section import DataSection
 from launch.schema.machine import Machine
 from launch.schema.plan import DataFormat, ModelFamily, ModelSize
 from launch.schema.recipe import Recipe
@@ -58,9 +59,18 @@ def build(
     parameters: predict_parameters.Shapes,
     family: ModelFamily,
     data_format: DataFormat,
-) -> PlanContext:
+) -> Facts:
     """Build the facts that all candidates share. Raises ConfigError for a recipe that no candidate
     can run."""
+    return Facts(recipe, machine, _model(recipe, config, parameters, family), Rows(data_format))
+
+
+def _model(
+    recipe: Recipe,
+    config: dict[str, Any],
+    parameters: predict_parameters.Shapes,
+    family: ModelFamily,
+) -> Model:
     _check_length(recipe, config)
     _check_packing(recipe, family)
     _check_chunks(recipe, config["model_type"])
@@ -76,88 +86,84 @@ def build(
         recipe.quantized(candidates.asked_precision(recipe)),
     )
     targets = select_lora_targets(recipe, family, parameters)
-    counted = model_size(recipe, config, parameters, family)
-    return PlanContext(recipe, machine, counted, parameters, states, data_format, targets)
+    return Model(model_size(recipe, config, parameters, family), parameters, states, targets)
 
 
-def as_folder(context: PlanContext) -> PlanContext:
-    """The context of a named shape, with weights as in the folder that is trained later."""
+def as_folder(facts: Facts) -> Facts:
+    """The facts of a named shape, with weights as in the folder that is trained later."""
     note = (
-        f"host RAM is that of a folder of {context.model.name} in {stored_weights.USUAL_DTYPE}, as"
-        " model.path names it; a start of this shape builds random weights there first"
+        f"host RAM is that of a folder of {facts.model.size.name} in"
+        f" {stored_weights.USUAL_DTYPE}, as model.path names it; a start of this shape builds"
+        " random weights there first"
     )
-    data_format = replace(context.data_format, notes=(*context.data_format.notes, note))
-    stored = stored_weights.of_shape(context.parameters)
-    return replace(context, stored=stored, data_format=data_format)
+    data_format = replace(facts.rows.format, notes=(*facts.rows.format.notes, note))
+    stored = stored_weights.of_shape(facts.model.parameters)
+    return replace(
+        facts,
+        model=replace(facts.model, stored=stored),
+        rows=replace(facts.rows, format=data_format),
+    )
 
 
-def with_recipe(context: PlanContext, recipe: Recipe) -> PlanContext:
-    """The context for another recipe on the same model and data files, with other adapters,
+def with_recipe(facts: Facts, recipe: Recipe) -> Facts:
+    """The facts for another recipe on the same model and data files, with other adapters,
     precision, launch section or max_length."""
-    config, family = dict(context.model.config), context.model.family
-    counted = build(
-        recipe, context.machine, config, context.parameters, family, context.data_format
-    )
-    changed = replace(
-        context,
-        recipe=recipe,
-        model=counted.model,
-        full_copy=counted.full_copy,
-        lora_targets=counted.lora_targets,
-        traces=context.traces and context.traces.of(recipe, counted.model, counted.lora_targets),
-    )
-    if recipe.data == context.recipe.data or context.tokens is None:
+    before, size = facts.model, facts.model.size
+    model = _model(recipe, dict(size.config), before.parameters, size.family)
+    model = replace(model, stored=before.stored, base_fingerprint=before.base_fingerprint)
+    traces = facts.traces and facts.traces.of(recipe, model.size, model.lora_targets)
+    changed = replace(facts, recipe=recipe, model=model, traces=traces)
+    rows = facts.rows
+    if recipe.data == facts.recipe.data or rows.tokens is None:
         return changed
-    source, target = (min(length, recipe.data.max_length) for length in context.lengths)
+    source, target = (min(length, recipe.data.max_length) for length in rows.lengths)
     tokens = token_cache.token_cache(
-        context.tokens.folder.parent.parent, recipe, counted.model, context.data_format
+        rows.tokens.folder.parent.parent, recipe, model.size, rows.format
     )
-    return with_rows(
-        replace(
-            changed,
-            tokens=replace(tokens, rows=context.rows),
-            lengths=(source, target),
-            counts=None,
-            eval_counts=None,
-            largest_batches=None,
-        )
+    rows = replace(
+        rows,
+        tokens=replace(tokens, rows=rows.count),
+        lengths=(source, target),
+        counts=None,
+        eval_counts=None,
+        largest_batches=None,
     )
+    return replace(changed, rows=with_counts(rows))
 
 
-def with_rows(context: PlanContext) -> PlanContext:
-    """The context with the lengths of its tokenised rows; unchanged while they are not there, and
-    for a recipe that streams its rows."""
-    assert context.tokens is not None
-    if context.rows_of is not None:
-        return context
-    folder = context.tokens.folder
+def with_counts(rows: Rows) -> Rows:
+    """The rows with the lengths that tokenising has counted; unchanged while they are not there,
+    and for a recipe that streams its rows."""
+    assert rows.tokens is not None
+    if rows.rows_of is not None:
+        return rows
+    folder = rows.tokens.folder
     counts = token_hashes.counts(folder)
     if counts is None:
-        return context
+        return rows
     if note := counts.get("tokenizer_note"):
-        notes = dict.fromkeys([note, *context.data_format.notes])
-        context = replace(context, data_format=replace(context.data_format, notes=tuple(notes)))
+        notes = dict.fromkeys([note, *rows.format.notes])
+        rows = replace(rows, format=replace(rows.format, notes=tuple(notes)))
     if "train" not in counts:
-        return context
+        return rows
     parts = [part for part in counts.values() if isinstance(part, dict)]
     longest_input = max(part["longest_input"] for part in parts)
     return replace(
-        context,
+        rows,
         lengths=(longest_input, max(part["longest_target"] for part in parts)),
         is_ragged=any(part["shortest_input"] < longest_input for part in parts),
         counts=counts["train"],
-        held_out_rows=counts["validation"]["rows"] if "validation" in counts else None,
         eval_counts=counts.get("validation"),
+        held_out=counts["validation"]["rows"] if "validation" in counts else None,
         largest_batches=LargestBatches(
             folder, folder.parent.parent / "micro_batches", counts["train"]["rows"]
         ),
     )
 
 
-def with_rows_of(context: PlanContext, tokens: int) -> PlanContext:
-    """The context for rows that all have this number of tokens, whatever the files hold. Raises
-    ConfigError for a number that the recipe's rows cannot have."""
-    data = context.recipe.data
+def of_length(rows: Rows, data: DataSection, tokens: int) -> Rows:
+    """Rows that all have this number of tokens, whatever the files hold. Raises ConfigError for a
+    number that the recipe's rows cannot have."""
     if tokens > data.max_length:
         raise ConfigError(
             f"--rows-of {tokens:,}: data.max_length is {data.max_length:,}, and longer rows are"
@@ -169,7 +175,7 @@ def with_rows_of(context: PlanContext, tokens: int) -> PlanContext:
             f" to data.max_length {data.max_length:,} tokens; leave one of the two out"
         )
     return replace(
-        context,
+        rows,
         rows_of=tokens,
         lengths=(tokens, tokens),
         is_ragged=False,
@@ -179,11 +185,11 @@ def with_rows_of(context: PlanContext, tokens: int) -> PlanContext:
     )
 
 
-def tokenising_processes(context: PlanContext) -> int:
+def tokenising_processes(recipe: Recipe, machine: Machine, installed: Installed) -> int:
     """The number of processes that may tokenise the rows side by side."""
-    budget = host_budget_bytes(context.recipe, context.machine)
+    budget = host_budget_bytes(recipe, machine)
     return host_memory.tokenising_processes(
-        context.recipe.data, context.import_memory, context.machine.cpu_count, budget
+        recipe.data, installed.import_memory, machine.cpu_count, budget
     )
 
 
