@@ -78,6 +78,8 @@ def smaller_reserve(
 ) -> Iterator[str]:
     """Yield a launch.host_reserve_gib with which the nearest candidate fits, if there is one that
     the guard of host RAM would not stop."""
+    if machine.host_available_reason.startswith(budgets.LIMIT):  # which holds with any reserve
+        return
     launch, budget = recipe.launch, budgets.host_budget_bytes(recipe, machine)
     reserve = machine.host_available_bytes - budget
     guarded = int((1 - (launch.host_stop_fraction or 1)) * machine.host_limit_bytes)

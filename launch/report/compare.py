@@ -175,10 +175,11 @@ def _of_losses(a: Side, b: Side) -> Iterator[Figure]:
         yield Figure(f"held-out loss at equal {unit}", (None, None), _loss, missing="none")
     if unit == "samples":
         first, second = (
-            sum(step.tokens for step in side.steps if step.samples_seen <= common)
+            sum(step.tokens for step in side.steps if step.samples_seen <= common) or None
             for side in (a, b)
         )
-        yield Figure(f"non-padding tokens of {common:,.0f} samples", (first, second), _number)
+        name = f"non-padding tokens of {common:,.0f} samples"
+        yield Figure(name, (first, second), _number, missing="no step there")
 
 
 def _unit(a: Side, b: Side) -> str:

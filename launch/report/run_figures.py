@@ -168,9 +168,9 @@ def _by_host_phase(plan: Plan, result: RunResult, events: Sequence[StepEvent]) -
         if memory:
             measured = of_steps if phase == "step" else None
             yield Pair(phase.replace("_", " "), memory.bytes, measured)
-    if plan.estimate.host_bytes or result.host_peak_bytes:
-        predicted = plan.estimate.host_bytes or None
-        yield Pair("peak of all", predicted, result.host_peak_bytes or None)
+    peak_bytes = max(result.host_peak_bytes, of_steps or 0)  # ranks read theirs more often
+    if plan.estimate.host_bytes or peak_bytes:
+        yield Pair("peak of all", plan.estimate.host_bytes or None, peak_bytes or None)
 
 
 def time_lost(spent: Sequence[Spent]) -> list[Bars]:

@@ -141,6 +141,8 @@ def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 def notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Sentences that a reader of the short plan should not miss, the most important first."""
+    if recipe.launch.assume_fits:
+        yield "launch.assume_fits: predicted memory was not checked against available memory"
     yield from schedule_notes(recipe, plan)
     yield from plan.data_format.notes
 

@@ -75,6 +75,21 @@ def test_a_recipe_that_only_a_limit_refuses_names_the_limit():
         plan(recipe, on, notes=lines)
 
 
+def test_a_smaller_reserve_is_offered_where_it_helps():
+    """States of 7.36 GiB, of 9 available less 2 of reserve, and of 7 that are allowed."""
+    offloaded = {"mode": "deepspeed_zero2_offload"}
+    recipe, limited = (
+        recipe_of(model={"shape": "qwen2-0.5b"}, launch={**offloaded, **limit})
+        for limit in ({}, {"host_limit_gib": 7})
+    )
+    with pytest.raises(DoesNotFit, match=r"--launch\.host_reserve_gib=1\.6 \(deepspeed"):
+        plan(recipe, replace(machine(1), host_available_bytes=9 * GIB))
+    on, _ = budgets.limited(machine(1), limited)
+    with pytest.raises(DoesNotFit) as refusal:
+        plan(limited, on)
+    assert "--launch.host_reserve_gib" not in str(refusal.value)
+
+
 def test_what_misses_the_hosts_budget_is_refused_by_the_limit_that_counts():
     launch = {"mode": "deepspeed_zero3_offload", "host_limit_gib": 0.5}
     recipe = recipe_of(model={"shape": "qwen2-0.5b"}, launch=launch)

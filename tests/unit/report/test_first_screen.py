@@ -94,6 +94,13 @@ def test_lengths_are_said_to_be_assumed_until_rows_are_tokenised():
     assert "640 rows, lengths are assumed: 128 tokens each" in value(screen(), "data")
 
 
+def test_a_plan_that_was_not_checked_says_so():
+    recipe = recipe_of(launch={"assume_fits": True})
+    words = "launch.assume_fits: predicted memory was not checked"
+    assert any(note.startswith(words) for note in text.notes(recipe, plan(recipe)))
+    assert not list(text.notes(recipe_of(), plan()))
+
+
 def test_a_warning_is_shown_where_lines_are_left():
     small = plan(recipe_of())
     noted = replace(small.data_format, notes=("columns that are not read: url, score",))
