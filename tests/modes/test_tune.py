@@ -87,7 +87,7 @@ def test_a_recipe_that_was_tuned_as_allow_relaxed_it_is_not_tuned_again(tmp_path
     tuned = Tuned(
         time=0.0,
         machine_key=cache_keys.machine_key(relaxed.machine),
-        model_key=cache_keys.model_key(relaxed.model),
+        model_key=cache_keys.model_key(relaxed.model.size),
         recipe_key=cache_keys.recipe_key(relaxed.recipe),
         strategy=choice.plan.strategy,
         why="",
