@@ -102,7 +102,7 @@ def campaign(chosen: list[Case], tree: Path, workspace: Path) -> Iterator[dict[s
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """How many pairs have each verdict, and those that differ."""
+    """The number of pairs with each verdict, and the pairs that differ."""
     counts = Counter(row["verdict"] for row in rows)
     text = recording.table(["pair", "number"], [[name, str(n)] for name, n in counts.most_common()])
     differing = [row for row in rows if "base" in row]

@@ -15,7 +15,6 @@ sys.path.insert(0, str(CODE))
 from launch.plan import facts as plan_facts  # noqa: E402
 from launch.plan import planner  # noqa: E402
 from launch.predict import model_config  # noqa: E402
-from launch.predict.facts import Installed  # noqa: E402
 from launch.probe import described  # noqa: E402
 from launch.recipe import load  # noqa: E402
 from launch.render import accelerate  # noqa: E402
@@ -38,7 +37,8 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CODE / ".cache")
     facts = plan_facts.build(recipe, machine, config, parameters, family, DATA)
     # the torch of requirements.txt has it
-    facts = replace(facts, changes=changes, installed=Installed(no_varlen_attn=None))
+    installed = replace(facts.installed, no_varlen_attn=None)
+    facts = replace(facts, changes=changes, installed=installed)
     return machine, recipe, planner.choose(facts).plan
 
 

@@ -21,7 +21,6 @@ from launch.plan import facts as plan_facts  # noqa: E402
 from launch.plan import fit, planner  # noqa: E402
 from launch.plan.fit import Fit, Method  # noqa: E402
 from launch.predict import model_config  # noqa: E402
-from launch.predict.facts import Installed  # noqa: E402
 from launch.predict.traces import Traces  # noqa: E402
 from launch.probe import described  # noqa: E402
 from launch.probe.import_memory import ASSUMED_CUDA  # noqa: E402
@@ -79,7 +78,8 @@ def picture(traces: Path) -> str:
     machine = described.from_words("RTX 3090", 1, 64)
     facts = plan_facts.build(recipe, machine, config, parameters, family, fit.ANY_FORMAT)
     rows = plan_facts.of_length(facts.rows, recipe.data, 2048)
-    facts = replace(facts, rows=rows, installed=Installed(import_memory=ASSUMED_CUDA))
+    installed = replace(facts.installed, import_memory=ASSUMED_CUDA)
+    facts = replace(facts, rows=rows, installed=installed)
     steps = Traces(recipe, facts.model.size, facts.model.lora_targets, traces, print)
     return peaks_svg.picture(planner.choose(replace(facts, traces=steps)).plan.compared)
 

@@ -297,5 +297,5 @@ def changed(facts: Facts, **values: Any) -> Facts:
 
 
 def plan(recipe: Recipe | None = None, on: Machine | None = None, **values: Any) -> Plan:
-    """What the planner chooses for a recipe on a machine."""
+    """The planner's choice for a recipe on a machine."""
     return planner.choose(facts_of(recipe or recipe_of(), on or machine(), **values)).plan

@@ -12,8 +12,7 @@ import pytest
 from launch.base.errors import ConfigError, DoesNotFit, ResourceError
 from launch.base.workspace import Workspace
 from launch.plan import candidates, less_saving, planner
-from launch.plan import facts as plan_facts
-from launch.predict import budgets, estimate, model_config
+from launch.predict import budgets, estimate
 from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import traced_steps
 from launch.predict.memory.allocator_config import EXPANDABLE, AllocatorConfig
@@ -23,17 +22,7 @@ from launch.render import command
 from launch.report import text
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB, CardFigures, Link, Machine
-from tests.builders import (
-    CACHE,
-    CODE,
-    DATA_FORMAT,
-    changed,
-    facts_of,
-    gpu,
-    machine,
-    plan,
-    recipe_of,
-)
+from tests.builders import changed, facts_of, gpu, machine, plan, recipe_of
 from training.loop import arguments
 
 
@@ -632,11 +621,8 @@ def test_splits_by_tokens_share_the_trace_of_the_longest_rows_and_short_rows_are
             return None
 
     recipe = recipe_of(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
-    config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
     asked = Asked()
-    facts = replace(
-        plan_facts.build(recipe, machine(), config, parameters, family, DATA_FORMAT), traces=asked
-    )
+    facts = facts_of(recipe, machine(), traces=asked)
     cut = plan(recipe, machine()).strategy
     ways = [
         replace(cut, per_device_train_batch_size=rows, gradient_accumulation_steps=32 // rows)

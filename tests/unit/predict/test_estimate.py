@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from launch.plan import facts as plan_facts
-from launch.predict import estimate, model_config, sharding
+from launch.predict import estimate, sharding
 from launch.predict.estimate import Judged
 from launch.predict.history import calibration
 from launch.predict.memory import loading
@@ -25,17 +24,7 @@ from launch.schema.machine import GIB
 from launch.schema.plan import PAGED, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.result import SecondStep
-from tests.builders import (
-    CACHE,
-    CODE,
-    DATA_FORMAT,
-    changed,
-    facts_of,
-    gpu,
-    machine,
-    plan,
-    recipe_of,
-)
+from tests.builders import changed, facts_of, gpu, machine, plan, recipe_of
 
 RECORDED = Path(__file__).parents[2] / "data" / "traces" / "gpt2-small-512.json"
 # Reserved by torch 2.13.0+cu130, whose kernels did nothing: in the second step of 8 rows, in an
@@ -105,9 +94,8 @@ def test_what_16_bit_weights_compute_is_counted_in_16_bits_before_a_trace():
 
     def least(dtype: str, precision: str) -> int:
         recipe = recipe_of(model={"shape": "gpt2-small", "dtype": dtype}, data={"max_length": 512})
-        config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CACHE)
         small = machine(cards=(gpu(free_bytes=GIB // 4),))
-        facts = plan_facts.build(recipe, small, config, parameters, family, DATA_FORMAT)
+        facts = facts_of(recipe, small)
         candidate = replace(
             plan(asked(), CARD).strategy,
             mixed_precision=precision,
