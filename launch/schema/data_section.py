@@ -16,8 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from launch.schema.affects import affects
-from launch.schema.section import Section, as_tuple
+from launch.schema.section import Section, affects, as_tuple
 
 A_PATH, A_LIST = "a path", "a list of sources"  # the forms of train_file
 

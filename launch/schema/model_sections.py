@@ -14,8 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from launch.schema.affects import affects
-from launch.schema.section import AFFECTS_STEP, Section, as_tuple
+from launch.schema.section import AFFECTS_STEP, Section, affects, as_tuple
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

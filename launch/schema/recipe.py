@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from launch.schema.affects import affects
 from launch.schema.data_section import DataSection
 from launch.schema.model_sections import (
     DTYPE_BYTES,
@@ -22,7 +21,7 @@ from launch.schema.run_sections import (
     NumericsSection,
     ResumeSection,
 )
-from launch.schema.section import Section
+from launch.schema.section import Section, affects
 from launch.schema.training_section import Precision, TrainingSection
 
 Concession = Literal["optimizer", "quantization", "lora.r", "data.max_length"]

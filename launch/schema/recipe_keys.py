@@ -7,7 +7,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from launch.schema.affects import EVERYTHING, Effect, marked
 from launch.schema.data_section import DataSection
 from launch.schema.model_sections import (
     LoraSection,
@@ -22,6 +21,7 @@ from launch.schema.run_sections import (
     NumericsSection,
     ResumeSection,
 )
+from launch.schema.section import EVERYTHING, Effect, marked
 from launch.schema.training_section import TrainingSection
 
 SECTIONS: Mapping[str, type[BaseModel]] = {

@@ -17,10 +17,9 @@ from pydantic import (
     model_validator,
 )
 
-from launch.schema.affects import affects
 from launch.schema.machine import Device
 from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
-from launch.schema.section import Section, as_tuple
+from launch.schema.section import Section, affects, as_tuple
 
 # seal: a checkpoint that was signed with another key; versions: another major.minor version of a
 # library that writes its files.

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from launch.schema.affects import affects
-from launch.schema.section import AFFECTS_STEP, as_tuple
+from launch.schema.section import AFFECTS_STEP, affects, as_tuple
 
 Precision = Literal["no", "bf16", "fp16"]
 

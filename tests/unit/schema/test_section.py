@@ -13,7 +13,7 @@ from launch.predict.history import cache_keys
 from launch.predict.traces import Question, Traces
 from launch.report import comparable
 from launch.run_folder import resume
-from launch.schema import affects as schema_affects
+from launch.schema import section as schema_section
 from launch.schema.plan import ModelSize
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS, affected_by, all_keys
@@ -33,7 +33,7 @@ def with_training(**changes: object) -> Recipe:
 
 
 def test_every_key_of_the_schema_says_what_it_affects():
-    known = set(get_args(schema_affects.Effect))
+    known = set(get_args(schema_section.Effect))
     missing = [key for key in all_keys() if not affected_by(key)]
     assert missing == []
     assert all(affected_by(key) <= known for key in all_keys())
@@ -43,11 +43,11 @@ def test_every_key_of_the_schema_says_what_it_affects():
 
 def test_every_effect_is_that_of_some_key():
     used = {effect for key in all_keys() for effect in affected_by(key)}
-    assert used == set(get_args(schema_affects.Effect))
+    assert used == set(get_args(schema_section.Effect))
 
 
 def test_a_key_that_only_trainingarguments_knows_affects_everything_unless_it_is_listed():
-    assert affected_by("training.optim_args") == schema_affects.EVERYTHING
+    assert affected_by("training.optim_args") == schema_section.EVERYTHING
     assert affected_by("training.lr_scheduler_kwargs.min_lr") == {"weights"}
     assert affected_by("training.logging_first_step") == {"interruptions"}
 
