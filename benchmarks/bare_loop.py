@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, get_linear_schedule_with_warmup
 from launch.data.rows import IGNORED
 from training.data.batches import Collator, TokenRows
 from training.data.sample_order import SampleOrder
-from training.model.chunked_loss import target_loss_sum
+from training.levers.logits import target_loss_sum
 
 
 def batches_of(

@@ -117,7 +117,7 @@ def formula(folder: Path) -> int:
     )
     layer_bytes = s * b * h * 34 + 5 * a * s * s * b
     layers_bytes = num_layers * layer_bytes
-    if strategy.activation_checkpointing:
+    if strategy.levers.every_n_layers:
         layers_bytes = num_layers * 2 * s * b * h + layer_bytes
     scale = _element_bytes(_recipe(folder)) // 2
     return (

@@ -164,8 +164,8 @@ def score(task: Task, model: Path, held_out: Sequence[Mapping[str, str]]) -> flo
     from launch.data.rows import IGNORED
     from training.data.batches import Collator, Row
     from training.data.encode import Encoder
+    from training.levers.logits import target_loss_sum
     from training.loop import evaluate
-    from training.model.chunked_loss import target_loss_sum
 
     is_t5 = task.source.config["model_type"] == "t5"
     family = AutoModelForSeq2SeqLM if is_t5 else AutoModelForCausalLM

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from training.model.offloaded_inputs import Offloading
+from training.levers.offloading import Offloading
 
 
 def count(name: str, folder: Path) -> None:

@@ -44,8 +44,8 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
         made = build.from_shape(
             recipe.model, plan.shape, recipe.quantized(strategy.mixed_precision)
         )
-        varlen_attention.register(strategy.attn_implementation)
-        made.config._attn_implementation = strategy.attn_implementation
+        varlen_attention.register(strategy.levers.attn_implementation)
+        made.config._attn_implementation = strategy.levers.attn_implementation
         network = build.prepare_to_train(made, recipe.model, recipe.lora, plan.lora_targets)
     found = Repeated(
         order=SampleOrder(
@@ -53,9 +53,7 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
         ),
         meter=StepMeter(),
         keep_checkpoints=2,
-        output_chunks=strategy.num_output_chunks,
-        logits_at_targets=strategy.logits_at_targets,
-        mlp_shards=strategy.tiled_mlp_num_shards,
+        levers=strategy.levers,
         facts={},
         model=network,
         args=args,
@@ -84,9 +82,9 @@ def batch(recipe: Recipe, plan: Plan, length: int, padded: bool) -> dict[str, An
         made["decoder_input_ids"] = made["input_ids"].clone()
     else:
         made["labels"][:, 0] = IGNORED
-    if plan.strategy.flattens:
+    if plan.strategy.levers.flattens:
         made = _flattened(made)
-    if plan.strategy.logits_at_targets:
+    if plan.strategy.levers.logits_at_targets:
         shift = "decoder_input_ids" not in made
         made |= dict(zip(TARGET_TENSORS, targets(made["labels"].numpy(), shift), strict=True))
     return made

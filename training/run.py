@@ -48,7 +48,7 @@ from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affected_by, all_keys, leaves
 from launch.schema.result import Answers, Outcome, Scores
 from training.checkpoints import best, commit, convert
-from training.compat import ddp_private, deepspeed_private, transformers_private
+from training.compat import ddp_private, deepspeed_private
 from training.compat.transformers_private import Network
 from training.control.heartbeat import Heartbeat
 from training.control.stop_callback import StopCallback, StopConditions
@@ -58,6 +58,7 @@ from training.data import tokenizer as data_tokenizer
 from training.data.batches import Collator
 from training.data.sample_order import SampleOrder
 from training.engines import setup
+from training.levers.compile import eagerly
 from training.loop import (
     arguments,
     evaluate,
@@ -73,7 +74,7 @@ from training.loop.export_check import Trained
 from training.loop.last_step import LastStep, NothingLeft
 from training.loop.memory_peaks import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
-from training.model import build, offloaded_inputs
+from training.model import build
 
 logger = logging.getLogger("lowmem")
 SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
@@ -265,7 +266,7 @@ def build_parts(
             args.seed,
             quantization,
             args.device,
-            plan.strategy.attn_implementation,
+            plan.strategy.levers.attn_implementation,
             recipe.keeps_ids,
         )
     if plan.strategy.launch_mode.engine == "fsdp2":
@@ -282,9 +283,7 @@ def build_parts(
         meter=meter,
         guard=watch,
         keep_checkpoints=recipe.training.save_total_limit,
-        output_chunks=plan.strategy.num_output_chunks,
-        logits_at_targets=plan.strategy.logits_at_targets,
-        mlp_shards=plan.strategy.tiled_mlp_num_shards,
+        levers=plan.strategy.levers,
         facts={
             "mode": plan.strategy.mode,
             "engine": plan.strategy.launch_mode.engine,
@@ -309,8 +308,8 @@ def build_parts(
             network.config.decoder_start_token_id if network.config.is_encoder_decoder else None,
             multiple=MULTIPLE[plan.strategy.device],
             is_packed=recipe.data.packing,
-            flattens=plan.strategy.flattens,
-            names_targets=plan.strategy.logits_at_targets,
+            flattens=plan.strategy.levers.flattens,
+            names_targets=plan.strategy.levers.logits_at_targets,
         ),
         train_dataset=rows,
         eval_dataset=dataset.held_out(tokens),
@@ -321,9 +320,6 @@ def build_parts(
             *(reporter, watch, stop_callback, *feeders, *sent),
         ],
     )
-    if plan.strategy.activation_offloading:
-        offloading = offloaded_inputs.Offloading(args.device, plan.strategy.pin_memory)
-        setattr(*offloaded_inputs.replacing_save_on_cpu(offloading))
     setup.check_engine(plan.strategy, trainer)
     if plan.strategy.launch_mode.engine == "fsdp2":
         setup.autocast_fsdp2(trainer)
@@ -586,13 +582,11 @@ def _answer_samples(
 
     def reply() -> None:
         parts.heartbeat.beat("evaluation")
-        # compiling for every length would take minutes
-        eagerly = (
-            torch.compiler.set_stance("force_eager")
-            if trainer.args.torch_compile
-            else nullcontext()
-        )
-        with eagerly, trainer.accelerator.autocast(), trainer.peaks.within("generation"):
+        with (
+            eagerly(trainer.args),
+            trainer.accelerator.autocast(),
+            trainer.peaks.within("generation"),
+        ):
             empty_cache()
             texts = asked.replies(trainer.model, trainer.args.device)
         step = trainer.state.global_step
@@ -613,10 +607,6 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     assert (total, trainable) == (planned, plan.shape.trainable_parameters), (
         f"planned {planned:,} parameters, {plan.shape.trainable_parameters:,} trainable; built"
         f" {total:,}, {trainable:,}"
-    )
-    attention = transformers_private.attention(network)
-    assert attention == plan.strategy.attn_implementation, (
-        f"planned {plan.strategy.attn_implementation}, got {attention}"
     )
     logger.info("%s: %s parameters, %s trainable", plan.shape.name, f"{total:,}", f"{trainable:,}")
 

@@ -152,7 +152,7 @@ def _measurement(
         gradient_accumulation_steps=strategy.gradient_accumulation_steps,
         max_length=max(plan.lengths),
         mixed_precision=strategy.mixed_precision,
-        gradient_checkpointing=strategy.activation_checkpointing,
+        gradient_checkpointing=strategy.levers.every_n_layers > 0,
         versions={package: version(package) for package in VERSIONED},
         predicted=Figures(
             allocated_bytes=allocated if on_gpu else None,

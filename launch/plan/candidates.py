@@ -15,19 +15,18 @@ from launch.predict.facts import Facts, Installed, Model, Wishes
 from launch.predict.oom_history import CLEARLY_BELOW
 from launch.probe import architectures
 from launch.recipe.strict_yaml import show
+from launch.schema import levers
+from launch.schema.levers import Levers
 from launch.schema.machine import Gpu, Link, Machine
 from launch.schema.modes import LAUNCH_MODES, Mode
 from launch.schema.plan import Strategy as Candidate
 from launch.schema.recipe import Recipe
-from launch.schema.training_section import Precision, TrainingSection
+from launch.schema.training_section import Precision
 
 # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
 MAX_EVAL_BATCH = 64
-OUTPUT_CHUNKS = 8  # where the plan decides, as many as torchtune's default
 # cards of which every smaller number is tried; of more only their divisors
 MOST_OF_ANY_NUMBER = 4
-# their forward returns what the output projection gives
-CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")
 CANNOT_RUN = " cannot run: "  # in a refusal whose cause is this machine, which can be changed
 
 
@@ -52,7 +51,7 @@ def possible(facts: Facts) -> tuple[list[Candidate], list[str]]:
 
 def _as_asked(facts: Facts) -> Iterator[Candidate]:
     """Yield a candidate for each mode that the recipe allows, with its own batch, fastest first."""
-    recipe, machine, config = facts.recipe, facts.machine, facts.model.size.config
+    recipe, machine = facts.recipe, facts.machine
     launch, training = recipe.launch, recipe.training
     on_gpu = bool(machine.gpus) and not facts.wishes.force_cpu and launch.device != "cpu"
     if launch.device == "cuda" and not on_gpu:
@@ -60,7 +59,7 @@ def _as_asked(facts: Facts) -> Iterator[Candidate]:
             f"launch.mode {launch.mode} needs a GPU, found none ({machine.gpus_reason}); use cpu or"
             " multi_cpu"
         )
-    _check_checkpointing(training, facts.installed, on_gpu)
+    _check_checkpointing(recipe, facts.installed, on_gpu)
     ways = _ways_to_start(recipe, machine, facts.wishes, facts.installed.link, on_gpu)
     for mode, num_processes, instead_of in ways:
         row = LAUNCH_MODES[mode]
@@ -85,36 +84,33 @@ def _as_asked(facts: Facts) -> Iterator[Candidate]:
             per_device_eval_batch_size=training.per_device_eval_batch_size
             or _eval_batch(training.per_device_train_batch_size),
             mixed_precision=precision,
-            activation_checkpointing=training.activation_checkpointing,
-            every_n_layers=training.activation_checkpointing_kwargs.every_n_layers or 1,
-            activation_offloading=training.activation_checkpointing_kwargs.offload or False,
-            num_output_chunks=training.num_output_chunks or 1,
-            logits_at_targets=target_counts.at_targets(recipe, config["model_type"]),
-            tiled_mlp_num_shards=training.tiled_mlp_num_shards or 1,
-            torch_compile=training.compiles and facts.installed.no_compiler is None,
-            attn_implementation=kernels.attention(
-                recipe,
-                config,
-                gpus,
-                precision,
-                facts.installed.no_flash_attn,
-                facts.installed.no_varlen_attn,
-            ),
+            levers=_levers(facts, gpus, precision),
             tf32=kernels.tf32(recipe, gpus),
             pin_memory=facts.history.oom.may_pin,
-            use_liger_kernel=kernels.liger(
-                recipe, config["model_type"], gpus, facts.installed.no_liger
-            ),
             dataloader_num_workers=workers(recipe, machine, num_processes // launch.nodes, on_gpu),
         )
 
 
-def _check_checkpointing(training: TrainingSection, installed: Installed, on_gpu: bool) -> None:
+def _levers(facts: Facts, gpus: Sequence[Gpu], precision: Precision) -> Levers:
+    """Those that the recipe asks for, with kernels that these cards and packages have."""
+    recipe, config, installed = facts.recipe, facts.model.size.config, facts.installed
+    no_packages = installed.no_flash_attn, installed.no_varlen_attn
+    model_type = config["model_type"]
+    return replace(
+        levers.asked(recipe),
+        logits_at_targets=target_counts.at_targets(recipe, model_type),
+        torch_compile=recipe.training.compiles and installed.no_compiler is None,
+        attn_implementation=kernels.attention(recipe, config, gpus, precision, *no_packages),
+        use_liger_kernel=kernels.liger(recipe, gpus, installed.no_liger),
+    )
+
+
+def _check_checkpointing(recipe: Recipe, installed: Installed, on_gpu: bool) -> None:
     """Raises ConfigError for keywords of checkpointing that would do nothing."""
-    kwargs = training.activation_checkpointing_kwargs
+    kwargs = recipe.training.activation_checkpointing_kwargs
     options = kwargs.model_dump(exclude_defaults=True)
     asked = f"training.activation_checkpointing_kwargs: {show(options)}"
-    if options and is_checkpointing_typed(training) and not training.activation_checkpointing:
+    if options and levers.ROWS["every_n_layers"].asked(recipe) == 0:
         raise ConfigError(f"{asked}, but activation_checkpointing is false; leave one out")
     if kwargs.offload and not on_gpu:
         raise ConfigError(f"{asked}, but on a CPU activations are in host RAM; leave offload out")
@@ -122,11 +118,6 @@ def _check_checkpointing(training: TrainingSection, installed: Installed, on_gpu
         raise ConfigError(
             f"{asked}, but {installed.no_every_n_layers}; leave every_n_layers and offload out"
         )
-
-
-def is_checkpointing_typed(training: TrainingSection) -> bool:
-    """False if the plan decides whether activations are checkpointed."""
-    return "activation_checkpointing" in training.model_fields_set
 
 
 def _ways_to_start(
@@ -271,16 +262,11 @@ def waves(facts: Facts, possible: Sequence[Candidate]) -> Iterator[list[Candidat
     if (tuned := facts.history.tuned) is not None:
         yield [
             replace(
-                candidate,
+                candidate.with_levers(**{row.name: row.of(tuned.levers) for row in levers.TRIED}),
                 per_device_train_batch_size=tuned.per_device_train_batch_size,
                 gradient_accumulation_steps=tuned.gradient_accumulation_steps,
                 per_device_eval_batch_size=facts.recipe.training.per_device_eval_batch_size
                 or _eval_batch(tuned.per_device_train_batch_size),
-                activation_checkpointing=tuned.activation_checkpointing,
-                every_n_layers=tuned.every_n_layers,
-                activation_offloading=tuned.activation_offloading,
-                num_output_chunks=tuned.num_output_chunks,
-                tiled_mlp_num_shards=tuned.tiled_mlp_num_shards,
             )
             for candidate in possible
             if (candidate.mode, candidate.num_processes, candidate.effective_batch_size)
@@ -328,7 +314,7 @@ def _waves_of_batch(facts: Facts, possible: Sequence[Candidate]) -> Iterator[lis
     last = [*single_samples, *offloaded, *_splits_of_all(recipe, model, [*sharded, *offloaded])]
     yield last
     yield [
-        replace(candidate, activation_offloading=True)
+        candidate.with_levers(activation_offloading=True)
         for candidate in dict.fromkeys([*of_copies, *last])
         if _may_offload(recipe, facts.installed, candidate)
     ]
@@ -367,23 +353,22 @@ def splits(
     training = recipe.training
     asked = candidate.per_device_train_batch_size
     per_rank = asked * candidate.gradient_accumulation_steps
-    checkpoints = (False, True)
-    if is_checkpointing_typed(training):
-        checkpoints = (candidate.activation_checkpointing,)
-    is_open = _may_chunk(training, model, candidate)
-    chunks = (1, OUTPUT_CHUNKS) if is_open else (candidate.num_output_chunks,)
+    own = candidate.levers
+    checkpoints = (0, 1)
+    if levers.ROWS["every_n_layers"].asked(recipe) is not None:
+        checkpoints = (own.every_n_layers,)
+    is_open = _may_chunk(recipe, model, candidate)
+    chunks = levers.ROWS["num_output_chunks"].tried if is_open else (own.num_output_chunks,)
     for micro_batch in range(per_rank if any_size else asked, 0, -1):
         if per_rank % micro_batch or (recipe.launch.exact_batch and micro_batch != asked):
             continue
-        for checkpointing, num_chunks in itertools.product(checkpoints, chunks):
+        for every_n, num_chunks in itertools.product(checkpoints, chunks):
             split = replace(
-                candidate,
+                candidate.with_levers(every_n_layers=every_n, num_output_chunks=num_chunks),
                 per_device_train_batch_size=micro_batch,
                 gradient_accumulation_steps=per_rank // micro_batch,
                 per_device_eval_batch_size=training.per_device_eval_batch_size
                 or _eval_batch(micro_batch),
-                activation_checkpointing=checkpointing,
-                num_output_chunks=num_chunks,
             )
             if any_size or split != candidate:
                 yield split
@@ -395,25 +380,25 @@ def most_frugal(facts: Facts, candidate: Candidate) -> list[Candidate]:
     smallest = [candidate, *splits(facts.recipe, facts.model, candidate)][-1]
     if not _may_offload(facts.recipe, facts.installed, smallest):
         return [smallest]
-    return [smallest, replace(smallest, activation_offloading=True)]
+    return [smallest, smallest.with_levers(activation_offloading=True)]
 
 
 def _may_offload(recipe: Recipe, installed: Installed, candidate: Candidate) -> bool:
     """True if the plan may move what is checkpointed to the host."""
     return (
-        candidate.activation_checkpointing
+        candidate.levers.every_n_layers > 0
         and candidate.device == "cuda"
         and recipe.training.activation_checkpointing_kwargs.offload is None
         and installed.no_every_n_layers is None
     )
 
 
-def _may_chunk(training: TrainingSection, model: Model, candidate: Candidate) -> bool:
+def _may_chunk(recipe: Recipe, model: Model, candidate: Candidate) -> bool:
+    row = levers.ROWS["num_output_chunks"]
     return (
-        training.num_output_chunks is None
-        and model.size.config["model_type"] in CHUNKED
-        and not candidate.launch_mode.shards_parameters
-        and not candidate.torch_compile
+        row.asked(recipe) is None
+        and row.refusal(candidate.levers, model.size.config["model_type"]) is None
+        and row.mode_refusal(candidate.launch_mode, row.tried[-1]) is None
     )
 
 

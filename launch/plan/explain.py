@@ -15,7 +15,8 @@ from launch.predict.memory import pinned_memory
 from launch.predict.oom_history import OomHistory
 from launch.predict.traces import Traces
 from launch.probe import architectures
-from launch.recipe.strict_yaml import show
+from launch.schema import levers
+from launch.schema.levers import Levers
 from launch.schema.machine import GIB, Link, Machine
 from launch.schema.plan import Change, Compared, Switch
 from launch.schema.plan import Strategy as Candidate
@@ -63,7 +64,7 @@ def _logits(facts: Facts, candidate: Candidate) -> Switch:
     """The positions at which the output head computes logits, and the number of them for which
     memory is planned."""
     asked = facts.recipe.training.logits_at_targets
-    if not candidate.logits_at_targets:
+    if not candidate.levers.logits_at_targets:
         reason = target_counts.no_logits_at_targets(
             facts.recipe, facts.model.size.config["model_type"]
         )
@@ -94,7 +95,7 @@ def _rows(facts: Facts, candidate: Candidate) -> list[Switch]:
         why = facts.no_order(candidate) or "the order of rows is not known"
         return [Switch("memory", f"{rows} of the longest rows", why)]
     most = max(batch.tokens for batch in sizes)
-    if not candidate.flattens:
+    if not candidate.levers.flattens:
         most = max(batch.rows * (batch.source + batch.target) for batch in sizes)
         most //= 1 if facts.model.size.is_encoder_decoder else 2
     why = f"the most in the run's order of rows (training.seed {facts.recipe.training.seed})"
@@ -217,7 +218,7 @@ def _link_why(
     counted, tokens = model.size, candidate.effective_batch_size * recipe.data.max_length
     # activations' gradients, weights' gradients
     backward = counted.parameters + counted.trainable_parameters
-    again = counted.parameters * candidate.checkpointed_share
+    again = counted.parameters * candidate.levers.checkpointed_share
     step_flops = 2.0 * tokens * (counted.parameters + backward + again)
     cost = cost_line(link, model.full_copy.gradients_bytes, step_flops, candidate.num_processes)
     yield from [cost] if cost else []
@@ -271,7 +272,7 @@ def _rate_changes(recipe: Recipe, candidate: Candidate) -> Iterator[Change]:
 def _compile_changes(
     recipe: Recipe, installed: Installed, candidate: Candidate
 ) -> Iterator[Change]:
-    if recipe.training.compiles and not candidate.torch_compile:
+    if recipe.training.compiles and not candidate.levers.torch_compile:
         reason = f"torch.compile cannot work here: {installed.no_compiler}"
         yield Change("training.torch_compile", "true", "false", reason)
 
@@ -336,50 +337,10 @@ def _batch_changes(
         else f"{candidate.num_processes} process instead of"
         f" {candidate.num_processes * runs_steps // steps}: {stays}"
     )
-    checkpoints = candidate.activation_checkpointing and not training.activation_checkpointing
-    chunks = candidate.num_output_chunks
-    recomputes = f"{missed}; recomputing activations changes no result"
-    asked_kwargs = training.activation_checkpointing_kwargs.model_dump(
-        exclude_defaults=True, exclude_none=True
-    )
-    kwargs = (
-        asked_kwargs
-        if not candidate.activation_checkpointing
-        else {
-            **asked_kwargs,
-            **({"every_n_layers": n} if (n := candidate.every_n_layers) > 1 else {}),
-            **({"offload": True} if candidate.activation_offloading else {}),
-        }
-    )
-    kept_where = (
-        f"{missed}; copies of activations in host RAM change no result"
-        if candidate.activation_offloading
-        else f"the other layers' activations fit: {1 / candidate.every_n_layers:.0%} of the layers"
-        " compute twice"
-    )
-    in_parts = f"{missed}; the loss is the same sum, its logits made in parts"
-    shards = candidate.tiled_mlp_num_shards
-    in_tiles = f"{missed}; each MLP makes the same of a part of the tokens at a time"
     eval_misses = f"evaluating {asked_eval} samples at once does not fit; the result is the same"
     rows = (
         (asked != runs, "per_device_train_batch_size", asked, runs, split),
         (steps != runs_steps, "gradient_accumulation_steps", steps, runs_steps, split),
-        (checkpoints, "activation_checkpointing", "false", "true", recomputes),
-        (
-            kwargs != asked_kwargs,
-            "activation_checkpointing_kwargs",
-            show(asked_kwargs),
-            show(kwargs),
-            kept_where,
-        ),
-        (chunks > (training.num_output_chunks or 1), "num_output_chunks", 1, chunks, in_parts),
-        (
-            shards > (training.tiled_mlp_num_shards or 1),
-            "tiled_mlp_num_shards",
-            1,
-            shards,
-            in_tiles,
-        ),
         (
             asked_eval not in (None, runs_eval),
             "per_device_eval_batch_size",
@@ -391,6 +352,18 @@ def _batch_changes(
     for differs, key, requested, effective, reason in rows:
         if differs:
             yield Change(f"training.{key}", str(requested), str(effective), reason)
+    yield from _lever_changes(recipe, candidate.levers, missed)
+
+
+def _lever_changes(recipe: Recipe, runs: Levers, missed: str) -> Iterator[Change]:
+    """Each lever that a plan turned on, by the keys that would ask for it."""
+    asked = levers.asked(recipe)
+    for row in levers.TRIED:
+        before = row.typed(row.of(asked))
+        for key, effective in row.typed(row.of(runs)).items():
+            if effective != before.get(key, "null"):
+                requested = before.get(key, "null")
+                yield Change(key, requested, effective, f"{missed}; {row.same}")
 
 
 def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:

@@ -10,16 +10,15 @@ from typing import Any
 
 from launch.base.errors import ConfigError
 from launch.data import token_cache, token_hashes
-from launch.plan import candidates, tiled_mlp
-from launch.plan.candidates import CHUNKED
+from launch.plan import candidates
 from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.predict.budgets import host_budget_bytes
 from launch.predict.facts import Facts, Installed, Model, Rows
 from launch.predict.memory import host_memory, stored_weights
 from launch.predict.memory.largest_batches import LargestBatches
-from launch.predict.target_counts import AT_TARGETS
 from launch.predict.trained_parameters import COPY
+from launch.schema import levers
 from launch.schema.data_section import DataSection
 from launch.schema.machine import Machine
 from launch.schema.plan import DataFormat, ModelFamily, ModelSize
@@ -73,9 +72,8 @@ def _model(
 ) -> Model:
     _check_length(recipe, config)
     _check_packing(recipe, family)
-    _check_chunks(recipe, config["model_type"])
-    _check_logits(recipe, config["model_type"])
-    tiled_mlp.check(recipe, config["model_type"])
+    for line in levers.refused(recipe, config["model_type"]):
+        raise ConfigError(line)
     states = optimizers.model_state(
         parameters,
         recipe.model.freeze,
@@ -212,36 +210,6 @@ def _check_packing(recipe: Recipe, family: ModelFamily) -> None:
             f"data.packing: true, but the model is a {family.model_type}: its encoder attends both"
             " ways and its decoder to all of the encoder's output, and transformers keeps documents"
             " apart in neither; use data.group_by_length or data.batch_by_tokens"
-        )
-
-
-def _check_chunks(recipe: Recipe, model_type: str) -> None:
-    asked = f"training.num_output_chunks: {recipe.training.num_output_chunks}"
-    if (recipe.training.num_output_chunks or 1) == 1:
-        return
-    if model_type not in CHUNKED:
-        raise ConfigError(
-            f"{asked}, but the model is a {model_type}; logits in parts work for"
-            f" {', '.join(CHUNKED)}"
-        )
-    if recipe.training.compiles:
-        raise ConfigError(
-            f"{asked} beside training.torch_compile, which would compile each part; leave one out"
-        )
-
-
-def _check_logits(recipe: Recipe, model_type: str) -> None:
-    if not recipe.training.logits_at_targets:
-        return
-    if model_type not in AT_TARGETS:
-        raise ConfigError(
-            f"training.logits_at_targets: true, but the model is a {model_type}; it works for"
-            f" {', '.join(AT_TARGETS)}"
-        )
-    if recipe.training.compiles:
-        raise ConfigError(
-            "training.logits_at_targets: true beside training.torch_compile, which would compile"
-            " anew for each number of targets; leave one out"
         )
 
 

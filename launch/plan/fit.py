@@ -22,6 +22,7 @@ from launch.predict.estimate import Judged
 from launch.predict.facts import Facts, Installed
 from launch.probe import architectures
 from launch.probe.import_memory import Imports
+from launch.schema.levers import TRIED
 from launch.schema.machine import Machine
 from launch.schema.model_sections import ModelSection
 from launch.schema.plan import DataFormat
@@ -71,13 +72,7 @@ class Fit:
             (runs.mode.removeprefix("deepspeed_"), mode.engine in ("deepspeed", "fsdp2")),
             (f"x{runs.num_processes}", runs.num_processes > 1),
             (f"batch {rows}", rows != asked.per_device_train_batch_size),
-            (
-                "recompute" if runs.every_n_layers == 1 else f"recompute 1/{runs.every_n_layers}",
-                runs.activation_checkpointing,
-            ),
-            ("on the host", runs.activation_checkpointing and runs.activation_offloading),
-            ("chunks", runs.num_output_chunks > 1),
-            ("tiled MLP", runs.tiled_mlp_num_shards > 1),
+            *((row.says(runs.levers), row.of(runs.levers) != row.plain) for row in TRIED),
         )
         return tuple(name for name, differs in names if differs)
 

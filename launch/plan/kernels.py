@@ -15,6 +15,7 @@ from typing import Any, Literal
 from launch.base.errors import ConfigError, ResourceError
 from launch.predict.time import rates
 from launch.probe import architectures
+from launch.schema.levers import TRIED
 from launch.schema.machine import Gpu
 from launch.schema.model_sections import AttnImplementation
 from launch.schema.plan import Strategy, Switch
@@ -45,8 +46,6 @@ LITTLE_SHARED_MEMORY = ("8.6", "8.7", "8.8", "8.9", "12.")
 # the key of a config, and what transformers takes where it is missing
 ATTENTION_DROPOUT = {"gpt2": ("attn_pdrop", 0.1)}
 WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForce RTX 30
-# of MODEL_TYPE_TO_APPLY_LIGER_FN in liger_kernel 0.8
-LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 OF_OPTIMIZERS = (  # part of an optimizer's name, its way to update
     (
@@ -208,7 +207,7 @@ def tf32(recipe: Recipe, gpus: Sequence[Gpu]) -> bool:
     return is_asked
 
 
-def liger(recipe: Recipe, model_type: str, gpus: Sequence[Gpu], no_package: str | None) -> bool:
+def liger(recipe: Recipe, gpus: Sequence[Gpu], no_package: str | None) -> bool:
     """True if Liger's norms, rotary embedding and SwiGLU replace those of transformers. Raises
     ConfigError and ResourceError if they cannot."""
     extras = recipe.training.extras
@@ -223,11 +222,6 @@ def liger(recipe: Recipe, model_type: str, gpus: Sequence[Gpu], no_package: str 
         return False
     for is_met, kind, reason in (
         (not gpus, ConfigError, "its kernels are for GPUs; leave it out"),
-        (
-            model_type not in LIGER_FAMILIES,
-            ConfigError,
-            f"the model is a {model_type}; there are {', '.join(LIGER_FAMILIES)}",
-        ),
         (no_package, ResourceError, f"{no_package}; or leave it out"),
     ):
         if is_met:
@@ -258,41 +252,32 @@ def switches(
         yield Switch("tf32", _on(chosen.tf32), _why_tf32(recipe, chosen, gpus))
     yield Switch(
         "attention",
-        chosen.attn_implementation,
+        chosen.levers.attn_implementation,
         _why_attention(recipe, config, chosen, gpus, no_flash_attn, no_varlen_attn),
     )
     if gpus:
         why = "asked for; memory and seconds are predicted without its kernels, the loss stays ours"
         yield Switch(
             "liger",
-            _on(chosen.use_liger_kernel),
-            why if chosen.use_liger_kernel else "not asked for",
+            _on(chosen.levers.use_liger_kernel),
+            why if chosen.levers.use_liger_kernel else "not asked for",
         )
-    chunks = chosen.num_output_chunks
-    logits = f"logits in {chunks} parts" if chunks > 1 else "logits whole"
-    of_loss = _by(training.num_output_chunks is not None, chunks > 1, "parts are not needed")
-    yield Switch("loss", logits, of_loss)
-    if (shards := chosen.tiled_mlp_num_shards) > 1:
-        of_mlp = _by(training.tiled_mlp_num_shards is not None, True)
-        yield Switch("mlp", f"tokens in {shards} parts", of_mlp)
     of_optimizer = next((text for name, text in OF_OPTIMIZERS if name in training.optim), None)
     yield Switch("optimizer", training.optim, of_optimizer or "asked for")
-    recomputes = chosen.activation_checkpointing
-    is_asked = "activation_checkpointing" in training.model_fields_set
-    by = _by(is_asked and training.activation_checkpointing == recomputes, recomputes)
-    n = chosen.every_n_layers
-    layers = f"1 layer in {n}" if recomputes and n > 1 else _on(recomputes)
-    if recomputes and chosen.activation_offloading:
-        layers += ", what it keeps in host RAM"
-    if recomputes and no_every_n_layers and not is_asked:
-        by += f"; {no_every_n_layers}"
-    yield Switch("recompute", layers, by)
+    for row in TRIED:
+        if row.name == "activation_offloading" and not gpus:
+            continue  # a CPU has no other place
+        asked, value = row.asked(recipe), row.of(chosen.levers)
+        by = _by(asked == value, value != row.plain)
+        if row.name == "every_n_layers" and value and no_every_n_layers and asked is None:
+            by += f"; {no_every_n_layers}"
+        yield Switch(row.switch, row.says(chosen.levers), by)
     why = no_compiler if training.compiles and no_compiler else "not asked for"
-    if chosen.torch_compile:
+    if chosen.levers.torch_compile:
         why = (
             "asked for: training steps, not evaluations; its own memory and speed are not predicted"
         )
-    yield Switch("compile", _on(chosen.torch_compile), why)
+    yield Switch("compile", _on(chosen.levers.torch_compile), why)
 
 
 def precision(recipe: Recipe, chosen: Strategy) -> str:
@@ -309,8 +294,8 @@ def _on(value: bool) -> str:
     return "on" if value else "off"
 
 
-def _by(is_asked: bool, is_on: bool, otherwise: str = "not needed") -> str:
-    return "asked for" if is_asked else "planned, see below" if is_on else otherwise
+def _by(is_asked: bool, is_on: bool) -> str:
+    return "asked for" if is_asked else "planned, see below" if is_on else "not needed"
 
 
 def _why_precision(recipe: Recipe, chosen: Strategy) -> str:
@@ -358,14 +343,14 @@ def _why_attention(
 ) -> str:
     facts = recipe, config, gpus, chosen.mixed_precision
     without_flash = no_flash(*facts, no_package)
-    if chosen.flattens:
+    if chosen.levers.flattens:
         source = "flash_attn is there"
         if recipe.model.attn_implementation:
             source = "asked for"
-        elif chosen.attn_implementation == VARLEN:
+        elif chosen.levers.attn_implementation == VARLEN:
             source = f"PyTorch's own flash kernels ({without_flash})"
         return f"{source}; rows follow one another: no mask, no padding between them"
-    if chosen.attn_implementation == "eager":
+    if chosen.levers.attn_implementation == "eager":
         why = "asked for" if recipe.model.attn_implementation else "transformers has no sdpa for it"
         return f"{why}; a layer holds its scores, batch x heads x length^2"
     if recipe.model.attn_implementation:

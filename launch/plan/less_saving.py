@@ -17,6 +17,7 @@ from launch.predict.facts import Facts, Model
 from launch.predict.memory import context as memory_context
 from launch.predict.time import rates, timing
 from launch.predict.time.timing import LAUNCH_S
+from launch.schema.levers import ROWS, TILED
 from launch.schema.plan import MemoryEstimate, Peak, Strategy
 
 # of a step with checkpointing: the forward pass that it repeats is a third at most, where backward
@@ -32,8 +33,8 @@ LOGIT_BYTES = 3 * 4
 # that kernels read and write of a logit that is made again: its float32 copy and its log-softmax
 REMADE_LOGIT_BYTES = 4 + 4 + 4 + 4 + 4
 
-# layers of which one is checkpointed, from the fastest on: of more the seconds hardly differ
-EVERY_N_LAYERS = (4, 2)
+# layers of which one is checkpointed, the fastest first
+EVERY_N_LAYERS = tuple(n for n in ROWS["every_n_layers"].tried if n > 1)
 
 _Way = tuple[int, bool, int]  # rows at once, whether layers are checkpointed, parts of the logits
 
@@ -74,15 +75,15 @@ def at_backward(facts: Facts, candidate: Strategy) -> MemoryEstimate | None:
     makes; None where that is not known. Of frozen layers nothing may be kept."""
     recipe, config = facts.recipe, facts.model.size.config
     if (
-        config["model_type"] not in tiled_mlp.TILED
+        config["model_type"] not in TILED
         or facts.model.size.is_encoder_decoder
         or candidate.device == "cpu"
-        or candidate.torch_compile
+        or candidate.levers.torch_compile
         or recipe.model.freeze
         or OF_A_LAYER.search(" ".join(facts.model.lora_targets))
     ):
         return None
-    share, chunks = candidate.checkpointed_share, candidate.num_output_chunks
+    share, chunks = candidate.levers.checkpointed_share, candidate.levers.num_output_chunks
     width, layers = (
         next((config[name] for name in names if config.get(name)), 0)
         for names in (estimate.WIDTH_NAMES, estimate.LAYER_NAMES)
@@ -91,9 +92,9 @@ def at_backward(facts: Facts, candidate: Strategy) -> MemoryEstimate | None:
     if not (width and layers and kept_inside):  # the defaults of the model's class
         return None
     features = width * (estimate.KEPT_TENSORS_A_LAYER - estimate.INSIDE_MLP)
-    if candidate.tiled_mlp_num_shards == 1:
+    if candidate.levers.tiled_mlp_num_shards == 1:
         features += kept_inside * tiled_mlp.inner_size(config)
-    checkpointed = 0 if candidate.activation_offloading else share * width
+    checkpointed = 0 if candidate.levers.activation_offloading else share * width
     is_16_bit = candidate.mixed_precision != "no" or recipe.model.dtype != "float32"
     of_token = (checkpointed + (1 - share) * features) * layers * (2 if is_16_bit else 4)
     length = facts.question(candidate).lengths[1]
@@ -101,7 +102,7 @@ def at_backward(facts: Facts, candidate: Strategy) -> MemoryEstimate | None:
     of_step = max(
         batch.rows * length * of_token
         + of_position
-        * (batch.targets if candidate.logits_at_targets else batch.rows * length // chunks)
+        * (batch.targets if candidate.levers.logits_at_targets else batch.rows * length // chunks)
         for batch in facts.most_targets(candidate).batches(candidate.per_device_train_batch_size)
     )
     states = sharding.per_rank(
@@ -180,12 +181,8 @@ def _of_mode(
 ) -> Iterator[tuple[Strategy, Step]]:
     """`pairs`: those of the modes before, to which this one's are added. What a layer's activations
     take does not depend on who holds the states."""
-    training = facts.recipe.training
-    chooses_layers = (
-        not candidates.is_checkpointing_typed(training)
-        and training.activation_checkpointing_kwargs.every_n_layers is None
-        and facts.installed.no_every_n_layers is None
-    )
+    is_open = ROWS["every_n_layers"].asked(facts.recipe) is None
+    chooses_layers = is_open and facts.installed.no_every_n_layers is None
     most = max(group, key=lambda each: each.per_device_train_batch_size)
     is_tuned = facts.history.tuned is not None
     splits = () if is_tuned else candidates.splits(facts.recipe, facts.model, most)
@@ -193,7 +190,7 @@ def _of_mode(
     offered = {_way(each) for each in group}
     # without checkpointing nothing goes to the host
     ways = {
-        _way(each): each if each.activation_checkpointing else without_checkpointing(each)
+        _way(each): each if each.levers.every_n_layers else without_checkpointing(each)
         for each in (*singles, *group)
     }
     if chooses_layers:
@@ -225,7 +222,7 @@ def _of_mode(
             continue
         for n in EVERY_N_LAYERS:
             yield (
-                replace(every, every_n_layers=n),
+                every.with_levers(every_n_layers=n),
                 Step(
                     without.seconds + (pair[1].seconds - pair[0].seconds) / n,
                     without.device_bytes + (pair[1].device_bytes - pair[0].device_bytes) / n,
@@ -236,12 +233,13 @@ def _of_mode(
 def without_checkpointing(candidate: Strategy) -> Strategy:
     """The candidate that keeps every activation on the device: offloading moves only what is
     checkpointed."""
-    return replace(candidate, activation_checkpointing=False, activation_offloading=False)
+    return replace(candidate, levers=candidate.levers.without("every_n_layers"))
 
 
 def _way(candidate: Strategy) -> _Way:
-    rows, checkpoints = candidate.per_device_train_batch_size, candidate.activation_checkpointing
-    return rows, checkpoints, candidate.num_output_chunks
+    levers = candidate.levers
+    checkpoints = levers.every_n_layers > 0
+    return candidate.per_device_train_batch_size, checkpoints, levers.num_output_chunks
 
 
 def _pair(steps: Mapping[_Way, Step], rows: int) -> tuple[Step, Step] | None:
@@ -257,11 +255,15 @@ def _pair(steps: Mapping[_Way, Step], rows: int) -> tuple[Step, Step] | None:
 
 def _key(every: Strategy) -> tuple[int, int, bool]:
     """That of _Pairs, of a candidate with checkpointing."""
-    return every.num_processes, every.per_device_train_batch_size, every.activation_offloading
+    return (
+        every.num_processes,
+        every.per_device_train_batch_size,
+        every.levers.activation_offloading,
+    )
 
 
 def _checkpointed(ways: Mapping[_Way, Strategy]) -> list[Strategy]:
-    return [each for each in ways.values() if each.activation_checkpointing]
+    return [each for each in ways.values() if each.levers.every_n_layers]
 
 
 def _traced(facts: Facts, way: _Way, ways: Mapping[_Way, Strategy]) -> Strategy | None:

@@ -11,11 +11,12 @@ from launch.plan import less_saving
 from launch.predict import estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts
+from launch.schema.levers import ROWS, TRIED
 from launch.schema.machine import MIB
 from launch.schema.plan import Strategy
 
 SAID_BYTES = 64 * MIB  # of host RAM
-AT_TARGETS = ("logits at targets", "logits at all positions")
+AT_TARGETS = ROWS["logits_at_targets"]
 
 
 def savings(facts: Facts, chosen: Judged, judged: Sequence[Judged]) -> Iterator[str]:
@@ -44,14 +45,9 @@ def savings(facts: Facts, chosen: Judged, judged: Sequence[Judged]) -> Iterator[
 
 def _without(candidate: Strategy) -> Iterator[tuple[str, Strategy]]:
     """Yield each way that a candidate has, and the candidate without it."""
-    if candidate.activation_checkpointing:
-        yield "checkpointing", less_saving.without_checkpointing(candidate)
-    if candidate.activation_checkpointing and candidate.activation_offloading:
-        yield "host", replace(candidate, activation_offloading=False)
-    if candidate.tiled_mlp_num_shards > 1:
-        yield "mlp", replace(candidate, tiled_mlp_num_shards=1)
-    if candidate.num_output_chunks > 1:
-        yield "logits", replace(candidate, num_output_chunks=1)
+    for row in TRIED:
+        if row.of(candidate.levers) != row.plain:
+            yield row.name, replace(candidate, levers=candidate.levers.without(row.name))
 
 
 def _of_one(facts: Facts, chosen: Judged, other: Strategy, way: str) -> Iterator[str]:
@@ -71,11 +67,12 @@ def of_targets(facts: Facts, chosen: Judged) -> Iterator[str]:
     """Yield a line on what the logits of positions with a target alone save, once the rows are
     tokenised: beside the same step with a target at every position."""
     candidate = chosen.candidate
-    if not candidate.logits_at_targets or facts.rows.counts is None or chosen.time is None:
+    if not candidate.levers.logits_at_targets or facts.rows.counts is None or chosen.time is None:
         return
     everywhere = replace(facts, rows=replace(facts.rows, counts_targets=False))
     own, other = (estimate.judge(each, candidate, exact=False) for each in (facts, everywhere))
-    yield _line(own, _bytes(other) - _bytes(own), other, "logits", AT_TARGETS)
+    names = AT_TARGETS.says(candidate.levers), AT_TARGETS.off
+    yield _line(own, _bytes(other) - _bytes(own), other, AT_TARGETS.name, names)
 
 
 def _line(chosen: Judged, saved: int, other: Judged, way: str, names: Sequence[str] = ()) -> str:
@@ -101,15 +98,8 @@ def _of_bytes(pair: tuple[int, Judged]) -> int:
 
 def _ways(candidate: Strategy) -> Mapping[str, str]:
     """The ways of saving memory in words, by name."""
-    n = candidate.every_n_layers if candidate.activation_checkpointing else 0
-    checkpointing = {0: "no checkpointing", 1: "checkpointing"}
-    tiled = candidate.tiled_mlp_num_shards > 1
-    on_host = n > 0 and candidate.activation_offloading
     return {
         "mode": f"{candidate.mode} x{candidate.num_processes}",
         "micro-batch": f"{candidate.per_device_train_batch_size} at once",
-        "checkpointing": checkpointing.get(n, f"checkpointing 1 layer in {n}"),
-        "host": "activations on the host" if on_host else "activations on the device",
-        "mlp": f"MLPs in {candidate.tiled_mlp_num_shards} parts" if tiled else "MLPs at once",
-        "logits": f"logits in {candidate.num_output_chunks} part(s)",
+        **{row.name: row.says(candidate.levers) for row in TRIED},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from launch.plan.less_saving import NOT_RECOMPUTED
 from launch.predict import budgets, estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts
+from launch.schema.levers import TRIED
 from launch.schema.machine import Machine
 from launch.schema.plan import Strategy as Candidate
 
@@ -60,7 +62,7 @@ def _may_be_faster(machine: Machine, num_processes: int, chosen: Judged) -> bool
     if candidates.uneven(machine.gpus) or chosen.time is None:
         return True
     busy_s = chosen.time.compute_s + chosen.time.memory_s
-    if chosen.candidate.activation_checkpointing:
+    if chosen.candidate.levers.every_n_layers:
         busy_s *= NOT_RECOMPUTED
     return busy_s * chosen.candidate.num_processes / num_processes < chosen.seconds
 
@@ -92,7 +94,7 @@ def _is_much_slower(copy: Judged, judged: Sequence[Judged]) -> bool:
     if copy.time is None:
         return True
     busy_s = copy.time.compute_s + copy.time.memory_s
-    recomputed_s = (1 - NOT_RECOMPUTED) * copy.candidate.checkpointed_share * busy_s
+    recomputed_s = (1 - NOT_RECOMPUTED) * copy.candidate.levers.checkpointed_share * busy_s
     traced_s = (loser.seconds for loser in judged if loser.time)
     return copy.seconds > MUCH_SLOWER * min(copy.seconds - recomputed_s, *traced_s)
 
@@ -219,32 +221,25 @@ def _is_slower(
 def least_s(facts: Facts, candidate: Candidate, other: Candidate) -> float:
     """Seconds of a step of an untraced candidate, at least, by the work of a traced one of the same
     engine, of which a part may be recomputation that the candidate does without."""
-    if other.activation_checkpointing and not candidate.activation_checkpointing:
+    if other.levers.every_n_layers and not candidate.levers.every_n_layers:
         return estimate.at_least_s(facts, candidate, other, NOT_RECOMPUTED)
     least = estimate.at_least_s(facts, candidate, other, 1)
-    if other.num_output_chunks > candidate.num_output_chunks:
+    if other.levers.num_output_chunks > candidate.levers.num_output_chunks:
         least -= less_saving.logits_s(facts, candidate)
     return least
 
 
 def _savings(candidate: Candidate) -> int:
     """The number of ways in which a candidate saves memory at the cost of time."""
-    return candidate.activation_checkpointing + (candidate.num_output_chunks > 1)
+    return (candidate.levers.every_n_layers > 0) + (candidate.levers.num_output_chunks > 1)
 
 
 def _less_saving(candidate: Candidate) -> list[Candidate]:
     """The same candidate without one or both of those ways."""
-    return [
-        less
-        for checkpoints in {False, candidate.activation_checkpointing}
-        for chunks in {1, candidate.num_output_chunks}
-        if (
-            less := replace(
-                candidate, activation_checkpointing=checkpoints, num_output_chunks=chunks
-            )
-        )
-        != candidate
-    ]
+    levers = candidate.levers
+    pairs = itertools.product({0, levers.every_n_layers}, {1, levers.num_output_chunks})
+    less = (candidate.with_levers(every_n_layers=n, num_output_chunks=parts) for n, parts in pairs)
+    return [each for each in less if each != candidate]
 
 
 def _roughly(facts: Facts, candidate: Candidate) -> Judged:
@@ -321,11 +316,7 @@ def _traced(
 
 
 def _is_indirect(candidate: Candidate) -> bool:
-    return (
-        candidate.activation_checkpointing
-        or candidate.num_output_chunks > 1
-        or candidate.tiled_mlp_num_shards > 1
-    )
+    return any(row.of(candidate.levers) != row.plain for row in TRIED)
 
 
 def _evaluated(facts: Facts, candidate: Candidate) -> Candidate:

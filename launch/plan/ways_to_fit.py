@@ -160,7 +160,7 @@ def _most_frugal_fit(facts: Facts, recipe: Recipe) -> Judged | None:
             candidate
             for candidate in possible
             if candidate.launch_mode.is_whole == is_whole
-            and candidate.activation_offloading == on_host
+            and candidate.levers.activation_offloading == on_host
         ]
         chosen = fastest(facts, wave, [], alone=True)
         if chosen is not None:

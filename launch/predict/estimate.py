@@ -23,6 +23,7 @@ from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
 from launch.predict.traces import Trace
+from launch.schema.levers import TRIED
 from launch.schema.machine import NOT_MEASURED, CardFigures, Machine
 from launch.schema.phases import DeviceMemory, DevicePhases, MemoryPhases
 from launch.schema.plan import PAGED, MemoryEstimate, Peak, Strategy
@@ -83,17 +84,17 @@ def _least_activation_bytes(facts: Facts, candidate: Strategy) -> int:
         next((config[name] for name in names if config.get(name)), 0)
         for names in (WIDTH_NAMES, LAYER_NAMES)
     )
-    share = candidate.checkpointed_share
-    on_device = 0 if candidate.activation_offloading else share
-    stored = KEPT_TENSORS_A_LAYER - (candidate.tiled_mlp_num_shards > 1) * INSIDE_MLP
+    levers, share = candidate.levers, candidate.levers.checkpointed_share
+    on_device = 0 if levers.activation_offloading else share
+    stored = KEPT_TENSORS_A_LAYER - (levers.tiled_mlp_num_shards > 1) * INSIDE_MLP
     tensors = on_device + (1 - share) * stored
     element_bytes = sharding.computed_element_bytes(facts.recipe.model, candidate)
     of_layers = int(tensors * layers * width * element_bytes)
     rows = candidate.per_device_train_batch_size
     most = facts.most_targets(candidate)
     tokens = max(batch.rows for batch in most.batches(rows)) * target
-    positions = int(tokens) // candidate.num_output_chunks
-    if candidate.logits_at_targets:
+    positions = int(tokens) // levers.num_output_chunks
+    if levers.logits_at_targets:
         positions = most.of_part(rows)
     return int(tokens * of_layers) + positions * config["vocab_size"] * 4
 
@@ -148,7 +149,7 @@ def at_least_s(facts: Facts, candidate: Strategy, other: Strategy, least_share: 
     trace = facts.trace(other)
     assert trace is not None, f"{other} was traced"
     # targets are counted in the parts of the logits that were traced
-    like = replace(candidate, num_output_chunks=other.num_output_chunks)
+    like = candidate.with_levers(num_output_chunks=other.levers.num_output_chunks)
     time = _time(facts, like, trace, facts.mean_split(candidate))
     busy_s = time.compute_s + time.memory_s
     return time.step_s - time.launch_s - (1 - least_share) * busy_s
@@ -183,7 +184,7 @@ def _mean_targets(
         mean = rows * trace.targets.length
     elif split is None and not facts.recipe.data.packing:
         mean = trace.targets.of(candidate.per_device_train_batch_size)
-    return mean / candidate.num_output_chunks
+    return mean / candidate.levers.num_output_chunks
 
 
 def card_figures(machine: Machine, installed: Installed, candidate: Strategy) -> CardFigures:
@@ -341,17 +342,8 @@ def missing_bytes(facts: Facts, judged: Judged) -> int:
 
 
 def describe(candidate: Strategy) -> str:
-    """A candidate in a few words: mode, ranks, batch, checkpointing."""
-    checkpointing = ", checkpointing" if candidate.activation_checkpointing else ""
-    if checkpointing and candidate.every_n_layers > 1:
-        checkpointing += f" 1 layer in {candidate.every_n_layers}"
-    if checkpointing and candidate.activation_offloading:
-        checkpointing += " on the host"
-    chunks = candidate.num_output_chunks
-    shards = candidate.tiled_mlp_num_shards
-    return (
-        f"{candidate.mode} x{candidate.num_processes}, batch"
-        f" {candidate.per_device_train_batch_size} x {candidate.gradient_accumulation_steps}"
-        f"{checkpointing}{f', loss in {chunks} chunks' if chunks > 1 else ''}"
-        f"{f', MLPs in {shards} parts' if shards > 1 else ''}"
-    )
+    """A candidate in a few words: mode, ranks, batch, levers that save memory."""
+    batch = f"{candidate.per_device_train_batch_size} x {candidate.gradient_accumulation_steps}"
+    parts = [f"{candidate.mode} x{candidate.num_processes}, batch {batch}"]
+    on = (row for row in TRIED if row.of(candidate.levers) != row.plain)
+    return ", ".join([*parts, *(row.says(candidate.levers) for row in on)])

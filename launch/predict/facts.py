@@ -156,8 +156,8 @@ class Facts:
         """Settings that a plan adds to the allocator's. Micro-batches of many lengths, or of many
         numbers of targets, leave segments that no later step fits into, unless segments grow.
         Packed rows are padded to one length, unless they are flattened."""
-        varies = self.rows.is_ragged and (candidate.flattens or not self.recipe.data.packing)
-        varies |= candidate.logits_at_targets and target_counts.vary(self.rows.counts)
+        varies = self.rows.is_ragged and (candidate.levers.flattens or not self.recipe.data.packing)
+        varies |= candidate.levers.logits_at_targets and target_counts.vary(self.rows.counts)
         is_added = self.installed.may_expand and varies and candidate.device == "cuda"
         return EXPANDABLE if is_added else ""
 
@@ -187,7 +187,7 @@ class Facts:
     def _documents(self, candidate: Strategy, length: int) -> int:
         """Documents of a row that attention gets one by one, up to the next power of two; 0 if it
         gets whole rows."""
-        if not candidate.flattens:
+        if not candidate.levers.flattens:
             return 0
         if not self.recipe.data.packing:
             return 1
@@ -232,7 +232,7 @@ class Facts:
             candidate.num_processes,
             data.group_by_length,
             MULTIPLE[candidate.device],
-            candidate.flattens,
+            candidate.levers.flattens,
             training.seed,
             training.max_steps if training.max_steps > 0 else num_steps,
         )
@@ -281,7 +281,7 @@ class Facts:
         """Micro-batches with the targets that count."""
         if self.rows.counts_targets:
             return [*sizes]
-        return [_all_targets(each, candidate.flattens) for each in sizes]
+        return [_all_targets(each, candidate.levers.flattens) for each in sizes]
 
     def _evaluated_sizes(self, candidate: Strategy) -> Mapping[int, Sequence[MicroBatchSize]]:
         """The largest micro-batches of its evaluations, by their rows."""
@@ -344,7 +344,7 @@ class Facts:
         question's lengths."""
         (source, target), strategy = question.lengths, question.strategy
         largest = counts["most_targets"] if counts and self.rows.counts_targets else ()
-        parts, flattens = strategy.num_output_chunks, bool(question.documents)
+        parts, flattens = strategy.levers.num_output_chunks, bool(question.documents)
         return MostTargets(target, tuple(largest), parts, source, flattens, sizes, first_step)
 
     def mean_targets(self, candidate: Strategy, micro_steps: float) -> float | None:

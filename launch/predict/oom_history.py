@@ -86,7 +86,7 @@ class OomEvent:
         if not is_traced:  # states alone do not tell one cut from another
             is_less = (
                 candidate.per_device_train_batch_size < self.candidate.per_device_train_batch_size
-                or candidate.checkpointed_share > self.candidate.checkpointed_share
+                or candidate.levers.checkpointed_share > self.candidate.levers.checkpointed_share
                 or needed_bytes < below * self.predicted_bytes
             )
         else:
@@ -110,9 +110,7 @@ class OomEvent:
             self.of == "device"  # of host RAM samples are a small part
             and candidate.mode == failed.mode
             and candidate.per_device_train_batch_size < failed.per_device_train_batch_size
-            and candidate.checkpointed_share >= failed.checkpointed_share
-            and candidate.num_output_chunks >= failed.num_output_chunks
-            and candidate.tiled_mlp_num_shards >= failed.tiled_mlp_num_shards
+            and candidate.levers.saves_as_much_as(failed.levers)
         )
 
 

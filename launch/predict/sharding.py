@@ -9,6 +9,7 @@ from dataclasses import replace
 from launch.predict import optimizers
 from launch.predict.parameters import Shapes, total_elements
 from launch.predict.trained_parameters import trainable_shapes
+from launch.schema.levers import LEVERS
 from launch.schema.model_sections import DTYPE_BYTES, ModelSection
 from launch.schema.modes import Refusal
 from launch.schema.plan import MemoryEstimate, ModelFamily, Strategy
@@ -76,11 +77,6 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
             f"with model.dtype {dtype} needs training.bf16 or training.fp16: DeepSpeed trains a"
             " float32 copy of the weights and casts",
         ),
-        "output chunks": (
-            strategy.num_output_chunks > 1,
-            "holds the output weights in parts, which training.num_output_chunks"
-            f" {strategy.num_output_chunks} cannot use; leave one out",
-        ),
         "weight lengths": (
             recipe.lora is not None and recipe.lora.use_dora,
             "shares the weights out, and lora.use_dora computes the length of whole weights; use a"
@@ -94,13 +90,11 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
             " full copies of the weights, or train without lora",
         ),
     }
-    if strategy.tiled_mlp_num_shards > 1 and strategy.launch_mode.shards_parameters:
-        asked = f"training.tiled_mlp_num_shards {strategy.tiled_mlp_num_shards}"
-        reason = f"would gather the weights of an MLP for each part of {asked}"
-        if strategy.launch_mode.engine == "fsdp2":
-            reason = f"has not been tested with {asked}"
-        return f"{strategy.mode} {reason}; leave one out"
-    texts = (refusals[name] for name in strategy.launch_mode.refuses)
+    for row in LEVERS:
+        value = row.of(strategy.levers)
+        if value != row.plain and (reason := row.mode_refusal(strategy.launch_mode, value)):
+            return f"{strategy.mode} {reason}"
+    texts = (refusals[name] for name in strategy.launch_mode.refuses if name in refusals)
     return next((f"{strategy.mode} {text}" for applies, text in texts if applies), None)
 
 

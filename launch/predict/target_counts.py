@@ -9,21 +9,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+from launch.schema.levers import AT_TARGETS
 from launch.schema.micro_batches import MicroBatchSize
 from launch.schema.recipe import Recipe
-
-# Their forward gives the output head's result on, position by position:
-# tests/modes/compat/test_target_families.py compares each with the logits of all positions.
-AT_TARGETS = (
-    *("apertus", "arcee", "bart", "biogpt", "bitnet", "blenderbot", "bloom", "codegen"),
-    *("cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm"),
-    *("glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite"),
-    *("granitemoe", "helium", "hunyuan_v1_dense", "llama", "longt5", "mbart", "minimax"),
-    *("mistral", "mixtral", "mpt", "mt5", "nemotron", "olmo", "olmo2", "olmo3", "olmoe"),
-    *("opt", "pegasus", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe"),
-    *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
-    *("switch_transformers", "t5", "umt5", "xglm"),
-)
 
 
 @dataclass(frozen=True)

@@ -432,11 +432,8 @@ class Traces:
                 strategy.num_processes,
             ],
             "mixed_precision": strategy.mixed_precision,
-            "attention": [strategy.attn_implementation, question.documents],
-            "checkpointed": [strategy.checkpointed_share, strategy.activation_offloading],
-            "logits": [strategy.num_output_chunks, strategy.logits_at_targets],
-            "mlp": strategy.tiled_mlp_num_shards,
-            "torch_compile": strategy.torch_compile,
+            "levers": strategy.levers.recorded,
+            "documents": question.documents,
             "bucket_elements": BUCKET_ELEMENTS,
             "lengths": question.lengths,
             "is_single": question.is_single,
@@ -459,7 +456,7 @@ def with_targets(
 def of_any_rows(question: Question) -> MostTargets:
     """Micro-batches of which nothing is known: all positions may have a target."""
     source, target = question.lengths
-    return MostTargets(target, parts=question.strategy.num_output_chunks, source=source)
+    return MostTargets(target, parts=question.strategy.levers.num_output_chunks, source=source)
 
 
 def read_work(work: Mapping[str, Any]) -> WorkCost:

@@ -18,9 +18,9 @@ from launch.base.text import nearest
 from launch.recipe import training_arguments
 from launch.recipe.strict_yaml import plain
 from launch.schema.data_section import DataSource
+from launch.schema.levers import CheckpointingKwargs
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
-from launch.schema.training_section import CheckpointingKwargs
 
 # a name of other programs -> the key of the recipe
 ALIASES = {

@@ -24,10 +24,11 @@ from launch.base.workspace import FILES
 from launch.recipe import key_reference, strict_yaml, training_arguments, unread_keys
 from launch.recipe.strict_yaml import KeyPath, dotted, mend, plain, show, wrong
 from launch.schema.data_section import A_LIST, A_PATH, ColumnNames, DataSource
+from launch.schema.levers import CheckpointingKwargs
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
-from launch.schema.training_section import CheckpointingKwargs, TrainingSection
+from launch.schema.training_section import TrainingSection
 
 RECIPES = FILES / "configs" / "recipes"
 MAX_PROBLEMS = 5  # lines of a message; a file with more mistakes is read again anyway

@@ -22,8 +22,8 @@ LEGEND = (
     " base.",
     "tok/s and GiB of a card are predicted, not measured. - does not fit. batch N: N rows at once,"
     " in more steps.",
-    "recompute: gradient checkpointing. chunks: logits of the loss in parts. zero2_offload,"
-    " zero3_offload: optimizer states in host RAM.",
+    "checkpointing: activations are computed again in backward. zero2_offload, zero3_offload:"
+    " optimizer states in host RAM.",
 )
 
 

@@ -7,11 +7,13 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pydantic import model_validator
+
+from launch.schema.levers import PLAIN, Levers, read_levers
 from launch.schema.machine import Device, Link
-from launch.schema.model_sections import AttnImplementation
 from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
 from launch.schema.phases import DevicePhases, HostPhases
 from launch.schema.recipe import Recipe
@@ -106,44 +108,33 @@ class Strategy:
     gradient_accumulation_steps: int
     per_device_eval_batch_size: int
     mixed_precision: Precision
-    activation_checkpointing: bool
     dataloader_num_workers: int
     num_machines: int = 1
-    # the positions are divided into this many parts, whose logits are computed one after another
-    num_output_chunks: int = 1
-    logits_at_targets: bool = False  # of the other positions, no logits are computed
-    # the tokens of a micro-batch go through each MLP in this many parts, one after another
-    tiled_mlp_num_shards: int = 1
-    torch_compile: bool = False
-    attn_implementation: AttnImplementation = "sdpa"
+    levers: Levers = PLAIN
     tf32: bool = False  # products of float32 are rounded to 10 bits of mantissa
-    use_liger_kernel: bool = False
-    every_n_layers: int = 1  # activation_checkpointing is of every n-th layer
-    activation_offloading: bool = False  # what it keeps is in host memory
     pin_memory: bool = True  # what is offloaded is in page-locked memory
 
-    @property
-    def flattens(self) -> bool:
-        """True if the rows of a micro-batch follow one another in a single row: the kernels of
-        attention get the documents' starts, and need no mask."""
-        return self.attn_implementation in ("flash_attention_2", "varlen_attn")
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_older_version(cls, values: Any) -> Any:
+        return read_levers(values) if isinstance(values, Mapping) else values
+
+    def with_levers(self, **values: Any) -> Strategy:
+        """The same with these values of levers."""
+        return replace(self, levers=replace(self.levers, **values))
 
     @property
     def compiles(self) -> bool:
         """True if the ranks compile code: torch.compile, Triton's kernels, DeepSpeed's optimizers
         on the host."""
-        return self.torch_compile or self.use_liger_kernel or self.launch_mode.offloads
+        levers = self.levers
+        return levers.torch_compile or levers.use_liger_kernel or self.launch_mode.offloads
 
     @property
     def keeps_frozen_apart(self) -> bool:
         """True if ranks of DDP read frozen weights from the same files, so that rank 0 need not
         send them."""
         return (self.launch_mode.engine, self.device, self.num_machines) == ("ddp", "cpu", 1)
-
-    @property
-    def checkpointed_share(self) -> float:
-        """Of the layers, those whose activations are computed again."""
-        return 1 / self.every_n_layers if self.activation_checkpointing else 0.0
 
     @property
     def effective_batch_size(self) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from launch.schema.levers import LeverKeys
 from launch.schema.section import AFFECTS_STEP, affects, as_tuple
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -35,27 +36,7 @@ LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")  # of liger_kerne
 COMPILE_KEYS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
-class CheckpointingKwargs(BaseModel):
-    """The keywords of activation checkpointing: of activation_checkpointing_enable(), then of
-    torch.utils.checkpoint."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    every_n_layers: int | None = Field(default=None, ge=1)  # None: every layer, or planned
-    offload: bool | None = None  # None: no, or planned
-    use_reentrant: bool = False
-    preserve_rng_state: bool = True
-    determinism_check: Literal["default", "none"] = "default"
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of torch.utils.checkpoint that are not the default. It asks for use_reentrant
-        beside any other."""
-        options = self.model_dump(exclude_defaults=True, exclude={"every_n_layers", "offload"})
-        return {"use_reentrant": self.use_reentrant, **options} if options else {}
-
-
-class TrainingSection(BaseModel):
+class TrainingSection(LeverKeys):
     """Fields with TrainingArguments' names. The keys that planning needs are typed here. The others
     are checked against the installed transformers (launch/recipe/training_arguments.py) and become
     extras."""
@@ -133,39 +114,6 @@ class TrainingSection(BaseModel):
     fp16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = Field(
         default=False, description="Train under float16 autocast with loss scaling."
     )
-    activation_checkpointing: Annotated[bool, affects("memory", "step_time", "planned")] = Field(
-        default=False,
-        description="Recompute activations in the backward pass instead of storing them.",
-    )
-    activation_checkpointing_kwargs: Annotated[
-        CheckpointingKwargs, affects("memory", "step_time", "planned")
-    ] = Field(
-        default=CheckpointingKwargs(),
-        description="`every_n_layers`: checkpoint the first of every n layers; null: all, or"
-        " planned if `activation_checkpointing` is. `offload`: keep what is checkpointed in pinned"
-        " host memory; null: no, or planned where nothing else fits. Either of them turns"
-        " `activation_checkpointing` on. `use_reentrant`, `preserve_rng_state` and"
-        " `determinism_check` go to `torch.utils.checkpoint`.",
-    )
-    num_output_chunks: Annotated[int | None, affects("memory", "step_time", "planned")] = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description="Parts in which the loss computes the logits, to save memory. null: planned.",
-    )
-    logits_at_targets: Annotated[bool | None, affects("memory", "step_time", "planned")] = Field(
-        default=None,
-        description="Compute the logits only of positions that predict a token with a loss, not of"
-        " prompts and padding. The loss is the same. null: planned.",
-    )
-    tiled_mlp_num_shards: Annotated[int | None, affects("memory", "step_time", "planned")] = Field(
-        default=None,
-        ge=1,
-        le=1024,
-        description="Parts of the tokens that go through each layer's MLP one after another, and"
-        " again in backward, to save memory with long rows. The result is the same. 1: all tokens"
-        " at once. null: planned.",
-    )
     logging_steps: Annotated[int, affects("interruptions")] = Field(
         default=10, ge=1, description="Optimizer steps between two log lines."
     )
@@ -211,24 +159,6 @@ class TrainingSection(BaseModel):
             description="Processes that load rows for each rank. null: planned.",
         )
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def checkpoints_what_keywords_name(cls, values: Any) -> Any:
-        """Keywords that name layers or a place to keep them ask for checkpointing too."""
-        if not isinstance(values, dict) or "activation_checkpointing" in values:
-            return values
-        kwargs = values.get("activation_checkpointing_kwargs")
-        if isinstance(kwargs, CheckpointingKwargs):
-            kwargs = kwargs.model_dump()
-        if isinstance(kwargs, dict) and (kwargs.get("every_n_layers") or kwargs.get("offload")):
-            return {**values, "activation_checkpointing": True}
-        return values
-
-    @field_validator("activation_checkpointing_kwargs", mode="before")
-    @classmethod
-    def no_keywords(cls, value: Any) -> Any:
-        return {} if value is None else value  # null: TrainingArguments' default
 
     @field_validator("report_to", mode="before")
     @classmethod

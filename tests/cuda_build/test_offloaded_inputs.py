@@ -18,7 +18,7 @@ import json, sys, torch
 from contextlib import nullcontext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from training.model.offloaded_inputs import Offloading
+from training.levers.offloading import Offloading
 
 layers, rows, width, offloads = map(int, sys.argv[1:])
 device = torch.device("cuda", 0)

@@ -71,8 +71,8 @@ def test_varlen_attn_stops_goes_on_and_exports_a_model_for_sdpa(one_card: Workpl
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continuing" in done.stdout
     plan, (_, outcome) = records(one_card)
-    assert plan["strategy"]["attn_implementation"] == "varlen_attn"
-    assert plan["strategy"]["activation_offloading"] == on_host
+    assert plan["strategy"]["levers"]["attn_implementation"] == "varlen_attn"
+    assert plan["strategy"]["levers"]["activation_offloading"] == on_host
     # micro-batches of the longest rows alone are predicted
     assert outcome["vram_allocated_bytes"] < 1.01 * plan["estimate"]["step_allocated_bytes"]
     loaded = one_card.python("-c", LOADED, str(one_card.folder / "model"))

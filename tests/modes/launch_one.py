@@ -39,8 +39,8 @@ def as_fsdp2(plan: Plan, recipe: Recipe, parameters: Shapes) -> Plan:
 
 def on_host(plan: Plan, recipe: Recipe, parameters: Shapes) -> Plan:
     """A plan that checkpoints, with what it keeps on the host."""
-    assert plan.strategy.activation_checkpointing
-    return replace(plan, strategy=replace(plan.strategy, activation_offloading=True))
+    assert plan.strategy.levers.every_n_layers
+    return replace(plan, strategy=plan.strategy.with_levers(activation_offloading=True))
 
 
 def through_shim(command: Command, shim: Path = SHIM) -> Command:

@@ -136,5 +136,5 @@ def test_it_goes_on_with_every_second_layer_checkpointed(tmp_path, mode):
     said = goes_on(tmp_path, (mode, 2, "--training.activation_checkpointing=true", kwargs), losses)
     assert "converting" not in said
     (plan,) = (tmp_path / "h").glob("runs/*/*/attempts/02/plan.json")
-    assert json.loads(plan.read_text())["strategy"]["every_n_layers"] == 2
+    assert json.loads(plan.read_text())["strategy"]["levers"]["every_n_layers"] == 2
     assert (tmp_path / "model/model.safetensors").exists()

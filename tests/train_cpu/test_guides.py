@@ -69,7 +69,7 @@ def test_the_amd_guides_wrapper_trains_as_its_variables_say(tmp_path):
     assert "6 per device x 4 accumulation x 1 process = 24 effective" in said
     run_dir = builders.only_run(tmp_path / "workspace", "single_gpu_optimized")
     strategy = json.loads((run_dir / "plan.json").read_text())["strategy"]
-    assert (strategy["activation_checkpointing"], strategy["mixed_precision"]) == (True, "no")
+    assert (strategy["levers"]["every_n_layers"], strategy["mixed_precision"]) == (1, "no")
     assert strategy["dataloader_num_workers"] == 1
     assert [event["samples_seen"] for event in builders.events(run_dir)][:2] == [24, 48]
     assert (tmp_path / "out model/config.json").exists()

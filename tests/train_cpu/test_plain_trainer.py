@@ -118,7 +118,7 @@ def test_losses_and_weights_are_those_of_every_position(tmp_path, monkeypatch, s
         model={"shape": shape}, training=training, data={"packing": "packed" in case}, **sections
     )
     plan = builders.plan(recipe)
-    assert plan.strategy.logits_at_targets
+    assert plan.strategy.levers.logits_at_targets
     made = arguments.of(recipe, plan, 4 * STEPS, False, {"ddp_backend": None})
     made.label_smoothing_factor = 0.3 if "smoothed" in case else 0.0
     made.report_to, made.save_strategy, made.output_dir = [], "no", "."
@@ -138,8 +138,7 @@ def test_losses_and_weights_are_those_of_every_position(tmp_path, monkeypatch, s
         order=SampleOrder(4 * STEPS, 2, ACCUMULATION, 1, 0, 0),
         meter=StepMeter(),
         keep_checkpoints=2,
-        output_chunks=plan.strategy.num_output_chunks,
-        logits_at_targets=True,
+        levers=plan.strategy.levers,
         facts={},
         model=network(recipe, plan),
         args=made,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from typing import Any
 
@@ -12,15 +11,9 @@ from transformers import TrainingArguments
 
 from launch.schema.plan import Plan, Strategy
 from launch.schema.recipe import Recipe
-from launch.schema.training_section import (
-    COMPILE_KEYS,
-    LIGER_LOSSES,
-    TENSORBOARD,
-    TrainingSection,
-)
+from launch.schema.training_section import TENSORBOARD, TrainingSection
+from training import levers
 from training.compat import transformers_private
-
-SWITCHED = ("tf32", "use_liger_kernel")  # set by the plan
 
 
 def of(
@@ -49,13 +42,7 @@ def of(
         optim=training.optim,
         bf16=strategy.mixed_precision == "bf16",
         fp16=strategy.mixed_precision == "fp16",
-        **transformers_private.by_installed_names(
-            {
-                "activation_checkpointing": strategy.activation_checkpointing,
-                "activation_checkpointing_kwargs": _checkpointing_kwargs(training, strategy),
-                **_extras(training, strategy, evaluates),
-            }
-        ),
+        **transformers_private.by_installed_names(_extras(training, strategy, evaluates)),
         logging_steps=training.logging_steps,
         logging_nan_inf_filter=False,  # show a NaN as a NaN
         save_strategy="steps",
@@ -91,28 +78,15 @@ def timeout_s(training: TrainingSection) -> float:
     return training.extras.get("ddp_timeout", TrainingArguments.ddp_timeout)
 
 
-def _checkpointing_kwargs(training: TrainingSection, strategy: Strategy) -> dict[str, Any] | None:
-    of_plan = {"every_n_layers": (n := strategy.every_n_layers), "offload": True}
-    chosen = (n > 1, strategy.activation_offloading)
-    return {
-        **training.activation_checkpointing_kwargs.arguments,
-        **dict(itertools.compress(of_plan.items(), chosen)),
-    } or None
-
-
 def _extras(training: TrainingSection, strategy: Strategy, evaluates: bool) -> dict[str, Any]:
     """The recipe's other fields over our defaults. Our models use all their parameters."""
     defaults = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True}
-    left_out = [*SWITCHED, "save_strategy"]  # of() sets the only save_strategy of a recipe: steps
-    if not strategy.torch_compile:
-        left_out += COMPILE_KEYS
+    # of() sets these; the only save_strategy of a recipe is steps
+    left_out = ["tf32", "save_strategy"]
     if not evaluates:
         left_out.append("eval_on_start")
     if not strategy.dataloader_num_workers:  # transformers refuses it without workers
         left_out.append("dataloader_prefetch_factor")
     extras = {k: v for k, v in {**defaults, **training.extras}.items() if k not in left_out}
-    if strategy.use_liger_kernel:  # without its losses, because trainer.py computes the loss
-        losses = dict.fromkeys(LIGER_LOSSES, False)
-        liger_config = {**(extras.get("liger_kernel_config") or {}), **losses}
-        extras |= {"use_liger_kernel": True, "liger_kernel_config": liger_config}
+    levers.arguments(training, strategy.levers, extras)
     return extras

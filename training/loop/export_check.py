@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, islice
@@ -33,6 +32,7 @@ from launch.schema.result import CHECK_BYTES
 from training.compat.transformers_private import Network
 from training.data import tokenise, tokenizer
 from training.data.encode import Encoder, Row
+from training.levers.compile import eagerly
 from training.loop import evaluate
 from training.loop.trainer import LowMemTrainer, empty_cache
 from training.model import build, four_bit, merging, varlen_attention
@@ -91,10 +91,7 @@ def trained(
     Collective."""
     rows = _rows(start, tokens, questions)
     network: Network = trainer.accelerator.unwrap_model(trainer.model)
-    eagerly = (
-        torch.compiler.set_stance("force_eager") if trainer.args.torch_compile else nullcontext()
-    )
-    with eagerly, varlen_attention.answering_with_masks(network):
+    with eagerly(trainer.args), varlen_attention.answering_with_masks(network):
         computed = logits(trainer.model_wrapped, rows.inputs, trainer.accelerator)
     base = network.get_base_model() if hasattr(network, "peft_config") else network
     return Trained(rows, computed, base.dtype)

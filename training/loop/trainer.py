@@ -20,7 +20,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from launch.base import files as base_files
 from launch.data.rows import IGNORED
 from launch.run_folder import manifest
+from launch.schema.levers import PLAIN, Levers
 from launch.schema.plan import Strategy
+from training import levers as training_levers
 from training.checkpoints import best, commit, convert, names
 from training.compat import bitsandbytes_private, deepspeed_private, transformers_private
 from training.compat.python_private import end_what_cannot_send
@@ -30,11 +32,12 @@ from training.control.stop_word import Halted
 from training.data.batches import TARGET_TENSORS, Collator, EpochLoader, TokenRows
 from training.data.sample_order import SampleOrder
 from training.engines import setup
+from training.levers.compile import eagerly
+from training.levers.logits import LossHead, target_loss_sum
+from training.levers.offloading import Offloading
 from training.loop import data_worker_memory, nan_guard
 from training.loop.callbacks import StepMeter
 from training.loop.memory_peaks import MemoryPeaks
-from training.model import tiled_mlp
-from training.model.chunked_loss import LossHead, target_loss_sum
 
 logger = logging.getLogger("lowmem")
 
@@ -68,10 +71,8 @@ class LowMemTrainer(OpenTrainer):
         facts: dict[str, Any],
         guard: nan_guard.NanGuard | None = None,  # None: there are no numbers, as in a trace
         stop_callback: StopCallback | None = None,
+        levers: Levers = PLAIN,
         strategy: Strategy | None = None,
-        output_chunks: int = 1,
-        logits_at_targets: bool = False,
-        mlp_shards: int = 1,
         peaks: MemoryPeaks | None = None,
         keeps_best: bool = False,  # training.load_best_model_at_end
         **kwargs: Any,
@@ -89,13 +90,15 @@ class LowMemTrainer(OpenTrainer):
         # called at the end of each evaluation, by every rank
         self.answer_samples: Callable[[], None] = lambda: None
         super().__init__(compute_loss_func=self._loss, **kwargs)
-        self._shift = not self.model.config.is_encoder_decoder
-        has_head = output_chunks > 1 or logits_at_targets
-        self._head = LossHead(self.model, output_chunks, self._shift) if has_head else None
-        if mlp_shards > 1:
-            tiled_mlp.tile(self.model, mlp_shards)
+        self.shifts = not self.model.config.is_encoder_decoder
+        self.head: LossHead | None = None  # makes the logits of some positions, or in parts
+        training_levers.apply(self, levers)
         if guard is not None:
             guard.trainer = self
+
+    def host_copies(self) -> Offloading:
+        """The copies to host memory of what layers are given."""
+        return Offloading(self.args.device, self._strategy is None or self._strategy.pin_memory)
 
     def refuse_wrapper(self, network: Network) -> None:
         setup.refuse_data_parallel(network)
@@ -124,7 +127,7 @@ class LowMemTrainer(OpenTrainer):
     ) -> AbstractContextManager[None]:
         """Give the head the targets of a micro-batch, which are no inputs of the model."""
         named = {name: inputs.pop(name) for name in TARGET_TENSORS if name in inputs}
-        return self._head.for_loss(labels, named, smoothing) if self._head else nullcontext()
+        return self.head.for_loss(labels, named, smoothing) if self.head else nullcontext()
 
     def _masks(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
         """Tell transformers what the collator knows of the mask. torch.compile asks nothing of the
@@ -137,9 +140,9 @@ class LowMemTrainer(OpenTrainer):
     def _loss_sum(
         self, logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0
     ) -> torch.Tensor:
-        if self._head:
-            return self._head.loss_sum(logits)
-        return target_loss_sum(logits, labels, self._shift, smoothing)
+        if self.head:
+            return self.head.loss_sum(logits)
+        return target_loss_sum(logits, labels, self.shifts, smoothing)
 
     def gradient_norm(self, library: Callable[[], Any]) -> Any:
         """The norm over all ranks, which is checked before the optimizer steps. DeepSpeed has
@@ -261,13 +264,7 @@ class LowMemTrainer(OpenTrainer):
                 self.stop_callback.between_batches()
             batch = self._prepare_inputs(inputs)
             labels = batch.pop("labels")
-            # compiling takes a minute and would save seconds here
-            eagerly = (
-                torch.compiler.set_stance("force_eager")
-                if self.args.torch_compile
-                else nullcontext()
-            )
-            with torch.no_grad(), eagerly, self.compute_loss_context_manager():
+            with torch.no_grad(), eagerly(self.args), self.compute_loss_context_manager():
                 with self._targets(batch, labels), self._masks(batch):
                     logits = model(**batch).logits
                     sums.append(self._loss_sum(logits, labels))

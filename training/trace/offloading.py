@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from training.model.offloaded_inputs import LayerInput, Offloading
+from training.levers.offloading import LayerInput, Offloading
 from training.trace.recorder import Recorder
 
 

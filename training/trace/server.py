@@ -113,11 +113,7 @@ def _shared(
     same = (
         strategy.launch_mode.engine if is_cast else "",
         strategy.mixed_precision,
-        (strategy.checkpointed_share, strategy.activation_offloading),
-        strategy.num_output_chunks,
-        strategy.logits_at_targets,
-        strategy.tiled_mlp_num_shards,
-        strategy.attn_implementation,
+        *strategy.levers.recorded.values(),
         bool(question["documents"]),
         question["is_single"],
         strategy.gradient_accumulation_steps > 1,

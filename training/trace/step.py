@@ -29,11 +29,11 @@ from training.compat.bitsandbytes_private import is_paged
 from training.compat.torch_private import FakeTensorMode, unset_fake_temporarily
 from training.data.batches import TARGET_TENSORS
 from training.data.sample_order import SampleOrder
+from training.levers.offloading import SAVE_ON_CPU
 from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit
-from training.model.offloaded_inputs import replacing_save_on_cpu
 from training.trace import layer_stacks, repeat_layers, rewrite_log, sharded
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
@@ -89,6 +89,9 @@ class _Tracer(LowMemTrainer):
         self.recorder = recorder
         self._micro = 0
         super().__init__(**kwargs)
+
+    def host_copies(self) -> RecordedOffloading:
+        return RecordedOffloading(self.recorder)
 
     def get_train_dataloader(self) -> Any:
         return _Batches(self, self.args.gradient_accumulation_steps)
@@ -235,12 +238,12 @@ def step(
         mixed_precision="bf16" if planned.mixed_precision == "fp16" else planned.mixed_precision,
         dataloader_num_workers=0,
         tf32=False,
-        use_liger_kernel=False,  # needs a card: traced as transformers' own modules
+        # they need a card: recorded as transformers' own modules
+        levers=replace(planned.levers, use_liger_kernel=False),
     )
     recorder = Recorder(batch)
     recorder.padded, recorder.vocabulary = padded, plan.shape.config["vocab_size"]
     fp16 = planned.mixed_precision == "fp16"
-    on_host = replacing_save_on_cpu(RecordedOffloading(recorder))
     SHAPES.begin(target)
     collects = gc.isenabled()
     with (
@@ -248,7 +251,7 @@ def step(
         if target
         else replaced([transformers_private.REAL_MASKS]),
         replaced(fake_private.short_cache()),
-        replaced([on_host] if strategy.activation_offloading else []),
+        replaced([(*SAVE_ON_CPU, getattr(*SAVE_ON_CPU))]),  # a lever may change it within
         grouped_products(on_nvidia=target is not None and target.capability is not None),
     ):
         if recipe.quantization is not None:
@@ -300,7 +303,7 @@ def _tracer(
     with unset_fake_temporarily():
         quantization = recipe.quantized(plan.strategy.mixed_precision)
         of_model = recipe.model, plan.shape, recipe.lora, plan.lora_targets, quantization
-        network = build.without_weights(*of_model, strategy.attn_implementation)
+        network = build.without_weights(*of_model, strategy.levers.attn_implementation)
         computed = sharded.as_computed(network, plan.strategy).mixed_precision
     if computed == "no":
         strategy = replace(strategy, mixed_precision="no")
@@ -333,9 +336,7 @@ def _tracer(
         order=SampleOrder(batch, batch, 1, 1, 0, 0),
         meter=StepMeter(),
         keep_checkpoints=2,
-        output_chunks=strategy.num_output_chunks,
-        logits_at_targets=strategy.logits_at_targets,
-        mlp_shards=strategy.tiled_mlp_num_shards,
+        levers=strategy.levers,
         facts={},
         model=network,
         args=args,
@@ -346,12 +347,13 @@ def _tracer(
     tracer.remove_callback(PrinterCallback)
     steady.tracer = tracer
     source, target = lengths
-    if strategy.logits_at_targets:
-        tracer.num_targets = TARGETS * strategy.num_output_chunks
-    tracer.flattens = strategy.flattens
+    levers = strategy.levers
+    if levers.logits_at_targets:
+        tracer.num_targets = TARGETS * levers.num_output_chunks
+    tracer.flattens = levers.flattens
     # a size that grows with the batch is recognised if each row has as many positions of each part
     parts = math.lcm(
-        strategy.num_output_chunks if tracer.flattens else 1, strategy.tiled_mlp_num_shards
+        levers.num_output_chunks if tracer.flattens else 1, levers.tiled_mlp_num_shards
     )
     source, target = (-(-length // parts) * parts for length in (source, target))
     if tracer.flattens:
@@ -375,7 +377,9 @@ def whole_step(
     copies = recipe.lora.modules_to_save if recipe.lora else ()
     modules = " ".join([*recipe.model.freeze, *plan.lora_targets, *copies])
     family = plan.shape.family
-    units = family.layer_period and math.lcm(family.layer_period, plan.strategy.every_n_layers)
+    units = family.layer_period and math.lcm(
+        family.layer_period, plan.strategy.levers.every_n_layers or 1
+    )
     few = layer_stacks.shallow(plan.shape.config, family.depth_keys, units) if units else None
     if few is not None and not re.search(r"(^|[. ])\d", modules):  # no module of a single layer
         few_layers = replace(plan, shape=replace(plan.shape, config=few.config))

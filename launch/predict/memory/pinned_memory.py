@@ -24,7 +24,9 @@ def max_kept_bytes(strategy: Strategy) -> int | None:
         return None
     if numbers(packages.version("torch"))[:2] < WITH_EXACT_SIZES:
         return None
-    return MAX_KEPT_WITH_ACTIVATIONS_BYTES if strategy.activation_offloading else MAX_KEPT_BYTES
+    return (
+        MAX_KEPT_WITH_ACTIVATIONS_BYTES if strategy.levers.activation_offloading else MAX_KEPT_BYTES
+    )
 
 
 def setting(strategy: Strategy) -> str:

@@ -56,7 +56,7 @@ def of(facts: Facts, candidate: Strategy) -> list[TracedStep]:
         lengths=shorter,
         is_padded=True,
     )
-    if not candidate.flattens:
+    if not candidate.levers.flattens:
         return [TracedStep(question, rows), TracedStep(short, most)]
     source, target = question.lengths
     dense = replace(question, documents=max(question.documents, -(-most // rows)))
@@ -104,7 +104,7 @@ def _of_sizes(
     steps = []
     for batch in chosen:
         lengths = batch.source, batch.target
-        if candidate.flattens:
+        if candidate.levers.flattens:
             mean = -(-batch.tokens // batch.rows // multiple) * multiple
             lengths = mean, mean
         asked = replace(
@@ -152,7 +152,7 @@ def _most(
         return [in_length]
     batches = list(map(longest_trace.targets.counts, sizes))
     most = sizes[batches.index(longest_trace.highest(batches))]
-    return [most] if candidate.flattens else dict.fromkeys((in_length, most))
+    return [most] if candidate.levers.flattens else dict.fromkeys((in_length, most))
 
 
 def _first(facts: Facts, candidate: Strategy, question: Question) -> Question | None:

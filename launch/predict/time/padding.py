@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from launch.schema.data_section import DataSection
+from launch.schema.levers import Levers
 from launch.schema.plan import Padding, Strategy
 
 DRAWN = 4096  # rows; the share then moves by about a hundredth from one draw to another
@@ -67,7 +68,7 @@ def of(
     if data.packing:
         most = _padded(counts["longest_input"], multiple)
         order, share = "packed", 1 - counts["tokens"] / (counts["rows"] * most)
-    if strategy.flattens:  # rows follow one another in a batch
+    if strategy.levers.flattens:  # rows follow one another in a batch
         tokens = strategy.per_device_train_batch_size * counts["tokens"] / counts["rows"]
         share = grouped_share = in_quarters = 1 - tokens / (tokens + (multiple - 1) / 2)
         token_share = share
@@ -95,7 +96,7 @@ def mean_split(
     """The mean split of a step of rows."""
     lengths = counts["lengths"]
     # without padding
-    if strategy.flattens and not data.batch_by_tokens:
+    if strategy.levers.flattens and not data.batch_by_tokens:
         share = sum(map(sum, lengths)) / len(lengths) / sum(max_lengths)
         return StepSplit(
             strategy.per_device_train_batch_size * share, strategy.gradient_accumulation_steps
@@ -103,12 +104,7 @@ def mean_split(
     alike = replace(  # what many candidates have in common
         strategy,
         per_device_eval_batch_size=1,
-        activation_checkpointing=False,
-        every_n_layers=1,
-        activation_offloading=False,
-        num_output_chunks=1,
-        logits_at_targets=False,
-        tiled_mlp_num_shards=1,
+        levers=Levers(attn_implementation=strategy.levers.attn_implementation),
         dataloader_num_workers=0,
     )
     rows = counts["rows"] if data.group_by_length else None

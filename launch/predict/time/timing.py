@@ -186,7 +186,7 @@ def speed_of(
     copies = card.host_device_bytes_per_s or HOST_DEVICE_BYTES_PER_S
     copies *= 1 if strategy.pin_memory else PAGEABLE_SHARE
     if (
-        strategy.launch_mode.offloads or strategy.activation_offloading
+        strategy.launch_mode.offloads or strategy.levers.activation_offloading
     ) and card.host_device_bytes_per_s:
         source += f"; copies at {copies / 1e9:.1f} GB/s, measured here by selfcheck"
     if strategy.tf32:
@@ -327,14 +327,14 @@ def _offloaded_bytes(
 
 def _exposed_copies_s(copy_s: float, micro_step_s: float, strategy: Strategy) -> float:
     """Seconds of a micro-step that wait for layers' inputs: forward sends each to the host while a
-    layer computes, backward fetches it while another does (training/model/offloaded_inputs.py). The
+    layer computes, backward fetches it while another does (training/levers/offloading.py). The
     layers are alike, so that what is true of one is true of their sum. For a copy to or from memory
     that is not pinned the host waits.
 
     Backward computes twice what forward does, and the checkpointed layers again."""
     if not strategy.pin_memory:
         return 2 * copy_s
-    forward_s = micro_step_s / (3 + strategy.checkpointed_share)
+    forward_s = micro_step_s / (3 + strategy.levers.checkpointed_share)
     return max(copy_s - forward_s, 0.0) + max(copy_s - (micro_step_s - forward_s), 0.0)
 
 

@@ -56,11 +56,9 @@ def candidate_of(attention: str) -> Strategy:
         recipe_of(training={"bf16": True}, launch={"mode": "single_gpu"}), machine(gpus=1)
     ).strategy
     return replace(
-        chosen,
+        chosen.with_levers(attn_implementation=attention, logits_at_targets=True),
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=1,
-        attn_implementation=attention,
-        logits_at_targets=True,
         mixed_precision="bf16",
     )
 

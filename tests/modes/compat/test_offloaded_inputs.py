@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import real_steps
 from tests.builders import plan, recipe_of
-from training.model.offloaded_inputs import LayerInput, Offloading, replacing_save_on_cpu
+from training.levers.offloading import SAVE_ON_CPU, LayerInput, Offloading
+from training.loop.trainer import LowMemTrainer
 from training.trace.cuda_semantics import replaced
 
 LENGTH, STEPS, LAYERS = 32, 3, 2
@@ -71,9 +72,11 @@ def trained(offloading: Offloading | None, **sections: Any) -> dict[str, torch.T
     recipe = recipe_of(model={"shape": shape}, training=training, **sections)
     chosen = plan(recipe)
     on_host = offloading is not None
-    strategy = replace(chosen.strategy, activation_offloading=on_host)
-    trainer = real_steps.trainer(recipe, replace(chosen, strategy=strategy), LENGTH, True, STEPS)
-    with replaced([replacing_save_on_cpu(offloading)] if offloading else []):
+    strategy = chosen.strategy.with_levers(activation_offloading=on_host)
+    planned = replace(chosen, strategy=strategy)
+    copies = (LowMemTrainer, "host_copies", lambda _: offloading)
+    with replaced([copies, (*SAVE_ON_CPU, getattr(*SAVE_ON_CPU))]):
+        trainer = real_steps.trainer(recipe, planned, LENGTH, True, STEPS)
         trainer.train()
     return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
 

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from launch.data.rows import IGNORED
-from launch.predict.target_counts import AT_TARGETS
+from launch.schema.levers import AT_TARGETS
 from training.data.batches import TARGET_TENSORS, targets
-from training.model.chunked_loss import LossHead, target_loss_sum
+from training.levers.logits import LossHead, target_loss_sum
 
 VOCABULARY, ROWS, LENGTH = 97, 3, 23
 # values of a small model, of those keys that its config has

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from launch.plan.tiled_mlp import TILED
-from launch.predict.target_counts import AT_TARGETS
+from launch.schema.levers import AT_TARGETS, TILED
 from tests.modes.compat.test_target_families import LENGTH, ROWS, VOCABULARY, network
-from training.model import tiled_mlp
+from training.levers import tiled_mlp
 
 # mixtures of experts, and types whose MLP is no module or adds to another input
 WHOLE = set(AT_TARGETS) - set(TILED)

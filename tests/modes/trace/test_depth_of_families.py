@@ -28,7 +28,7 @@ def planned(config: dict[str, Any], **sections: Any) -> tuple[Recipe, Plan]:
     size = ModelSize("deep", config, 0, 0, family=parts.family)
     targets = parts.family.linear if recipe.lora else ()
     attention = "eager" if config["model_type"] in kernels.EAGER_FAMILIES else "sdpa"
-    strategy = replace(plan.strategy, attn_implementation=attention)
+    strategy = plan.strategy.with_levers(attn_implementation=attention)
     return recipe, replace(plan, shape=size, lora_targets=targets, strategy=strategy)
 
 
@@ -60,7 +60,7 @@ def test_a_decoder_of_many_layers_is_one_of_few_with_more_of_the_middle(
     monkeypatch.chdir(tmp_path)
     config = {**FAMILIES[family], **depth}
     recipe, plan = planned(config, **sections)
-    period = plan.shape.family.layer_period * plan.strategy.every_n_layers
+    period = plan.shape.family.layer_period * (plan.strategy.levers.every_n_layers or 1)
     found = layer_stacks.shallow(config, plan.shape.family.depth_keys, period)
     assert found is not None
     (key,) = plan.shape.family.depth_keys

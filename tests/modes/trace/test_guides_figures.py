@@ -138,7 +138,7 @@ def test_the_a6000_batch_of_32_runs_with_its_logits_in_parts(tmp_path, monkeypat
         "--launch.exact_batch=true",
     )
     plan = planned(tmp_path, monkeypatch, "a6000-48g", 32, *words)
-    assert plan.strategy.num_output_chunks > 1
+    assert plan.strategy.levers.num_output_chunks > 1
     assert any(change.key == "training.num_output_chunks" for change in plan.changes)
 
 

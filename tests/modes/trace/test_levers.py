@@ -158,24 +158,24 @@ def what_nothing_fits_by(cache: TraceCache, free_gib: float, **more: Any) -> str
 def test_fewer_layers_are_checkpointed_the_more_memory_there_is(cache):
     choices = [chosen(cache, free_gib) for free_gib in (10, 8, 6.5, 5)]
     strategies = [choice.plan.strategy for choice in choices]
-    assert [each.checkpointed_share for each in strategies] == [0, 1 / 4, 1 / 2, 1]
+    assert [each.levers.checkpointed_share for each in strategies] == [0, 1 / 4, 1 / 2, 1]
     seconds = [choice.plan.seconds_per_step for choice in choices]
     assert seconds == sorted(seconds)
-    asked = "training.activation_checkpointing_kwargs"
+    asked = "training.activation_checkpointing_kwargs.every_n_layers"
     values = {change.key: change.effective for change in choices[1].plan.changes}
-    assert values[asked] == '{"every_n_layers": 4}'
+    assert values[asked] == "4"
     (recompute,) = (each for each in choices[1].plan.switches if each.name == "recompute")
-    assert recompute.runs == "1 layer in 4"
+    assert recompute.runs == "checkpointing 1 layer in 4"
 
 
 @pytest.mark.campaign
 def test_a_single_sample_checkpoints_fewer_layers_than_more_rows_that_fit(own):
     long: dict[str, Any] = {"data": {"max_length": 2048}, "per_device_train_batch_size": 4}
     of_rows = chosen(own, 4, **long).plan
-    assert of_rows.strategy.checkpointed_share == 1
+    assert of_rows.strategy.levers.checkpointed_share == 1
     singles = [chosen(own, free_gib, exact_batch=False, **long).plan for free_gib in (4, 5, 6)]
     assert [each.strategy.per_device_train_batch_size for each in singles] == [1, 1, 1]
-    assert [each.strategy.checkpointed_share for each in singles] == [1 / 2, 1 / 4, 0]
+    assert [each.strategy.levers.checkpointed_share for each in singles] == [1 / 2, 1 / 4, 0]
     seconds = [each.seconds_per_step for each in (of_rows, *singles)]
     assert all(slow > quick * AS_FAST for slow, quick in itertools.pairwise(seconds))
     # two rows that fit without checkpointing are not slower than one: they alone are traced
@@ -188,7 +188,7 @@ def test_a_single_sample_checkpoints_fewer_layers_than_more_rows_that_fit(own):
 def test_a_transformers_that_cannot_leave_layers_out_checkpoints_all_and_the_plan_says_so(cache):
     why = "transformers 5.13 checkpoints all layers or none, as all before 5.23"
     plan = chosen(cache, 8, why).plan
-    assert plan.strategy.checkpointed_share == 1
+    assert plan.strategy.levers.checkpointed_share == 1
     (recompute,) = (each for each in plan.switches if each.name == "recompute")
     assert recompute.why.endswith(why)
 
@@ -197,11 +197,11 @@ def test_activations_are_kept_on_the_host_where_nothing_else_fits(cache):
     parts = {"num_output_chunks": 64, "tiled_mlp_num_shards": 1}
     on_card = chosen(cache, 3, **parts).plan
     least = on_card.estimate.device_bytes
-    assert not on_card.strategy.activation_offloading
+    assert not on_card.strategy.levers.activation_offloading
     free_gib = (least - 64 * MIB) / 0.95 / GIB  # launch.vram_fraction
     choice = chosen(cache, free_gib, **parts)
     on_host = choice.plan
-    assert on_host.strategy.activation_offloading
+    assert on_host.strategy.levers.activation_offloading
     layers, of_layer = 24, 8 * LENGTH * 896 * 2
     assert least - on_host.estimate.device_bytes == pytest.approx(layers * of_layer, rel=0.1)
     # pinned memory comes in powers of two: 8 MiB for the 7 of a layer
@@ -210,7 +210,7 @@ def test_activations_are_kept_on_the_host_where_nothing_else_fits(cache):
     # 7 MiB are copied in less time than a layer of 8 x 512 tokens computes
     assert on_host.seconds_per_step == pytest.approx(on_card.seconds_per_step, rel=0.01)
     values = {change.key: change.effective for change in on_host.changes}
-    assert values["training.activation_checkpointing_kwargs"] == '{"offload": true}'
+    assert values["training.activation_checkpointing_kwargs.offload"] == "true"
     assert what_nothing_fits_by(
         cache, free_gib, **parts, activation_checkpointing_kwargs={"offload": False}
     )
@@ -232,7 +232,7 @@ def test_packed_rows_fit_without_the_mask_of_sdpa(cache):
     free_gib = (least - mask // 2) / 0.95 / GIB
     assert what_nothing_fits_by(cache, free_gib, **parts)
     without = chosen(cache, free_gib, attention=None, **parts).plan
-    assert without.strategy.attn_implementation == "varlen_attn"
+    assert without.strategy.levers.attn_implementation == "varlen_attn"
     assert least - without.estimate.device_bytes > mask
     (attention,) = (each for each in without.switches if each.name == "attention")
     assert attention.why.endswith("no mask, no padding between them")
@@ -262,7 +262,9 @@ def test_logits_at_targets_fit_where_those_of_all_positions_do_not(cache):
     assert "less" in line
     assert "faster" in line
     free_gib = (short.plan.estimate.device_bytes + 64 * MIB) / 0.95 / GIB  # launch.vram_fraction
-    assert chosen(cache, free_gib, **fixed, most_targets=targets).plan.strategy.logits_at_targets
+    assert chosen(
+        cache, free_gib, **fixed, most_targets=targets
+    ).plan.strategy.levers.logits_at_targets
     for refused in ({}, {"most_targets": targets, "logits_at_targets": False}):
         assert what_nothing_fits_by(cache, free_gib, **fixed, **refused)
 
@@ -290,11 +292,11 @@ def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(cache):
         "activation_checkpointing_kwargs": {"offload": False},
     }
     at_once = chosen(cache, 5, **long).plan
-    assert at_once.strategy.tiled_mlp_num_shards == 1
+    assert at_once.strategy.levers.tiled_mlp_num_shards == 1
     assert not any("MLPs in" in line for line in at_once.table)  # nor was it traced
     free_gib = (at_once.estimate.device_bytes - 256 * MIB) / 0.95 / GIB  # launch.vram_fraction
     parts = chosen(cache, free_gib, **long).plan
-    assert parts.strategy.tiled_mlp_num_shards == 8
+    assert parts.strategy.levers.tiled_mlp_num_shards == 8
     saved = at_once.estimate.allocated_bytes - parts.estimate.allocated_bytes
     inner = 8192 * 4864 * 2  # a tensor of the MLP's inner size
     assert 4 * inner < saved < 8 * inner
@@ -306,11 +308,11 @@ def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(cache):
     (line,) = (line for line in parts.savings if line.startswith("MLPs in 8 parts instead of"))
     assert "less" in line
     (switch,) = (each for each in parts.switches if each.name == "mlp")
-    assert switch.runs == "tokens in 8 parts"
+    assert switch.runs == "MLPs in 8 parts"
     missed = what_nothing_fits_by(cache, free_gib, **long, tiled_mlp_num_shards=1)
     assert re.search(r"checkpointing, .* GiB in backward, budget", missed), missed
     asked = chosen(cache, free_gib, **long, tiled_mlp_num_shards=6).plan
-    assert asked.strategy.tiled_mlp_num_shards == 6
+    assert asked.strategy.levers.tiled_mlp_num_shards == 6
     assert not any(change.key == "training.tiled_mlp_num_shards" for change in asked.changes)
 
 
@@ -341,7 +343,7 @@ def test_mlps_in_parts_are_not_traced_where_all_that_a_layer_makes_is_less_than_
 def test_mlps_in_parts_are_not_traced_where_logits_are_the_peak(cache):
     long: dict[str, Any] = {"data": {"max_length": 8192}, "per_device_train_batch_size": 1}
     plan = chosen(cache, 4, **long).plan
-    assert plan.strategy.activation_offloading
+    assert plan.strategy.levers.activation_offloading
     assert not any("MLPs in" in line for line in plan.table)
 
 
@@ -366,12 +368,12 @@ def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(own):
     possible, _ = candidates.possible(facts)
     (asked,) = (each for each in possible if each.mode == "deepspeed_zero3_offload")
     left_out = [asked, *candidates.splits(facts.recipe, facts.model, asked)]
-    left_out = [each for each in left_out if each.activation_checkpointing]
+    left_out = [each for each in left_out if each.levers.every_n_layers]
     assert [each for each in left_out if facts.trace(each) is not None] == []
     # what MLPs keep for backward is too much for the card: no trace has to say so
     (whole,) = (each for each in possible if each.mode == "single_gpu")
     for split in candidates.splits(facts.recipe, facts.model, whole):
-        assert split.activation_checkpointing or facts.trace(split) is None
+        assert split.levers.every_n_layers or facts.trace(split) is None
     facts.fetch(left_out)
     judged = [estimate.judge(facts, each, exact=False) for each in left_out]
     assert plan.seconds_per_step is not None
@@ -406,8 +408,8 @@ def test_some_layers_keep_activations_where_logits_at_once_are_traced_with_check
     """Without checkpointing, logits at once are too much for the card, and are not traced."""
     facts = with_lora(cache, 8192, 1, "qwen2.5-1.5b")
     plan = planner.choose(facts).plan
-    assert plan.strategy.every_n_layers > 1
-    assert plan.strategy.num_output_chunks == candidates.OUTPUT_CHUNKS
+    assert plan.strategy.levers.every_n_layers > 1
+    assert plan.strategy.levers.num_output_chunks == 8
 
 
 def test_a_step_takes_at_least_what_the_work_of_another_mode_says(cache):
@@ -483,8 +485,8 @@ def test_a_card_holds_at_least_what_candidates_are_left_out_by(
         ways = [
             candidate,
             replace(candidate, gradient_accumulation_steps=2),
-            replace(candidate, activation_checkpointing=True, every_n_layers=2),
-            replace(candidate, activation_checkpointing=True, tiled_mlp_num_shards=2),
+            candidate.with_levers(every_n_layers=2),
+            candidate.with_levers(every_n_layers=1, tiled_mlp_num_shards=2),
         ]
         traces = Traces(
             other, facts.model.size, facts.model.lora_targets, own.folder, child=own.child

@@ -76,7 +76,7 @@ def planned_as_measured(folder: Path, step: dict[str, Any], **environment: str) 
 @pytest.mark.parametrize("step", PEAKS, ids=lambda step: step["id"])
 def test_a_step_takes_what_it_took_on_the_card(step, tmp_path):
     plan = planned_as_measured(tmp_path, step)
-    assert plan["strategy"]["num_output_chunks"] == 1
+    assert plan["strategy"]["levers"]["num_output_chunks"] == 1
     for part in ("first_step", "step"):
         assert plan["phases"][part]["allocated_bytes"] / GIB == pytest.approx(
             step["measured_gib"], rel=5e-4

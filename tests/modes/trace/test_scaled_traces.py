@@ -3,7 +3,6 @@ themselves."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def test_a_scaled_trace_predicts_what_a_trace_of_that_length_does(method):
     facts = builders.changed(facts, rows=plan_facts.of_length(facts.rows, recipe.data, LENGTH))
     possible, _ = candidates.possible(facts)
     (alone,) = (each for each in possible if each.mode == "single_gpu")
-    frugal = replace(alone, activation_checkpointing=True, num_output_chunks=8)
+    frugal = alone.with_levers(every_n_layers=1, num_output_chunks=8)
     judged = []
     for kind in (ScaledTraces, Traces):
         traces = kind(recipe, facts.model.size, facts.model.lora_targets, TRACES)

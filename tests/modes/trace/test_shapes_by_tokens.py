@@ -45,7 +45,7 @@ def traced(recipe: Recipe, plan: Plan, rows: int, length: int, target: Target | 
     log = step.whole_step(recipe, plan, (length, length), True, recorder.BATCH, target)
     strategy = replace(plan.strategy, per_device_train_batch_size=rows)
     of_rows = real_steps.batch(recipe, replace(plan, strategy=strategy), length, True)
-    targets = -(-len(of_rows["target_ids"]) // strategy.num_output_chunks)
+    targets = -(-len(of_rows["target_ids"]) // strategy.levers.num_output_chunks)
     return max(peak_bytes(log, rows, section, targets) for section in SECTIONS)
 
 
@@ -53,7 +53,7 @@ def traced(recipe: Recipe, plan: Plan, rows: int, length: int, target: Target | 
 def test_short_flattened_rows_are_long_ones_of_more_documents(attention, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe, plan = recipe_of("llama-tiny", training={"bf16": True, "num_output_chunks": 2})
-    plan = replace(plan, strategy=replace(plan.strategy, attn_implementation=attention))
+    plan = replace(plan, strategy=plan.strategy.with_levers(attn_implementation=attention))
 
     def of(length: int, documents: int) -> Log:
         target = Target("8.6", documents=1)

@@ -167,7 +167,9 @@ def test_each_row_that_the_plan_prints_is_what_the_steps_do(plain, name):
             said["precision"]
         ]
     }
-    times = {"on": 2, "1 layer in 2": 1.5, "off": 1}[said["recompute"]]
+    times = {"checkpointing": 2, "checkpointing 1 layer in 2": 1.5, "no checkpointing": 1}[
+        said["recompute"]
+    ]
     calls = {"sdpa": found.calls[ATTENTION], "eager": found.calls["aten::_softmax"]}
     assert calls == {
         **dict.fromkeys(calls, 0),
@@ -175,7 +177,7 @@ def test_each_row_that_the_plan_prints_is_what_the_steps_do(plain, name):
     }
     assert (found.calls[FUSED] > 0) == (said["optimizer"] == "adamw_torch_fused")
     assert (torch.uint8 in found.states) == ("8bit" in said["optimizer"])
-    parts = {"logits whole": 1, "logits in 4 parts": 4}[said["loss"]]
+    parts = {"logits at once": 1, "logits in 4 parts": 4}[said["loss"]]
     assert found.most[CROSS_ENTROPY] == pytest.approx(plain.most[CROSS_ENTROPY] / parts, rel=0.05)
     assert said["compile"] == "off"
     assert not any("prims" in call or "inductor" in call for call in found.calls)
@@ -227,7 +229,7 @@ def test_varlen_attn_trains_to_the_weights_of_sdpa_in_float32(packing, lora):
     chosen = plan(recipe)
     trained = {}
     for name in ("sdpa", "varlen_attn"):
-        here = replace(chosen, strategy=replace(chosen.strategy, attn_implementation=name))
+        here = replace(chosen, strategy=chosen.strategy.with_levers(attn_implementation=name))
         trainer = real_steps.trainer(recipe, here, LENGTH, True, STEPS)
         with varlen_on_cpu.counted() as calls:
             loss = trainer.train().training_loss

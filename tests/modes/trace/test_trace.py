@@ -312,7 +312,7 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
         recipe, plan, (LENGTH, LENGTH), padded, 1 if samples == 1 else recorder.BATCH
     )
     named = real_steps.batch(recipe, plan, LENGTH, padded).get(TARGET_IDS, ())
-    targets = math.ceil(len(named) / plan.strategy.num_output_chunks)
+    targets = math.ceil(len(named) / plan.strategy.levers.num_output_chunks)
     traced = max(
         peak_bytes(log, samples, section, targets)
         for section in ("forward", "backward", "optimizer")
@@ -321,7 +321,7 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
     # none of a card; the real batch is there before it is counted. An MLP in parts keeps it too
     checkpoints = recipe.training.activation_checkpointing
     rel = 0.01 if checkpoints and recipe.quantization else 0.003
-    if checkpoints and plan.strategy.tiled_mlp_num_shards > 1:
+    if checkpoints and plan.strategy.levers.tiled_mlp_num_shards > 1:
         rel = 0.02
     assert traced == pytest.approx(real_peak_bytes(recipe, plan, padded), rel=rel)
 
@@ -380,7 +380,7 @@ def test_a_deep_model_that_checkpoints_some_layers_has_more_units_of_them(
 ):
     monkeypatch.chdir(tmp_path)
     recipe, plan = wish_of_depth(shape, key, layers, **sections)
-    assert layer_stacks.shallow_layers(layers, plan.strategy.every_n_layers) < layers
+    assert layer_stacks.shallow_layers(layers, plan.strategy.levers.every_n_layers) < layers
     extends_to_the_whole_model(recipe, plan, monkeypatch)
 
 

@@ -107,7 +107,7 @@ def test_a_described_machine_lists_its_packages(tmp_path, packages, runs, why):
     machine = tmp_path / "with packages.yaml"
     machine.write_text(f"{(MACHINES / 'a6000-48g.yaml').read_text()}{packages}\n")
     found = planned(tmp_path, machine=machine, training={"bf16": True})
-    assert found["strategy"]["attn_implementation"] == runs
+    assert found["strategy"]["levers"]["attn_implementation"] == runs
     assert why in next(row["why"] for row in found["switches"] if row["name"] == "attention")
 
 

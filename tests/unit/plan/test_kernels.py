@@ -36,7 +36,7 @@ def attention(
     recipe = recipe_of(**{"training": HALF, **sections})
     chosen = plan(recipe, machine(cards=(gpu(**card),) if card is not None else ()), **given)
     runs, why = row(chosen, "attention")
-    assert chosen.strategy.attn_implementation == runs
+    assert chosen.strategy.levers.attn_implementation == runs
     return runs, why
 
 
@@ -211,7 +211,8 @@ def test_rows_that_follow_one_another_are_hardly_padded():
             ("flash_attention_2", THERE),
             ("varlen_attn", TORCH),
         )
-        if (chosen := plan(recipe, machine(1), **given)).strategy.attn_implementation == attention
+        if (chosen := plan(recipe, machine(1), **given)).strategy.levers.attn_implementation
+        == attention
     }
     assert share["varlen_attn"] == share["flash_attention_2"] < 0.01 < 0.4 < share["sdpa"]
 
@@ -291,7 +292,7 @@ def liger(recipe_sections: dict[str, Any], cards: int = 1, no_liger: str | None 
 
 def test_liger_is_on_where_it_can_run_and_the_plan_says_what_is_not_predicted():
     chosen = liger({})
-    assert chosen.strategy.use_liger_kernel
+    assert chosen.strategy.levers.use_liger_kernel
     runs, why = row(chosen, "liger")
     assert runs == "on"
     assert "predicted without its kernels" in why
@@ -356,7 +357,7 @@ def test_every_row_is_on_the_screen_of_the_plan():
             "             optimizer  adamw_bnb_8bit: bitsandbytes: states of 8 bits where a tensor"
             " has 4,096 elements"
         ),
-        "             recompute  on: asked for",
+        "             recompute  checkpointing: asked for",
         "             compile    off: not asked for",
     ):
         assert words in said

@@ -27,8 +27,8 @@ from training.loop import arguments
 
 
 def test_a_step_without_checkpointing_is_the_same_whether_its_inputs_would_go_to_the_host():
-    kept = replace(plan(on=machine(1)).strategy, activation_checkpointing=False)
-    on_host = replace(kept, activation_checkpointing=True, activation_offloading=True)
+    kept = plan(on=machine(1)).strategy.with_levers(every_n_layers=0)
+    on_host = kept.with_levers(every_n_layers=1, activation_offloading=True)
     assert less_saving.without_checkpointing(on_host) == kept
 
 
@@ -594,8 +594,7 @@ def test_by_tokens_flattened_rows_are_judged_as_one_row_of_the_most_documents_an
     facts = facts_of(recipe, machine(1))
     counts = {"rows": 90, "most_targets": [30] * 90}
     candidate = replace(
-        plan(recipe, machine(1)).strategy,
-        attn_implementation="varlen_attn",
+        plan(recipe, machine(1)).strategy.with_levers(attn_implementation="varlen_attn"),
         per_device_train_batch_size=4,
         gradient_accumulation_steps=8,
     )

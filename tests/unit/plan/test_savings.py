@@ -33,13 +33,15 @@ def judged(gib: float, seconds: float | None, host_gib: float = 2, **strategy: A
     peak = Peak("backward", "mm", {"activations": int(gib * GIB)})
     memory = MemoryEstimate(0, 0, 0, peak=peak, host={"imports": int(host_gib * GIB)})
     time = TimeEstimate(seconds, seconds, 0, 0, 0, 0, 0, 16, "") if seconds else None
-    return Judged(replace(STRATEGY, **strategy), memory, time, 20 * GIB, None)
+    rows = strategy.pop("rows", STRATEGY.per_device_train_batch_size)
+    candidate = replace(STRATEGY, per_device_train_batch_size=rows).with_levers(**strategy)
+    return Judged(candidate, memory, time, 20 * GIB, None)
 
 
 def test_the_nearest_with_more_and_with_less_memory_are_named():
-    chosen = judged(12, 2.0, activation_checkpointing=True, every_n_layers=2)
-    every = judged(6, 2.5, activation_checkpointing=True)
-    quarter = judged(15, 1.9, activation_checkpointing=True, every_n_layers=4)
+    chosen = judged(12, 2.0, every_n_layers=2)
+    every = judged(6, 2.5, every_n_layers=1)
+    quarter = judged(15, 1.9, every_n_layers=4)
     assert list(savings(CONTEXT, chosen, [chosen, judged(18, 1.6), quarter, every])) == [
         "checkpointing 1 layer in 2 instead of checkpointing 1 layer in 4: 3.00 GiB less, 5%"
         " slower",
@@ -48,9 +50,9 @@ def test_the_nearest_with_more_and_with_less_memory_are_named():
 
 
 def test_host_ram_is_said_where_it_differs():
-    both = {"activation_checkpointing": True, "activation_offloading": True}
+    both = {"every_n_layers": 1, "activation_offloading": True}
     chosen = judged(5, 2.2, 3, **both)
-    (line,) = savings(CONTEXT, chosen, [chosen, judged(6, 2.0, activation_checkpointing=True)])
+    (line,) = savings(CONTEXT, chosen, [chosen, judged(6, 2.0, every_n_layers=1)])
     assert line == (
         "activations on the host instead of activations on the device: 1.00 GiB less, 10% slower,"
         " 1.00 GiB more host RAM"
@@ -59,18 +61,18 @@ def test_host_ram_is_said_where_it_differs():
 
 def test_candidates_that_differ_in_two_ways_or_were_not_traced_say_nothing():
     chosen = judged(5, 2.2, num_output_chunks=8)
-    two_ways = judged(9, 1.0, activation_checkpointing=True)
+    two_ways = judged(9, 1.0, every_n_layers=1)
     assert list(savings(CONTEXT, chosen, [chosen, two_ways, judged(7, None)])) == []
     assert list(savings(CONTEXT, judged(5, None), [judged(7, 1.0)])) == []
 
 
 def test_of_a_way_without_which_nothing_was_traced_the_least_that_it_saves_is_said():
     facts = facts_of("qwen2.5-0.5b")
-    chosen = judged(5, 2.2, num_output_chunks=8, per_device_train_batch_size=4)
-    at_once = less_saving.at_backward(facts, replace(chosen.candidate, num_output_chunks=1))
+    chosen = judged(5, 2.2, num_output_chunks=8, rows=4)
+    at_once = less_saving.at_backward(facts, chosen.candidate.with_levers(num_output_chunks=1))
     assert at_once is not None
     saved = (at_once.allocated_bytes - 5 * GIB) / GIB
-    line = "logits in 8 part(s) instead of logits in 1 part(s)"
+    line = "logits in 8 parts instead of logits at once"
     assert list(savings(facts, chosen, [chosen])) == [f"{line}: at least {saved:.2f} GiB less"]
     # 4 rows of 2,048 positions, of each word a logit, its log-softmax and its gradient in float32
     assert saved > 4 * 2048 * facts.model.size.config["vocab_size"] * 3 * 4 / GIB

@@ -20,6 +20,7 @@ from launch.predict.memory.allocator import EMPTY_CACHE, STREAM, replay_parts
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.memory.phases import Parts
 from launch.predict.traces import Question, Trace, Traces, read_work
+from launch.schema.levers import Levers
 from launch.schema.machine import GIB
 from launch.schema.plan import PAGED, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -96,12 +97,8 @@ def test_what_16_bit_weights_compute_is_counted_in_16_bits_before_a_trace():
         recipe = recipe_of(model={"shape": "gpt2-small", "dtype": dtype}, data={"max_length": 512})
         small = machine(cards=(gpu(free_bytes=GIB // 4),))
         facts = facts_of(recipe, small)
-        candidate = replace(
-            plan(asked(), CARD).strategy,
-            mixed_precision=precision,
-            num_output_chunks=1,
-            logits_at_targets=False,
-        )
+        plain = plan(asked(), CARD).strategy
+        candidate = replace(plain, mixed_precision=precision, levers=Levers())
         refused = estimate.hopeless(facts, candidate, with_step=True)
         assert refused is not None and refused.memory.peak is not None
         return refused.memory.peak.parts["activations"]

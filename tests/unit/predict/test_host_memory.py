@@ -49,7 +49,6 @@ def strategy(mode: str = "cpu", ranks: int = 1, workers: int = 0) -> Strategy:
         gradient_accumulation_steps=1,
         per_device_eval_batch_size=8,
         mixed_precision="no",
-        activation_checkpointing=False,
         dataloader_num_workers=workers,
     )
 

@@ -88,7 +88,6 @@ def way(batch: int = 4, accumulation: int = 8, ranks: int = 1, **fields: Any) ->
         "gradient_accumulation_steps": accumulation,
         "per_device_eval_batch_size": batch,
         "mixed_precision": "bf16",
-        "activation_checkpointing": False,
         "dataloader_num_workers": 0,
     }
     return Strategy(**{**given, **fields})
@@ -167,7 +166,7 @@ def test_more_accumulation_of_smaller_micro_batches_is_slower(mode):
 def test_checkpointing_is_slower_by_about_its_forward_pass():
     plain = seconds(way()).step_s
     checkpointed = seconds(
-        way(activation_checkpointing=True), small(LLAMA_AUTOCAST_CHECKPOINTED, passes=4)
+        way().with_levers(every_n_layers=1), small(LLAMA_AUTOCAST_CHECKPOINTED, passes=4)
     ).step_s
     assert 1.15 < checkpointed / plain < 1.45
 
@@ -341,8 +340,8 @@ def test_an_all_reduce_takes_its_bus_bandwidth():
 def test_copies_of_activations_cost_what_exceeds_the_pass_beside_them():
     """Of 4 passes forward is one: while a copy is shorter than it, it costs nothing; longer than
     the three of backward, it is all that a step takes."""
-    work, checkpointed = small(passes=4), way(accumulation=3, activation_checkpointing=True)
-    there = replace(checkpointed, activation_offloading=True)
+    work, checkpointed = small(passes=4), way(accumulation=3).with_levers(every_n_layers=1)
+    there = checkpointed.with_levers(activation_offloading=True)
 
     def estimated(strategy: Strategy, size_bytes: float) -> TimeEstimate:
         micro_step = replace(work.micro_step, offloaded=(Affine(0, size_bytes / 4),) * 2)
@@ -465,9 +464,8 @@ def test_a_7b_model_on_eight_cards(
         passes=4 if checkpointed else 3,
         trained=parameters,
     )
-    strategy = way(
-        batch, accumulation, ranks=8, mode="fsdp2", activation_checkpointing=checkpointed
-    )
+    plain = way(batch, accumulation, ranks=8, mode="fsdp2")
+    strategy = plain.with_levers(every_n_layers=int(checkpointed))
     found = timing.estimate(work, strategy, shape(parameters), whole(parameters), card_rates)
     assert 0.7 < tokens_per_s(found, length, ranks=8) / published < 1.3
 
@@ -507,7 +505,7 @@ def test_lora_of_qwen_at_short_and_long_lengths(parameters, layers, width, lengt
     adapted = shape(parameters, trained=140e6, lora=140e6)
     found = timing.estimate(
         work,
-        way(1, 8, activation_checkpointing=True),
+        way(1, 8).with_levers(every_n_layers=1),
         adapted,
         whole(parameters, 2, 140e6),
         A100_80,

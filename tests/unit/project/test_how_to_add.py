@@ -75,6 +75,70 @@ print("distributed_type: MULTI_GPU" in config)
     assert run(copy, script) == "dual_gpu_dummy ddp 2 nccl\nTrue\n"
 
 
+DUMMY = """
+    Lever(
+        name="smoothed",
+        module="smoothed",
+        switch="smoothing",
+        key="training.smoothed",
+        exactness="other function",
+        text=lambda _: "targets smoothed",
+        off="targets as they are",
+        asked=lambda recipe: recipe.training.smoothed,
+        tried=(False, True),
+        same="it is a dummy",
+        mode_refusal=lambda mode, _: "has not been smoothed" if mode.zero_stage else None,
+    ),"""
+APPLIED = """
+from __future__ import annotations
+
+from typing import Any
+
+from launch.schema.levers import Levers
+
+
+def apply(trainer: Any, levers: Levers) -> None:
+    if levers.smoothed:
+        trainer.args.label_smoothing_factor = 0.1
+"""
+
+
+def test_a_lever(copy):
+    rows = "launch/schema/levers.py"
+    key = "\n    smoothed: Annotated[bool | None, PLANNED] = Field(default=None)\n"
+    applied = "training/levers/smoothed.py"
+    (copy / applied).write_text(APPLIED, encoding="utf-8")
+    changed = {
+        add(copy, rows, '"""The levers\' own keys."""\n', key),
+        add(copy, rows, 'are those of a plain step."""\n', "\n    smoothed: bool = False"),
+        add(copy, rows, "\nLEVERS = (", DUMMY),
+    }
+    assert changed == files_named("A lever")
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    (copy / "data").mkdir()
+    row = json.dumps({"prompt": "What is two and two?", "response": "Four."})
+    (copy / "data/rows.jsonl").write_text(f"{row}\n" * 64, encoding="utf-8")
+    flags = ("--model.shape=llama-tiny", "--data.train_file=data/rows.jsonl", "--model.path=null")
+    machine = ("--machine", "configs/machines/a5000-16g.yaml")
+    script = "import sys; from launch.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    plans = [
+        json.loads(run(copy, script, "plan", "single_gpu", *machine, *flags, *asked, "--json"))
+        for asked in ((), ("--training.smoothed=true",))
+    ]
+    assert [plan["strategy"]["levers"]["smoothed"] for plan in plans] == [False, True]
+    rows_of = [{each["name"]: each for each in plan["switches"]} for plan in plans]
+    assert [each["smoothing"]["runs"] for each in rows_of] == [
+        "targets as they are",
+        "targets smoothed",
+    ]
+    assert "targets smoothed" in "".join(plans[1]["table"])
+    # the recorder applied it: a smoothed loss takes more memory and time
+    assert plans[1]["seconds_per_step"] > plans[0]["seconds_per_step"]
+    refused = "--training.smoothed=true", "--launch.mode=deepspeed_zero2_offload"
+    with pytest.raises(AssertionError, match="has not been smoothed"):
+        run(copy, script, "plan", "single_gpu", *machine, *flags, *refused, "--json")
+
+
 def test_a_failure_kind(copy):
     row = """
     Pattern(

@@ -53,6 +53,7 @@ LAYERS = {
         "data",
         "model",
         "engines",
+        "levers",
         "loop",
         "run",
         "trace",

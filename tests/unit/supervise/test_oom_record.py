@@ -33,7 +33,7 @@ def test_where_nothing_else_is_left_fewer_samples_are_less_if_nothing_else_is_gi
 
     assert ruled_out(HALF) is None
     assert ruled_out(STRATEGY)
-    recomputing = replace(STEP, candidate=replace(STRATEGY, activation_checkpointing=True))
+    recomputing = replace(STEP, candidate=STRATEGY.with_levers(every_n_layers=1))
     assert recomputing.rules_out(HALF, 11 * GIB, is_traced=True, fewer_is_less=True)
     assert replace(STEP, of="host").rules_out(HALF, 11 * GIB, is_traced=True, fewer_is_less=True)
 
@@ -41,10 +41,7 @@ def test_where_nothing_else_is_left_fewer_samples_are_less_if_nothing_else_is_gi
 def test_without_a_trace_a_smaller_micro_batch_or_checkpointing_is_less():
     assert STEP.rules_out(STRATEGY, 10 * GIB, is_traced=False)
     assert STEP.rules_out(HALF, 10 * GIB, is_traced=False) is None
-    assert (
-        STEP.rules_out(replace(STRATEGY, activation_checkpointing=True), 10 * GIB, is_traced=False)
-        is None
-    )
+    assert STEP.rules_out(STRATEGY.with_levers(every_n_layers=1), 10 * GIB, is_traced=False) is None
 
 
 def test_an_evaluation_that_ran_out_rules_out_its_batch_and_not_the_training():
@@ -81,7 +78,7 @@ def test_a_card_that_ran_out_in_writing_needs_other_states_and_no_other_batch(se
     again = plan(recipe, two, oom=OomHistory(ran_out=(failed,)))
     assert again.strategy.launch_mode.zero_stage == 1
     assert again.strategy.per_device_train_batch_size == 8
-    assert again.strategy.activation_checkpointing == first.strategy.activation_checkpointing
+    assert again.strategy.levers == first.strategy.levers
     assert f"ran out of memory in {section}" in " ".join(again.rejected)
 
 
@@ -94,7 +91,7 @@ def test_the_plan_after_it_holds_the_effective_batch(section):
     assert again.strategy.effective_batch_size == first.strategy.effective_batch_size
     batches = again.strategy.per_device_train_batch_size, again.strategy.per_device_eval_batch_size
     assert batches == ((8, 3) if section == "evaluation" else batches)
-    assert section == "evaluation" or batches[0] < 8 or again.strategy.activation_checkpointing
+    assert section == "evaluation" or batches[0] < 8 or again.strategy.levers.every_n_layers
 
 
 def test_the_next_start_of_an_unfinished_run_knows_what_ran_out(tmp_path):

@@ -17,8 +17,8 @@ from tests import builders, flash_on_cpu, varlen_on_cpu
 from training.children import trial_rows
 from training.data import batches, encode, packing, tokenizer
 from training.data.packing import Packer
+from training.levers.logits import target_loss_sum
 from training.model import varlen_attention
-from training.model.chunked_loss import target_loss_sum
 
 pytestmark = pytest.mark.unit
 

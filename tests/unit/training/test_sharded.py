@@ -126,7 +126,6 @@ def strategy(mode: str, ranks: int = 2, **given: object) -> Strategy:
         num_processes=ranks,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
-        activation_checkpointing=False,
         dataloader_num_workers=0,
         **fields,
     )

@@ -36,7 +36,7 @@ def test_only_states_that_stay_on_the_host_of_a_card_have_the_setting(monkeypatc
     assert pinned_memory.setting(asked) == "pinned_max_cached_size_mb:16"
     assert pinned_memory.max_kept_bytes(asked) == 16 * MIB
     # what each step pins and frees is kept: a driver takes milliseconds for it
-    on_host = offloading(activation_offloading=True)
+    on_host = asked.with_levers(activation_offloading=True)
     assert pinned_memory.max_kept_bytes(on_host) == GIB
     for other in (offloading(mode="single_gpu"), offloading(device="cpu")):
         assert pinned_memory.setting(other) == ""

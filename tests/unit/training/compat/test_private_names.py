@@ -67,7 +67,7 @@ NAMES = [
         "transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",
         None,
     ),
-    ("replacing_save_on_cpu", "transformers.modeling_utils:save_on_cpu", "pin_memory device_type"),
+    ("SAVE_ON_CPU", "transformers.modeling_utils:save_on_cpu", "pin_memory device_type"),
     ("layer_classes", "transformers:PreTrainedModel._no_split_modules", None),
     ("final_norm", "accelerate.utils.fsdp_utils:_find_final_norm", "model"),
     (

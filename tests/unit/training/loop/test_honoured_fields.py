@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from launch.plan import kernels
 from launch.recipe import training_arguments
 from launch.run_folder.layout import RunDir
+from launch.schema.levers import Levers
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import HONOURED
@@ -94,8 +95,7 @@ def planned(**given: Any) -> tuple[Recipe, Plan]:
         plan.strategy,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=1,
-        torch_compile=compiles,
-        use_liger_kernel="liger_kernel_config" in given,
+        levers=Levers(torch_compile=compiles, use_liger_kernel="liger_kernel_config" in given),
     )
     recipe = builders.recipe_of(training={"save_steps": 1000, "num_train_epochs": 1, **given})
     return recipe, replace(plan, strategy=strategy)
@@ -159,7 +159,7 @@ def test_the_kernels_are_those_asked_for(field: str, value: Any, given: dict[str
     recipe, cards = builders.recipe_of(training=given), [builders.gpu()]
     decided = {
         "tf32": kernels.tf32(recipe, cards),
-        "use_liger_kernel": kernels.liger(recipe, "llama", cards, None),
+        "use_liger_kernel": kernels.liger(recipe, cards, None),
     }
     assert decided[field] is value
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from training.model import tiled_mlp
+from training.levers import tiled_mlp
 
 ROWS, LENGTH, WIDTH, INNER, PARTS = 2, 11, 6, 20, 4  # 22 tokens in parts of 6
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from launch.data.rows import IGNORED
+from launch.schema.levers import Levers
 from training.compat.transformers_private import Network
 from training.data.batches import TARGET_IDS, TARGET_POSITIONS
 
@@ -29,12 +30,17 @@ class Targets:
     smoothing: float = 0.0  # of target_loss_sum()
 
 
+def apply(trainer: Any, levers: Levers) -> None:
+    if levers.num_output_chunks > 1 or levers.logits_at_targets:
+        trainer.head = LossHead(trainer.model, levers.num_output_chunks, trainer.shifts)
+
+
 class LossHead:
     """Replaces a model's output projection: while it has targets, it makes the logits of their
     positions alone, (1, targets, vocabulary), and in several chunks their summed loss instead.
 
     It is inside the model, where an engine's hooks and autocast apply. It needs a model that
-    returns its output unchanged (launch.plan.candidates.CHUNKED)."""
+    returns its output unchanged (launch.schema.levers.CHUNKED)."""
 
     def __init__(self, network: Network, chunks: int, shift: bool) -> None:
         head = network.get_output_embeddings()

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from launch.data.rows import IGNORED
-from launch.plan.candidates import CHUNKED
+from launch.schema.levers import CHUNKED
 from training.data.batches import TARGET_TENSORS, targets
-from training.model.chunked_loss import LossHead, target_loss_sum
+from training.levers.logits import LossHead, target_loss_sum
 
 SMALL = {
     "vocab_size": 97,

@@ -22,7 +22,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import modeling_utils
 
+from launch.schema.levers import Levers
 from training.compat import views_private
+
+# the name in transformers of the hooks within which it checkpoints a layer with `offload`
+SAVE_ON_CPU = (modeling_utils, "save_on_cpu")
 
 Event = Any  # of CUDA; None: copies end before they return, on a CPU
 
@@ -168,10 +172,11 @@ class Offloading:
             torch.cuda.current_stream(self.stream.device).wait_event(copied)
 
 
-def replacing_save_on_cpu(offloading: Offloading) -> tuple[Any, str, Any]:
-    """(owner, name, value) with which transformers checkpoints a layer with `offload` within these
-    hooks. Its own, save_on_cpu of torch, copy on the stream that computes."""
-    return modeling_utils, "save_on_cpu", offloading.hooks
+def apply(trainer: Any, levers: Levers) -> None:
+    """Let transformers checkpoint layers within these hooks. Its own, save_on_cpu of torch, copy on
+    the stream that computes."""
+    if levers.activation_offloading:
+        setattr(*SAVE_ON_CPU, trainer.host_copies().hooks)
 
 
 def is_activation(tensor: torch.Tensor) -> bool:

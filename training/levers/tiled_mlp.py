@@ -17,16 +17,23 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from launch.schema.levers import Levers
+
 # the attribute of a layer that its MLP is in
 NAMES = ("mlp", "DenseReluDense")
 # parts of a mixture of experts, which routes tokens
 ROUTED = ("experts", "router")
 
 
+def apply(trainer: Any, levers: Levers) -> None:
+    if levers.tiled_mlp_num_shards > 1:
+        tile(trainer.model, levers.tiled_mlp_num_shards)
+
+
 def tile(network: torch.nn.Module, num_shards: int) -> None:
     """Let the MLPs of a network compute in so many parts."""
     modules = list(mlps(network))
-    assert modules, "launch.plan.tiled_mlp.TILED lists a type without such an MLP"
+    assert modules, "launch.schema.levers.TILED lists a type without such an MLP"
     for mlp in modules:
         mlp.forward = TiledForward(mlp, num_shards)
 

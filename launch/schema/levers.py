@@ -1,0 +1,420 @@
+"""Levers: choices of a plan that change what a step holds or how fast it computes, and not what it
+trains. A lever is a field of Levers, a row of LEVERS and a module of training/levers/, beside the
+key of the recipe that asks for it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from launch.schema.model_sections import AttnImplementation
+from launch.schema.modes import LaunchMode
+from launch.schema.section import affects
+
+if TYPE_CHECKING:
+    from launch.schema.recipe import Recipe
+
+PLANNED = affects("memory", "step_time", "planned")
+
+# Their forward returns what the output projection gives: tests/unit/training/test_chunked_loss.py.
+CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")
+# Their forward gives the output head's result on, position by position:
+# tests/modes/compat/test_target_families.py compares each with the logits of all positions.
+AT_TARGETS = (
+    *("apertus", "arcee", "bart", "biogpt", "bitnet", "blenderbot", "bloom", "codegen"),
+    *("cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm"),
+    *("glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite"),
+    *("granitemoe", "helium", "hunyuan_v1_dense", "llama", "longt5", "mbart", "minimax"),
+    *("mistral", "mixtral", "mpt", "mt5", "nemotron", "olmo", "olmo2", "olmo3", "olmoe"),
+    *("opt", "pegasus", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    *("switch_transformers", "t5", "umt5", "xglm"),
+)
+# The MLPs of their layers are modules that make a token's output of the token's input alone:
+# tests/modes/compat/test_tiled_families.py compares each with the MLP of all tokens at once.
+TILED = (
+    *("apertus", "arcee", "bitnet", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4"),
+    *("gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo"),
+    *("gpt_neox", "gptj", "granite", "helium", "hunyuan_v1_dense", "llama", "longt5"),
+    *("mistral", "mt5", "nemotron", "olmo", "olmo2", "olmo3", "persimmon", "phi", "phi3"),
+    *("qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2", "t5", "umt5"),
+)
+# of MODEL_TYPE_TO_APPLY_LIGER_FN in liger_kernel 0.8
+LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+# ---- keys of a recipe's section `training`
+
+
+class CheckpointingKwargs(BaseModel):
+    """The keywords of activation checkpointing: of activation_checkpointing_enable(), then of
+    torch.utils.checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every_n_layers: int | None = Field(default=None, ge=1)  # None: every layer, or planned
+    offload: bool | None = None  # None: no, or planned
+    use_reentrant: bool = False
+    preserve_rng_state: bool = True
+    determinism_check: Literal["default", "none"] = "default"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of torch.utils.checkpoint that are not the default. It asks for use_reentrant
+        beside any other."""
+        options = self.model_dump(exclude_defaults=True, exclude={"every_n_layers", "offload"})
+        return {"use_reentrant": self.use_reentrant, **options} if options else {}
+
+
+class LeverKeys(BaseModel):
+    """The levers' own keys."""
+
+    activation_checkpointing: Annotated[bool, PLANNED] = Field(
+        default=False,
+        description="Recompute activations in the backward pass instead of storing them.",
+    )
+    activation_checkpointing_kwargs: Annotated[CheckpointingKwargs, PLANNED] = Field(
+        default=CheckpointingKwargs(),
+        description="`every_n_layers`: checkpoint the first of every n layers; null: all, or"
+        " planned if `activation_checkpointing` is. `offload`: keep what is checkpointed in pinned"
+        " host memory; null: no, or planned where nothing else fits. Either of them turns"
+        " `activation_checkpointing` on. `use_reentrant`, `preserve_rng_state` and"
+        " `determinism_check` go to `torch.utils.checkpoint`.",
+    )
+    num_output_chunks: Annotated[int | None, PLANNED] = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Parts in which the loss computes the logits, to save memory. null: planned.",
+    )
+    logits_at_targets: Annotated[bool | None, PLANNED] = Field(
+        default=None,
+        description="Compute the logits only of positions that predict a token with a loss, not of"
+        " prompts and padding. The loss is the same. null: planned.",
+    )
+    tiled_mlp_num_shards: Annotated[int | None, PLANNED] = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Parts of the tokens that go through each layer's MLP one after another, and"
+        " again in backward, to save memory with long rows. The result is the same. 1: all tokens"
+        " at once. null: planned.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def checkpoints_what_keywords_name(cls, values: Any) -> Any:
+        """Keywords that name layers or a place to keep them ask for checkpointing too."""
+        if not isinstance(values, dict) or "activation_checkpointing" in values:
+            return values
+        kwargs = values.get("activation_checkpointing_kwargs")
+        if isinstance(kwargs, CheckpointingKwargs):
+            kwargs = kwargs.model_dump()
+        if isinstance(kwargs, dict) and (kwargs.get("every_n_layers") or kwargs.get("offload")):
+            return {**values, "activation_checkpointing": True}
+        return values
+
+    @field_validator("activation_checkpointing_kwargs", mode="before")
+    @classmethod
+    def no_keywords(cls, value: Any) -> Any:
+        return {} if value is None else value  # null: TrainingArguments' default
+
+
+# ---- values of a plan
+
+
+@dataclass(frozen=True)
+class Levers:
+    """The value of each lever; the defaults are those of a plain step."""
+
+    attn_implementation: AttnImplementation = "sdpa"
+    use_liger_kernel: bool = False
+    torch_compile: bool = False
+    every_n_layers: int = 0  # of which one is checkpointed; 0: none is
+    activation_offloading: bool = False  # what is checkpointed is kept in host memory
+    # the tokens of a micro-batch go through each MLP in this many parts, one after another
+    tiled_mlp_num_shards: int = 1
+    # the positions are divided into this many parts, whose logits are computed one after another
+    num_output_chunks: int = 1
+    logits_at_targets: bool = False  # of the other positions, no logits are computed
+
+    @property
+    def checkpointed_share(self) -> float:
+        """Of the layers, those whose activations are computed again."""
+        return 1 / self.every_n_layers if self.every_n_layers else 0.0
+
+    @property
+    def flattens(self) -> bool:
+        """True if the rows of a micro-batch follow one another in a single row: the kernels of
+        attention get the documents' starts, and need no mask."""
+        return self.attn_implementation in ("flash_attention_2", "varlen_attn")
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The values that decide what a recorded step does."""
+        return {row.name: row.of(self) for row in LEVERS if row.is_recorded}
+
+    def without(self, name: str) -> Levers:
+        """The same with a lever off; without checkpointing nothing is kept on the host."""
+        both = {"every_n_layers": 0, "activation_offloading": False}
+        return replace(self, **(both if name == "every_n_layers" else {name: ROWS[name].plain}))
+
+    def saves_as_much_as(self, other: Levers) -> bool:
+        """True if no lever saves less memory here than there."""
+        return all(row.saved(row.of(self)) >= row.saved(row.of(other)) for row in TRIED)
+
+
+def read_levers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A strategy's values, whose levers an older version wrote beside the others."""
+    if "levers" in values:
+        return dict(values)
+    names = [name for name in ROWS if name in values]
+    levers = {name: values[name] for name in names}
+    if not values.get("activation_checkpointing"):
+        levers["every_n_layers"] = 0
+    else:
+        levers.setdefault("every_n_layers", 1)
+    return {**{key: value for key, value in values.items() if key not in names}, "levers": levers}
+
+
+# ---- rows
+
+Refused = Callable[[Levers, str], str | None]
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class Lever:
+    """A row: what a plan, its text, the record of a step and the trainer take from it.
+
+    `text` is of a value that is not the plain one; `asked` is what a recipe asks for, None where
+    it leaves the lever open; `tried` are the values that a plan then tries, the fastest first;
+    `refusal` says why a training cannot have the lever, by its other levers and the model's type;
+    `mode_refusal` why a mode cannot, by the value."""
+
+    name: str  # the field of Levers
+    module: str  # of training/levers/, which applies it
+    switch: str  # its name in the list of a plan's kernels
+    key: str  # of the recipe, dotted
+    # bit-equal: torch.equal; same function: it differs by rounding
+    exactness: Literal["bit-equal", "same function", "other function"]
+    text: Callable[[Any], str]
+    off: str  # the words of a step without it
+    asked: Callable[[Recipe], Any]
+    tried: tuple[Any, ...] = ()
+    same: str = ""  # why the result is the same, to a user whose plan turned it on
+    refusal: Refused = lambda levers, model_type: None
+    mode_refusal: Callable[[LaunchMode, Any], str | None] = lambda mode, value: None
+    saved: Callable[[Any], float] = float  # memory, by a measure of its own
+    # the keys that ask for a value, and their text
+    as_keys: Callable[[Any], Mapping[str, str]] | None = None
+    is_recorded: bool = True
+
+    @property
+    def plain(self) -> Any:
+        """The value of a step without it."""
+        return self.of(PLAIN)
+
+    def of(self, levers: Levers) -> Any:
+        return getattr(levers, self.name)
+
+    def says(self, levers: Levers) -> str:
+        """The value in words."""
+        value = self.of(levers)
+        return self.off if value == self.plain else self.text(value)
+
+    def typed(self, value: Any) -> Mapping[str, str]:
+        """The keys that ask for a value, and their text."""
+        return self.as_keys(value) if self.as_keys else {self.key: _yaml(value)}
+
+
+def _checkpointing_keys(every_n_layers: int) -> dict[str, str]:
+    whether = {"training.activation_checkpointing": _yaml(every_n_layers > 0)}
+    which = {"training.activation_checkpointing_kwargs.every_n_layers": str(every_n_layers)}
+    return {**whether, **(which if every_n_layers > 1 else {})}
+
+
+def _asked_layers(recipe: Recipe) -> int | None:
+    training = recipe.training
+    if "activation_checkpointing" not in training.model_fields_set:
+        return None
+    n = training.activation_checkpointing_kwargs.every_n_layers or 1
+    return n if training.activation_checkpointing else 0
+
+
+def _no_parts(levers: Levers, model_type: str) -> str | None:
+    if model_type not in CHUNKED:
+        return f"the model is a {model_type}; logits in parts work for {', '.join(CHUNKED)}"
+    if levers.torch_compile:
+        return "torch.compile would compile each part; leave one out"
+    return None
+
+
+def _no_targets(levers: Levers, model_type: str) -> str | None:
+    if model_type not in AT_TARGETS:
+        return f"the model is a {model_type}; it works for {', '.join(AT_TARGETS)}"
+    if levers.torch_compile:
+        return "torch.compile would compile anew for each number of targets; leave one out"
+    return None
+
+
+def _no_tiles(levers: Levers, model_type: str) -> str | None:
+    if model_type not in TILED:
+        return (
+            f"the model is a {model_type}, of which no part of the tokens can go through an MLP by"
+            f" itself (a mixture of experts, or an MLP that is no module); it works for"
+            f" {', '.join(TILED)}"
+        )
+    if levers.torch_compile:
+        return "torch.compile would compile each part; leave one out"
+    return None
+
+
+def _no_tiles_in(mode: LaunchMode, num_shards: int) -> str | None:
+    asked = f"training.tiled_mlp_num_shards {num_shards}"
+    if mode.engine == "fsdp2":
+        return f"has not been tested with {asked}; leave one out"
+    if mode.shards_parameters:
+        return f"would gather the weights of an MLP for each part of {asked}; leave one out"
+    return None
+
+
+def _no_parts_in(mode: LaunchMode, num_chunks: int) -> str | None:
+    if "output chunks" not in mode.refuses:
+        return None
+    return (
+        f"holds the output weights in parts, which training.num_output_chunks {num_chunks} cannot"
+        " use; leave one out"
+    )
+
+
+def _no_liger(levers: Levers, model_type: str) -> str | None:
+    if model_type in LIGER_FAMILIES:
+        return None
+    return f"the model is a {model_type}; there are {', '.join(LIGER_FAMILIES)}"
+
+
+# in the order in which the trainer applies them
+LEVERS = (
+    Lever(
+        name="attn_implementation",
+        module="attention",
+        switch="attention",
+        key="model.attn_implementation",
+        exactness="same function",
+        text=lambda name: f"attention by {name}",
+        off="attention by sdpa",
+        asked=lambda recipe: recipe.model.attn_implementation,
+    ),
+    Lever(
+        name="use_liger_kernel",
+        module="liger",
+        switch="liger",
+        key="training.use_liger_kernel",
+        exactness="same function",
+        text=lambda _: "Liger's kernels",
+        off="transformers' modules",
+        asked=lambda recipe: recipe.training.extras.get("use_liger_kernel"),
+        refusal=_no_liger,
+        is_recorded=False,  # they need a card: recorded as transformers' own modules
+    ),
+    Lever(
+        name="torch_compile",
+        module="compile",
+        switch="compile",
+        key="training.torch_compile",
+        exactness="same function",
+        text=lambda _: "compiled",
+        off="not compiled",
+        asked=lambda recipe: recipe.training.compiles or None,
+    ),
+    Lever(
+        name="every_n_layers",
+        module="checkpointing",
+        switch="recompute",
+        key="training.activation_checkpointing",
+        exactness="bit-equal",
+        text=lambda n: f"checkpointing 1 layer in {n}" if n > 1 else "checkpointing",
+        off="no checkpointing",
+        asked=_asked_layers,
+        tried=(0, 4, 2, 1),  # of more than 4 the seconds hardly differ
+        same="recomputing activations changes no result",
+        saved=lambda n: 1 / n if n else 0.0,
+        as_keys=_checkpointing_keys,
+    ),
+    Lever(
+        name="activation_offloading",
+        module="offloading",
+        switch="offload",
+        key="training.activation_checkpointing_kwargs.offload",
+        exactness="bit-equal",
+        text=lambda _: "activations on the host",
+        off="activations on the device",
+        asked=lambda recipe: recipe.training.activation_checkpointing_kwargs.offload,
+        tried=(False, True),
+        same="copies of activations in host RAM change no result",
+    ),
+    Lever(
+        name="tiled_mlp_num_shards",
+        module="tiled_mlp",
+        switch="mlp",
+        key="training.tiled_mlp_num_shards",
+        exactness="same function",
+        text=lambda parts: f"MLPs in {parts} parts",
+        off="MLPs at once",
+        asked=lambda recipe: recipe.training.tiled_mlp_num_shards,
+        # more parts save little: then attention takes as much as an MLP
+        tried=(1, 2, 4, 8),
+        same="each MLP makes the same of a part of the tokens at a time",
+        refusal=_no_tiles,
+        mode_refusal=_no_tiles_in,
+    ),
+    Lever(
+        name="num_output_chunks",
+        module="logits",
+        switch="loss",
+        key="training.num_output_chunks",
+        exactness="same function",
+        text=lambda parts: f"logits in {parts} parts",
+        off="logits at once",
+        asked=lambda recipe: recipe.training.num_output_chunks,
+        tried=(1, 8),  # as many as torchtune's default
+        same="the loss is the same sum, its logits made in parts",
+        refusal=_no_parts,
+        mode_refusal=_no_parts_in,
+    ),
+    Lever(
+        name="logits_at_targets",
+        module="logits",
+        switch="logits",
+        key="training.logits_at_targets",
+        exactness="same function",
+        text=lambda _: "logits at targets",
+        off="logits at all positions",
+        asked=lambda recipe: recipe.training.logits_at_targets,
+        refusal=_no_targets,
+    ),
+)
+PLAIN = Levers()
+ROWS: Mapping[str, Lever] = {row.name: row for row in LEVERS}
+TRIED = tuple(row for row in LEVERS if row.tried)  # where nothing else fits
+
+
+def asked(recipe: Recipe) -> Levers:
+    """The levers that a recipe asks for, and plain values for what it leaves open."""
+    values = ((row.name, row.asked(recipe)) for row in LEVERS)
+    return Levers(**{name: value for name, value in values if value is not None})
+
+
+def refused(recipe: Recipe, model_type: str) -> Iterator[str]:
+    """Yield a line for each lever that a recipe asks for and its training cannot have."""
+    levers = asked(recipe)
+    for row in LEVERS:
+        if row.of(levers) != row.plain and (reason := row.refusal(levers, model_type)):
+            yield f"{row.key}: {_yaml(row.of(levers))}, but {reason}"
