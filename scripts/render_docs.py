@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ sys.path.insert(0, str(CODE))
 
 from launch.recipe import key_reference  # noqa: E402
 from launch.recipe.key_reference import Key  # noqa: E402
+from launch.report.plan_lines import Fact  # noqa: E402
 from launch.schema.plan import Plan  # noqa: E402
 
 HEADING = """# Keys of a recipe
@@ -58,9 +60,16 @@ class _AllKeys(GenerateJsonSchema):
         return True
 
 
+@dataclass(frozen=True)
+class Printed(Plan):
+    """The object of `python -m launch plan --json`: a plan, and the rows that `--explain` shows."""
+
+    facts: tuple[Fact, ...] = ()
+
+
 def plan_schema() -> str:
     """The whole text of docs/plan.schema.json."""
-    schema = TypeAdapter(Plan).json_schema(mode="serialization", schema_generator=_AllKeys)
+    schema = TypeAdapter(Printed).json_schema(mode="serialization", schema_generator=_AllKeys)
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return f"{json.dumps(dialect | schema, ensure_ascii=False, indent=1)}\n"
 

@@ -21,7 +21,7 @@ from launch.probe import machine as probe_machine
 from launch.recipe.guides.chatlm_flags import Request
 from launch.render import deepspeed
 from launch.render.write import write_run
-from launch.report import first_screen, text
+from launch.report import first_screen, plan_lines
 from launch.run_folder import disk_space, layout
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RunDir, Start, output_lock, run_lock
@@ -104,7 +104,7 @@ def from_request(request: Request) -> Start:
 def _full_plan(recipe: Recipe, machine: Machine, plan: Plan) -> list[str]:
     """The plan with every setting, and a line for each of accelerate's values that does not run."""
     return [
-        *text.plan_lines(recipe, machine, plan),
+        *plan_lines.full_text(recipe, machine, plan),
         *foreign_launcher.unused(os.environ, plan, recipe.training.max_grad_norm),
     ]
 

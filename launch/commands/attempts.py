@@ -22,7 +22,7 @@ from launch.predict.oom_history import NO_OOM_HISTORY, OomEvent, OomHistory
 from launch.probe import network
 from launch.queue import admission
 from launch.render import command, write
-from launch.report import text
+from launch.report import plan_lines
 from launch.run_folder import layout
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import Machine
@@ -203,7 +203,7 @@ class Attempts:
                 SEE_NO_OTHER_PLAN,
             )
             return _failed(result, failure)
-        for line in text.planned_lines(self.choice.plan):
+        for line in plan_lines.lines(plan_lines.planned_again(self.choice)):
             self._screen.say(line)
         return None
 
@@ -308,8 +308,8 @@ class Attempts:
         changes = [change for change in plan.changes if change not in before.plan.changes]
         for line in (
             f"planned again, {source}: {plan.strategy.mode} with {processes}",
-            *text.change_lines(changes),
-            *text.planned_lines(plan),
+            *plan_lines.lines(plan_lines.change_facts(changes)),
+            *plan_lines.lines(plan_lines.planned_again(self.choice)),
         ):
             self._screen.say(line)
 

@@ -16,7 +16,7 @@ from launch.commands import recipe_arguments
 from launch.plan.resolve import resolve
 from launch.queue import admission
 from launch.recipe.strict_yaml import show
-from launch.report import first_screen, text
+from launch.report import first_screen, plan_lines
 from launch.schema.machine import NOT_LEASED
 
 
@@ -60,10 +60,11 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     )
     recipe, machine, plan = choice.recipe, choice.machine, choice.plan
     if arguments.json:
-        print(to_json(asdict(plan), indent=1))
+        rows = [asdict(fact) for fact in plan_lines.facts(recipe, machine, plan)]
+        print(to_json({**asdict(plan), "facts": rows}, indent=1))
         return 0
     if arguments.explain:
-        lines = text.plan_lines(recipe, machine, plan)
+        lines = plan_lines.full_text(recipe, machine, plan)
     else:
         lines = first_screen.lines(recipe, machine, plan, datetime.now(), columns=columns())
     print(shown("\n".join(lines)))

@@ -32,7 +32,7 @@ from launch.queue import admission, leases, starts
 from launch.recipe.guides import gpt2_variables
 from launch.recipe.strict_yaml import show
 from launch.render import write
-from launch.report import first_screen, text
+from launch.report import first_screen, plan_lines, text
 from launch.run_folder import disk_space, layout, manifest
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RunDir
@@ -172,7 +172,7 @@ def _train(
         own = str(run.root) if run.last_step() else resume
         wait = start.signals.interrupting(_wait)
         choice, opened = wait(start, attempts.choice, replace(opened, run=run), own, new_run)
-        for line in [*text.planned_lines(choice.plan), opened.line]:
+        for line in [*plan_lines.lines(plan_lines.planned_again(choice)), opened.line]:
             start.screen.say(line)
         if opened.run.root != run.root:
             start.locks.enter_context(layout.run_lock(opened.run))
@@ -287,7 +287,7 @@ def _with_lease(
         start.read_memory_of_now()
         choice = start.plan(new_run)
         opened = _open(start, choice, resume, new_run)
-        for line in text.planned_lines(choice.plan):
+        for line in plan_lines.lines(plan_lines.planned_again(choice)):
             start.screen.say(line)
     raise DoesNotFit(f"{choice.recipe.name}: {refusal}, each time that it was planned again")
 
@@ -298,7 +298,7 @@ def _show_plan(
     """Show the plan, in short or in full, and write all of it to the log. Raises ResourceError
     where the checkpoints need more disk space than there is."""
     screen, recipe, machine, plan = start.screen, choice.recipe, choice.machine, choice.plan
-    full_plan = [*text.plan_lines(recipe, machine, plan), opened.line]
+    full_plan = [*plan_lines.full_text(recipe, machine, plan), opened.line]
     full_plan += [f"log: {log_file}"] if log_file else []
     for line in full_plan:
         (screen.say if explain else screen.note)(line)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from launch.report import curves, page, peaks_svg, row_facts, run_figures, time_spent
-from launch.report.text import badge, ended, plan_lines, result_lines
+from launch.report import curves, page, peaks_svg, plan_lines, row_facts, run_figures, time_spent
+from launch.report.text import badge, ended, result_lines
 from launch.report.time_spent import Spent
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Plan
@@ -36,9 +36,7 @@ def html(
     """The run as a self-contained page: result, end, changes, predictions, curves, time, data,
     how to repeat it, plan."""
     events, seconds = records.events, time_spent.seconds(records.spent) or result.seconds
-    lines = plan_lines(recipe, machine, plan)
-    if result.summary:
-        lines += ["", *result_lines(recipe, machine, plan, result, ())]
+    measured = result_lines(recipe, machine, plan, result, ()) if result.summary else ()
     summary, max_length = records.rows, recipe.data.max_length
     lengths = row_facts.length_steps(summary.lengths) if summary else []
     rows = summary.rows if summary else []
@@ -68,7 +66,8 @@ def html(
         rows=[(row_facts.heading(row, max_length), row) for row in rows],
         escapes=row_facts.ESCAPES if any(row.has_escapes for row in rows) else "",
         repeat=records.repeat,
-        plan="\n".join(lines),
+        plan=plan_lines.facts(recipe, machine, plan),
+        measured="\n".join(measured),
         candidates=peaks_svg.figure(
             "predicted memory of a device at the peak of each plan", plan.compared
         ),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.base.text import duration, size
-from launch.report.text import STATES
+from launch.report.plan_lines import STATES
 from launch.report.time_spent import Spent
 from launch.schema.machine import Machine
 from launch.schema.phases import DeviceMemory

@@ -55,8 +55,11 @@ def test_a_plan_in_json_follows_the_schema(recipe, machine, workspace):
         return
     document = json.loads(done.stdout)
     plan = TypeAdapter(Plan).validate_json(done.stdout, strict=True)
-    assert json.loads(to_json(asdict(plan))) == document, "a key that the schema does not have"
     assert document.keys() == set(SCHEMA["properties"]) == set(SCHEMA["required"])
+    labels = [fact["label"] for fact in document.pop("facts")]
+    assert labels[0] == "model"
+    assert {"batch", "mode", "memory", "host RAM", "time", "kernels"} <= set(labels)
+    assert json.loads(to_json(asdict(plan))) == document, "a key that the schema does not have"
     for key, name in (("phases", "DevicePhases"), ("host", "HostPhases")):
         assert document[key].keys() == set(SCHEMA["$defs"][name]["required"])
     _check_phases(plan)

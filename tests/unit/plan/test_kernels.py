@@ -15,7 +15,7 @@ import pytest
 from launch.base.errors import ConfigError, ResourceError
 from launch.plan import kernels
 from launch.probe import packages
-from launch.report import text
+from launch.report import plan_lines
 from launch.schema.plan import Plan
 from tests.builders import gpu, machine, plan, recipe_of
 
@@ -344,7 +344,7 @@ def test_every_row_is_on_the_screen_of_the_plan():
         }
     )
     chosen = plan(recipe, machine(1))
-    said = "\n".join(text.plan_lines(recipe, machine(1), chosen))
+    said = "\n".join(plan_lines.full_text(recipe, machine(1), chosen))
     for words in (
         "  kernels    precision  bf16 autocast: training.bf16",
         (

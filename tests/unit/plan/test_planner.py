@@ -19,7 +19,7 @@ from launch.predict.memory.allocator_config import EXPANDABLE, AllocatorConfig
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED
 from launch.render import command
-from launch.report import text
+from launch.report import plan_lines
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB, CardFigures, Link, Machine
 from tests.builders import changed, facts_of, gpu, machine, plan, recipe_of
@@ -186,7 +186,7 @@ def test_bf16_on_a_card_without_it_becomes_fp16_and_is_said():
 
 def test_without_a_trace_the_plan_says_that_activations_are_not_predicted():
     recipe = recipe_of()
-    lines = "\n".join(text.plan_lines(recipe, machine(), plan(recipe)))
+    lines = "\n".join(plan_lines.full_text(recipe, machine(), plan(recipe)))
     assert "activations are not predicted" in lines
     assert "16 per device x 2 accumulation x 1 process = 32 effective" in lines
 
@@ -552,7 +552,7 @@ def test_a_rate_that_shall_follow_the_effective_batch_does_and_the_plan_says_so(
     assert recipe.training.learning_rate_at(two.strategy.effective_batch_size) == pytest.approx(
         rate
     )
-    lines = "\n".join(text.plan_lines(recipe, machine(2), replace(two, rows=640)))
+    lines = "\n".join(plan_lines.full_text(recipe, machine(2), replace(two, rows=640)))
     assert f"learning rate {rate:g} linear, warm-up 0.1 of all steps: 3, max_length 128" in lines
 
 

@@ -14,7 +14,7 @@ import pytest
 from launch.base.errors import LaunchError
 from launch.base.workspace import CODE, Workspace
 from launch.render import accelerate, command, deepspeed
-from launch.report import text
+from launch.report import plan_lines
 from launch.run_folder.layout import RunDir
 from scripts import render_configs
 
@@ -39,7 +39,7 @@ def rehearsal(machine_name: str, overrides: list[str]) -> str:
         machine, recipe, plan = render_configs.planned(machine_name, overrides)
     except LaunchError as error:
         return f"exit {error.exit_code}: {error}\n"
-    texts = ["\n".join(text.plan_lines(recipe, machine, plan)) + "\n"]
+    texts = ["\n".join(plan_lines.full_text(recipe, machine, plan)) + "\n"]
     texts.append(accelerate.accelerate_config(plan, str(run.deepspeed_file)))
     if plan.strategy.launch_mode.engine == "deepspeed":
         texts.append(deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from launch.predict.time import padding
-from launch.report import first_screen, text
+from launch.report import first_screen, plan_lines
 from launch.schema.data_section import DataSection
 from tests import builders
 from training.data.encode import CacheCounts
@@ -105,7 +105,7 @@ def test_lengths_that_are_kept_are_spread_over_the_whole_file():
 def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
     recipe = builders.recipe_of(data={"train_file": "x", "max_length": 128, "packing": True})
     plan = builders.plan(recipe, builders.machine())
-    words = "\n".join(text.plan_lines(recipe, builders.machine(), plan))
+    words = "\n".join(plan_lines.full_text(recipe, builders.machine(), plan))
     assert "a step covers 32 packed sequences of at most 128 tokens, instead of 32 rows" in words
     assert plan.num_samples is None, "file rows are no packed sequences"
     counts = {
@@ -119,7 +119,7 @@ def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
     assert packed is not None
     assert packed.share == pytest.approx(1 - 112_000 / (900 * 128))
     words = "\n".join(
-        text.plan_lines(recipe, builders.machine(), replace(plan, rows=3000, padding=packed))
+        plan_lines.full_text(recipe, builders.machine(), replace(plan, rows=3000, padding=packed))
     )
     assert (
         "a step covers 32 packed sequences with about 107 rows and 3,982 tokens, instead of 32 rows"
@@ -137,18 +137,17 @@ def test_a_plan_with_much_padding_names_what_leaves_less():
     plan = builders.plan(recipe, builders.machine())
     random = padding.of(counted(rows(3000, False)), plan.strategy, 1, recipe.data, (128, 128))
     assert random is not None
-    (line,) = text.padding_lines(replace(plan, padding=random))
+    line = plan_lines.padding(plan, random)
     assert random.by_length < 0.1 < random.by_tokens - random.by_length
-    assert f"  padding    {random.share:.0%} of the tokens that a step computes" in line
+    assert line.startswith(f"{random.share:.0%} of the tokens that a step computes")
     assert line.endswith(
         f"; --data.batch_by_tokens=true leaves {random.by_tokens:.0%}, and trains the same steps;"
         f" with steps of one length, --data.group_by_length=true, {random.by_length:.0%}"
     )
-    (line,) = text.padding_lines(replace(plan, padding=replace(random, by_tokens=random.share)))
+    line = plan_lines.padding(plan, replace(random, by_tokens=random.share))
     assert line.endswith(
         f"; --data.group_by_length=true leaves {random.by_length:.0%}, in steps of one length"
     )
-    assert not list(text.padding_lines(plan))
 
 
 def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
@@ -156,7 +155,7 @@ def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
         data={"train_file": "x", "max_length": 128, "batch_by_tokens": True}
     )
     plan = builders.plan(recipe, builders.machine())
-    words = "\n".join(text.plan_lines(recipe, builders.machine(), plan))
+    words = "\n".join(plan_lines.full_text(recipe, builders.machine(), plan))
     assert "16 per device x 2 accumulation x 1 process = 32 effective" in words
     assert (
         "by tokens: a micro-batch has at most 2,048 tokens, padding included, as 16 of the longest"
@@ -167,7 +166,7 @@ def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
     )
     assert told is not None
     assert told.micro_steps is not None
-    words = "\n".join(text.plan_lines(recipe, builders.machine(), replace(plan, padding=told)))
+    words = "\n".join(plan_lines.full_text(recipe, builders.machine(), replace(plan, padding=told)))
     each = 32 / told.micro_steps
     assert (
         f"{told.micro_steps:.1f} micro-steps a step on average, of {each:.1f} rows each, instead"
@@ -189,7 +188,7 @@ def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
             plan.strategy, per_device_train_batch_size=32, gradient_accumulation_steps=1
         ),
     )
-    words = "\n".join(text.plan_lines(recipe, builders.machine(), whole))
+    words = "\n".join(plan_lines.full_text(recipe, builders.machine(), whole))
     assert "data.batch_by_tokens changes nothing: all rows of a step are one micro-batch" in words
 
 
@@ -206,12 +205,14 @@ def test_the_steps_of_an_epoch_are_those_of_the_rows_that_are_trained():
     plan = replace(builders.plan(recipe, builders.machine()), rows=3000)
     batch, epochs = plan.strategy.effective_batch_size, recipe.training.num_train_epochs
     assert plan.total_steps(recipe) == epochs * -(-3000 // batch)
-    words = "\n".join(text.plan_lines(recipe, builders.machine(), plan))
-    assert "(3,000 rows, bad rows included)" in words
+    words = "\n".join(plan_lines.full_text(recipe, builders.machine(), plan))
+    assert "3,000 rows (bad rows included)" in words
     words = "\n".join(first_screen.lines(recipe, builders.machine(), plan, datetime(2026, 1, 1)))
     assert "3,000 rows (bad rows included)" in words
     counts = {**counted(rows(2800, False)), "rows": 2800, "tokens": 112_000, "longest_input": 128}
     trained = padding.of(counts, plan.strategy, 1, recipe.data, (128, 128))
     plan = replace(plan, padding=trained, rows_left_out=200)
     assert plan.total_steps(recipe) == epochs * -(-2800 // batch)
-    assert "bad rows included" not in "\n".join(text.plan_lines(recipe, builders.machine(), plan))
+    assert "bad rows included" not in "\n".join(
+        plan_lines.full_text(recipe, builders.machine(), plan)
+    )

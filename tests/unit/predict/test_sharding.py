@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launch.base.errors import ConfigError, DoesNotFit
-from launch.report import text
+from launch.report import plan_lines
 from launch.schema.machine import GIB
 from tests.builders import machine, plan, recipe_of
 
@@ -120,7 +120,7 @@ def test_offloaded_states_have_to_fit_the_host_with_all_its_ranks():
 
 def test_the_plan_shows_where_offloaded_states_are():
     recipe = recipe_of(launch={"mode": "deepspeed_zero2_offload"}, training={"bf16": True})
-    lines = "\n".join(text.plan_lines(recipe, machine(2), plan(recipe, machine(2))))
+    lines = "\n".join(plan_lines.full_text(recipe, machine(2), plan(recipe, machine(2))))
     assert "bf16 weights, float32 copies" in lines
     assert "+ 1.9 MiB in host RAM" in lines
 

@@ -14,7 +14,7 @@ from launch.base.errors import ConfigError
 from launch.base.workspace import Workspace
 from launch.probe import architectures
 from launch.render import command as render_command
-from launch.report import text
+from launch.report import plan_lines
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import CUDNN_LAST, Gpu, cudnn_is_last
 from launch.schema.plan import Command
@@ -104,7 +104,7 @@ def test_bf16_that_the_hardware_lacks_becomes_fp16_and_the_reason_is_printed(car
     recipe = recipe_of(training={"bf16": True})
     chosen = plan(recipe, machine(cards=(card,)))
     assert chosen.strategy.mixed_precision == "fp16"
-    assert f"  changed    {said}" in text.plan_lines(recipe, machine(), chosen)
+    assert f"  changed    {said}" in plan_lines.full_text(recipe, machine(), chosen)
 
 
 def test_bf16_stays_on_an_r9700_and_nothing_is_said_to_change():

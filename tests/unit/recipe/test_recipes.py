@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from launch.base.errors import ConfigError
 from launch.recipe import load, strict_yaml, training_arguments, unread_keys
-from launch.report import text as text_report
+from launch.report import plan_lines
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
 from tests import cost
@@ -994,7 +994,7 @@ def test_the_old_name_of_a_renamed_key_is_taken_and_said(write, old):
     for recipe, changes in (in_file, as_override):
         assert recipe == expected
         assert [change.reason for change in changes] == [line]
-        assert [text.strip() for text in text_report.change_lines(changes)] == [
+        assert [text.strip() for text in plan_lines.lines(plan_lines.change_facts(changes))] == [
             f"changed    {line}"
         ]
 

@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from launch.base.text import COLUMNS, WHOLE
-from launch.report import first_screen, text
+from launch.report import first_screen, plan_lines
 from launch.schema.plan import Change, SourceRows
 from tests.builders import machine, plan, recipe_of
 
@@ -97,8 +97,8 @@ def test_lengths_are_said_to_be_assumed_until_rows_are_tokenised():
 def test_a_plan_that_was_not_checked_says_so():
     recipe = recipe_of(launch={"assume_fits": True})
     words = "launch.assume_fits: predicted memory was not checked"
-    assert any(note.startswith(words) for note in text.notes(recipe, plan(recipe)))
-    assert not list(text.notes(recipe_of(), plan()))
+    assert any(note.startswith(words) for note in plan_lines.notes(recipe, plan(recipe)))
+    assert not list(plan_lines.notes(recipe_of(), plan()))
 
 
 def test_a_warning_is_shown_where_lines_are_left():
@@ -114,7 +114,7 @@ def test_the_plan_names_the_files_the_share_of_tokens_with_a_loss_and_the_templa
     assert value(lines, "tokens") == "36% have a loss, template of /models/a"
     assert lines.index(next(line for line in lines if line.startswith("  tokens"))) == 3
     assert value(lines, "data").startswith("train.parquet (12 files): 640 rows,")
-    full = text.plan_lines(recipe_of(), machine(), replace(small, data_format=facts))
+    full = plan_lines.full_text(recipe_of(), machine(), replace(small, data_format=facts))
     assert any(line.endswith("template: of /models/a") for line in full)
     assert any("train.parquet (12 files)" in line for line in full)
 

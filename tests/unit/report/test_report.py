@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.report import html, text
+from launch.report import html, plan_lines, text
 from launch.schema.result import Failure, HeldOut, RunResult
 from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
 from tests.builders import machine, plan, recipe_of
@@ -106,7 +106,7 @@ def test_columns_that_are_not_read_have_a_line_in_the_plan():
         made,
         data_format=replace(made.data_format, notes=("columns that are not read: url, score",)),
     )
-    assert "             columns that are not read: url, score" in text.plan_lines(
+    assert "             columns that are not read: url, score" in plan_lines.full_text(
         recipe, on, noted
     )
 
@@ -116,7 +116,7 @@ def test_a_constant_rate_has_no_warm_up():
         recipe_of(training={"lr_scheduler_type": "constant", "warmup_steps": 100, "max_steps": 3}),
         machine(),
     )
-    words = "\n".join(text.plan_lines(recipe, on, plan(recipe, on)))
+    words = "\n".join(plan_lines.full_text(recipe, on, plan(recipe, on)))
     assert "constant, no warm-up, max_length" in words
     assert "training.warmup_steps 100 has no effect" in words
     assert "never reaches" not in words
@@ -129,7 +129,7 @@ def test_a_constant_rate_has_no_warm_up():
 )
 def test_a_low_rate_for_lora_has_a_line_in_the_plan_and_stays(lora, rate, is_low):
     recipe, on = recipe_of(lora=lora, training={"learning_rate": rate}), machine()
-    words = "\n".join(text.plan_lines(recipe, on, plan(recipe, on)))
+    words = "\n".join(plan_lines.full_text(recipe, on, plan(recipe, on)))
     low = "training.learning_rate 3e-05 is low for LoRA, which usually takes about 0.0002"
     assert (low in words) == is_low
     assert f"rate {rate:g}" in words
