@@ -125,10 +125,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
 
 
-def write(name: str, measured: Mapping[str, Any], text: str, module: str | None = None) -> None:
+def write(
+    name: str,
+    measured: Mapping[str, Any],
+    text: str,
+    module: str | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> None:
     """results/<name>.json and .md: the circumstances, then the figures; of the benchmark `module`,
-    or of that name."""
-    about = {
+    or of that name. `about` are the circumstances of a measurement elsewhere."""
+    about = about or {
         "date": date.today().isoformat(),
         "machine": machine(),
         "versions": {
