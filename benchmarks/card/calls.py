@@ -88,8 +88,8 @@ def operator_cases() -> Iterator[HostCase]:
 
 
 def node_case(name: str, call: Callable[[torch.Tensor], Any]) -> HostCase:
-    """Backward of so many separate nodes at once, each with a leaf that gets no gradient: the
-    engine's start is spread over them, the sum of their gradients of zero is not."""
+    """Backward of so many separate nodes at once, each between a root and a leaf of its own. What
+    these take is the row of "contiguous, which it is", which has no node."""
 
     def before() -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         leaves = [tensor(8, 8, recorded=True) for _ in range(NODES)]
@@ -101,6 +101,31 @@ def node_case(name: str, call: Callable[[torch.Tensor], Any]) -> HostCase:
         return torch.autograd.grad(outs, leaves, gradients, allow_unused=True)
 
     return HostCase(f"{name}, backward node", lambda: backward, 1, NODES, before)
+
+
+CHAINED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "add a number": lambda x: x + 1.0,
+    "mul by a number": lambda x: x * 1.0,
+    "silu": functional.silu,
+    "clone": torch.clone,
+    "view": lambda x: x.view(8, 8),
+    "transpose": lambda x: x.transpose(0, 1),
+}
+
+
+def chain_cases() -> Iterator[HostCase]:
+    """Nodes in a chain between one root and one leaf, as most are."""
+    for name, call in CHAINED.items():
+
+        def before(call: Callable[[torch.Tensor], torch.Tensor] = call) -> tuple[Any, Any, Any]:
+            leaf = out = tensor(8, 8, recorded=True)
+            for _ in range(NODES):
+                out = call(out)
+            return out, leaf, tensor(8, 8)
+
+        yield HostCase(
+            f"{name}, node of a chain", lambda: lambda x: torch.autograd.grad(*x), 1, NODES, before
+        )
 
 
 def in_place() -> Callable[[Any], object]:
@@ -340,6 +365,7 @@ def everywhere() -> Iterator[HostCase]:
     yield HostCase("embedding, recorded", embedding)
     yield HostCase("attention, recorded", attention, 50)
     yield from operator_cases()
+    yield from chain_cases()
     yield from checkpoint_cases()
     yield from saved_cases()
     yield from list_cases()

@@ -10,7 +10,7 @@ from benchmarks import recording
 from benchmarks.card.rows import Row
 
 MIB, GIB = 1 << 20, 1 << 30
-LARGE_BYTES = 200e6  # of kernels: beyond any cache
+LARGE_BYTES = 100e6  # of kernels: beyond any cache
 RATED = ("products", "attention", "elementwise", "reductions", "movement", "four_bit", "optimizer")
 LISTED = {  # groups whose rows are shown one by one: title, figures
     "floor": ("Least seconds of a kernel, us", {"s": 1e6}),
