@@ -16,68 +16,15 @@ import functools
 import gc
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from benchmarks.card.rows import Group, Row, Rows, read, run_group
 
+Measure = Callable[[], Iterator[Row]]
 SECONDS = 70.0
 WARM_UP_S = 0.5
-
-
-def without_card() -> Iterator[Row]:
-    yield {"case": "all", "error": "needs a GPU that torch can use"}
-
-
-def groups(has_card: bool) -> list[Group]:
-    """All groups in their order: what may fail a process or slow it down comes last."""
-    from benchmarks.card import (
-        allocation,
-        attention,
-        calls,
-        circumstances,
-        copies,
-        floor,
-        kernels,
-        process_memory,
-        products,
-        steps,
-        updates,
-    )
-
-    process = functools.partial(process_memory.measure, has_card)
-    of_a_card = [
-        Group("floor", 3, floor.measure),
-        Group("products", 16, products.measure, True),
-        Group("attention", 10, attention.measure),
-        Group("elementwise", 7, kernels.elementwise, True),
-        Group("reductions", 5, kernels.reductions),
-        Group("movement", 4, kernels.movement),
-        Group("optimizer", 5, updates.optimizer),
-        Group("copies", 9, copies.measure),
-        Group("calls", 6, calls.on_card),
-        Group("allocation", 3, allocation.measure),
-        Group("four_bit", 4, updates.four_bit),
-    ]
-    last_of_a_card = [
-        Group("triton", 4, calls.triton),
-        Group("layers", 8, steps.layers),
-        Group("compiled", 30, steps.compiled),
-        Group("profile", 6, floor.profile),
-    ]
-    if not has_card:
-        of_a_card, last_of_a_card = (
-            [Group(group.name, 1, without_card) for group in part]
-            for part in (of_a_card, last_of_a_card)
-        )
-    return [
-        Group("circumstances", 3, circumstances.measure),
-        *of_a_card,
-        Group("process", 20, process),
-        Group("cpu_calls", 3, calls.on_cpu),
-        Group("host", 4, copies.host),
-        *last_of_a_card,
-    ]
 
 
 def prepare_card() -> None:
@@ -93,12 +40,60 @@ def prepare_card() -> None:
         torch.cuda.synchronize()
 
 
-def release() -> None:
-    """Memory of the last group, and the error that a failed one has left."""
+@functools.cache
+def has_card() -> bool:
+    """Whether torch can use a card, which is then ready. The first call imports torch."""
     import torch
 
-    gc.collect()
+    gc.freeze()  # collections between groups pass by what is imported
     if torch.cuda.is_available():
+        prepare_card()
+        return True
+    return False
+
+
+def rows_of(module: str, function: str = "measure", needs_card: bool = True) -> Measure:
+    """The function's rows. Its module is imported when they are asked for."""
+
+    def rows() -> Iterator[Row]:
+        if needs_card and not has_card():
+            yield {"case": "all", "error": "needs a GPU that torch can use"}
+            return
+        yield from getattr(import_module(f"benchmarks.card.{module}"), function)()
+
+    return rows
+
+
+# In their order: a process's memory before this one imports torch, and last what may slow a process
+# down
+GROUPS = (
+    Group("process", 25, rows_of("process_memory", needs_card=False)),
+    Group("circumstances", 12, rows_of("circumstances", needs_card=False)),
+    Group("floor", 3, rows_of("floor")),
+    Group("products", 16, rows_of("products"), True),
+    Group("attention", 10, rows_of("attention")),
+    Group("elementwise", 7, rows_of("kernels", "elementwise"), True),
+    Group("reductions", 5, rows_of("kernels", "reductions")),
+    Group("movement", 4, rows_of("kernels", "movement")),
+    Group("optimizer", 5, rows_of("updates", "optimizer")),
+    Group("copies", 9, rows_of("copies")),
+    Group("calls", 6, rows_of("calls", "on_card")),
+    Group("allocation", 3, rows_of("allocation")),
+    Group("four_bit", 4, rows_of("updates", "four_bit")),
+    Group("cpu_calls", 3, rows_of("calls", "on_cpu", needs_card=False)),
+    Group("host", 4, rows_of("copies", "host", needs_card=False)),
+    Group("triton", 4, rows_of("calls", "triton")),
+    Group("layers", 8, rows_of("steps", "layers")),
+    Group("compiled", 30, rows_of("steps", "compiled")),
+    Group("profile", 6, rows_of("floor", "profile")),
+)
+
+
+def release() -> None:
+    """Memory of the last group, and the error that a failed one has left."""
+    torch = sys.modules.get("torch")
+    gc.collect()
+    if torch and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
@@ -130,35 +125,24 @@ def measure(chosen: Sequence[Group], rows: Rows, seconds: float) -> None:
             rows.add(group.name, {"case": "release", "error": str(error)[:200]})
 
 
-def chosen_groups(names: str, has_card: bool) -> list[Group]:
+def chosen_groups(names: str) -> list[Group]:
     """The named groups in the table's order, or all; unknown names are refused."""
-    every = groups(has_card)
-    wanted = names.split(",") if names else [group.name for group in every]
-    unknown = set(wanted) - {group.name for group in every}
+    every = [group.name for group in GROUPS]
+    wanted = names.split(",") if names else every
+    unknown = sorted(set(wanted) - set(every))
     if unknown:
-        raise SystemExit(
-            f"no group {', '.join(sorted(unknown))}; there are"
-            f" {', '.join(group.name for group in every)}"
-        )
-    return [group for group in every if group.name in wanted]
+        raise SystemExit(f"no group {', '.join(unknown)}; there are {', '.join(every)}")
+    return [group for group in GROUPS if group.name in wanted]
 
 
 def measure_here(options: argparse.Namespace) -> int:
-    import torch
-
-    has_card = torch.cuda.is_available()
-    chosen = chosen_groups(options.groups, has_card)
-    rows = Rows(options.out)
-    began = time.perf_counter()
-    gc.freeze()  # collections between groups pass what is imported by
-    if has_card:
-        prepare_card()
-    measure(chosen, rows, options.seconds)
+    rows, began = Rows(options.out), time.perf_counter()
+    measure(chosen_groups(options.groups), rows, options.seconds)
     print(
         f"{rows.num_rows} rows, {rows.num_errors} with an error, in"
         f" {time.perf_counter() - began:.0f} s: {options.out}"
     )
-    return 0 if has_card else 3
+    return 0 if has_card() else 3
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -161,37 +162,39 @@ def worker_row(count: int) -> Row:
     return attempted({"case": f"{count} data workers"}, measure)
 
 
+def has_card() -> bool:
+    """Asked once torch is imported."""
+    return sys.modules["torch"].cuda.is_available()
+
+
 def child() -> None:
-    has_card = "--card" in sys.argv
     for name, needs_card, run in STEPS:
-        if has_card or not needs_card:
+        if not needs_card or has_card():
             print(json.dumps(step_row(name, run)), flush=True)
     print(json.dumps(worker_row(2)), flush=True)
 
 
-def measure(has_card: bool) -> Iterator[Row]:
-    """Rows of a fresh child, as they come."""
-    argv = [sys.executable, "-m", "benchmarks.card.process_memory", *(["--card"] * has_card)]
+def measure() -> Iterator[Row]:
+    """Rows of a fresh child, as they come. A parent that has not imported torch shares none of its
+    libraries, so that the child's PSS is what a training alone has."""
+    argv = [sys.executable, "-m", "benchmarks.card.process_memory"]
     path = os.pathsep.join(filter(None, [str(CODE), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        argv,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    try:
-        assert process.stdout and process.stderr
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-        code = process.wait(LIMIT_S)
-        if code:
-            text = process.stderr.read()[-300:]
-            yield {"case": "end of the child", "error": f"exit code {code}: {text}"}
-    finally:
-        process.kill()
-        process.wait()
+    env = {**os.environ, "PYTHONPATH": path}
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=said, text=True, env=env)
+        try:
+            assert process.stdout
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+            code = process.wait(LIMIT_S)
+            if code:
+                said.seek(0)
+                error = f"exit code {code}: {said.read()[-300:]}"
+                yield {"case": "end of the child", "error": error}
+        finally:
+            process.kill()
+            process.wait()
 
 
 if __name__ == "__main__":

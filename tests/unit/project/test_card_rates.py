@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.card import report
 from benchmarks.card.rows import Group, Rows, attempted, read
-from benchmarks.card_rates import measure
+from benchmarks.card_rates import chosen_groups, measure
 
 pytestmark = pytest.mark.unit
 
@@ -103,3 +103,9 @@ def test_rows_become_a_result_with_the_circumstances_of_the_card_s_machine():
 def test_rows_of_a_rehearsal_are_no_result():
     with pytest.raises(SystemExit, match="rehearsal"):
         report.record([*ROWS, {"group": "calls", "case": "add", "rehearsal": True}])
+
+
+def test_an_unknown_group_is_refused_with_the_names_of_all():
+    with pytest.raises(SystemExit, match=r"no group rates; there are process, circumstances, "):
+        chosen_groups("products,rates")
+    assert [group.name for group in chosen_groups("products,floor")] == ["floor", "products"]
