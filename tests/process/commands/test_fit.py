@@ -61,7 +61,7 @@ def test_a_training_that_fits_is_what_the_plan_of_its_recipe_says(tmp_path):
     planned = launch(tmp_path, "plan", str(file), *MACHINE, "--rows-of=512", "--json")
     assert planned.returncode == 0, planned.stderr
     plan, row = json.loads(planned.stdout), rows["lora"]
-    for key in ("mode", "per_device_train_batch_size", "activation_checkpointing"):
+    for key in ("mode", "per_device_train_batch_size", "levers"):
         assert row["strategy"][key] == plan["strategy"][key]
     assert row["budget_bytes"] == plan["budget_bytes"]
     estimate = plan["estimate"]
