@@ -283,7 +283,7 @@ def _pin_changes(oom_history: OomHistory, candidate: Candidate) -> Iterator[Chan
         least = f"{size(min(asked))} of RAM" if all(asked) else "its RAM"  # 0: not predicted
         reason = (
             f"the host did not lock {least} in an earlier attempt; copies of what is offloaded are"
-            " slower without (half the rate is assumed)"
+            " slower without: a thread copies it once more"
         )
         yield Change("pin_memory", "true", "false", reason)
 

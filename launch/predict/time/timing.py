@@ -42,7 +42,10 @@ GLOO_BYTES_PER_S = 1e9  # assumed: TCP on one machine, copies to and from the ho
 NETWORK_BYTES_PER_S = 1.1e9  # assumed: 10 Gbit Ethernet between machines
 # assumed: one direction of PCIe 4.0 x8 or 3.0 x16 (16 GB/s) from pinned memory
 HOST_DEVICE_BYTES_PER_S = 12e9
-PAGEABLE_SHARE = 0.5  # assumed: of that rate, through the driver's own pinned buffer
+# Of a thread that copies between pageable memory and the driver's pinned buffer, beside the copy to
+# or from the card: with an H200, 7.5 GB/s both ways in all, where pinned copies have 53.6
+# (benchmarks/results/card_rates_h200.md).
+PAGEABLE_BYTES_PER_S = 8.7e9
 
 # Of the host per element, besides the optimizer's states: master and gradient, norm, clipping, the
 # cast to 16 bit.
@@ -184,7 +187,8 @@ def speed_of(
     bus, bus_from = _bus(strategy, rates, link)
     peaks = dict(rates.flops_per_s)
     copies = card.host_device_bytes_per_s or HOST_DEVICE_BYTES_PER_S
-    copies *= 1 if strategy.pin_memory else PAGEABLE_SHARE
+    if not strategy.pin_memory:
+        copies = 1 / (1 / copies + 1 / PAGEABLE_BYTES_PER_S)
     if (
         strategy.launch_mode.offloads or strategy.levers.activation_offloading
     ) and card.host_device_bytes_per_s:
