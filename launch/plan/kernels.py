@@ -15,7 +15,7 @@ from typing import Any, Literal
 from launch.base.errors import ConfigError, ResourceError
 from launch.predict.time import rates
 from launch.probe import architectures
-from launch.schema.levers import TRIED
+from launch.schema.levers import ROWS, TRIED
 from launch.schema.machine import Gpu
 from launch.schema.model_sections import AttnImplementation
 from launch.schema.plan import Strategy, Switch
@@ -46,19 +46,6 @@ LITTLE_SHARED_MEMORY = ("8.6", "8.7", "8.8", "8.9", "12.")
 # the key of a config, and what transformers takes where it is missing
 ATTENTION_DROPOUT = {"gpt2": ("attn_pdrop", 0.1)}
 WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForce RTX 30
-
-OF_OPTIMIZERS = (  # part of an optimizer's name, its way to update
-    (
-        "8bit",
-        (
-            "bitsandbytes: states of 8 bits where a tensor has 4,096 elements, of embeddings and"
-            " smaller ones 32"
-        ),
-    ),
-    ("paged", "bitsandbytes: states of 32 bits, moved to host RAM where VRAM is short"),
-    ("fused", "weights and states of many tensors updated in one kernel"),
-    ("adamw_torch", "many tensors at once, a kernel for each operation"),
-)
 
 
 # ---- decided
@@ -262,8 +249,8 @@ def switches(
             _on(chosen.levers.use_liger_kernel),
             why if chosen.levers.use_liger_kernel else "not asked for",
         )
-    of_optimizer = next((text for name, text in OF_OPTIMIZERS if name in training.optim), None)
-    yield Switch("optimizer", training.optim, of_optimizer or "asked for")
+    optimizer = ROWS["optim"]
+    yield Switch(optimizer.switch, chosen.levers.optim, optimizer.text(chosen.levers.optim))
     for row in TRIED:
         if row.name == "activation_offloading" and not gpus:
             continue  # a CPU has no other place

@@ -68,8 +68,8 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
             " them; leave it out, or use single_gpu, dual_gpu_nccl, multi_cpu or cpu",
         ),
         "optimizers of whole tensors": (
-            training.optim not in ELEMENTWISE,
-            f"cuts tensors up, and training.optim {training.optim} needs them whole; use"
+            strategy.levers.optim not in ELEMENTWISE,
+            f"cuts tensors up, and training.optim {strategy.levers.optim} needs them whole; use"
             f" {', '.join(ELEMENTWISE)}",
         ),
         "half weights without autocast": (
@@ -126,7 +126,7 @@ def per_rank(
                 recipe.quantized(strategy.mixed_precision),
                 family,
             )
-            state_bytes = optimizers.OPTIMIZERS[recipe.training.optim]("", (trained,), MASTER_BYTES)
+            state_bytes = optimizers.OPTIMIZERS[strategy.levers.optim]("", (trained,), MASTER_BYTES)
             full_copy = replace(
                 full_copy,
                 weights_bytes=full_copy.weights_bytes - before + trained * MASTER_BYTES,
@@ -143,7 +143,7 @@ def per_rank(
     element_bytes = computed_element_bytes(recipe.model, strategy)
     weights = (total_elements(tensor_shapes) + adapters) * element_bytes
     gradients = trained * element_bytes
-    states = trained * MASTER_BYTES + optimizers.OPTIMIZERS[recipe.training.optim](
+    states = trained * MASTER_BYTES + optimizers.OPTIMIZERS[strategy.levers.optim](
         "", (trained,), MASTER_BYTES
     )
     on_device = {

@@ -44,6 +44,17 @@ TILED = (
 )
 # of MODEL_TYPE_TO_APPLY_LIGER_FN in liger_kernel 0.8
 LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# part of an optimizer's name, its way to update
+UPDATES = (
+    (
+        "8bit",
+        "bitsandbytes: states of 8 bits where a tensor has 4,096 elements, of embeddings and"
+        " smaller ones 32",
+    ),
+    ("paged", "bitsandbytes: states of 32 bits, moved to host RAM where VRAM is short"),
+    ("fused", "weights and states of many tensors updated in one kernel"),
+    ("adamw_torch", "many tensors at once, a kernel for each operation"),
+)
 
 
 # ---- keys of a recipe's section `training`
@@ -140,6 +151,7 @@ class Levers:
     # the positions are divided into this many parts, whose logits are computed one after another
     num_output_chunks: int = 1
     logits_at_targets: bool = False  # of the other positions, no logits are computed
+    optim: str = "adamw_torch_fused"  # by TrainingArguments' name
 
     @property
     def checkpointed_share(self) -> float:
@@ -399,6 +411,16 @@ LEVERS = (
         off="logits at all positions",
         asked=lambda recipe: recipe.training.logits_at_targets,
         refusal=_no_targets,
+    ),
+    Lever(
+        name="optim",
+        module="optimizer",
+        switch="optimizer",
+        key="training.optim",
+        exactness="other function",
+        text=lambda name: next((text for part, text in UPDATES if part in name), "asked for"),
+        off="fused AdamW",
+        asked=lambda recipe: recipe.training.optim,
     ),
 )
 PLAIN = Levers()

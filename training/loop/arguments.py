@@ -39,7 +39,6 @@ def of(
         weight_decay=training.weight_decay,
         max_grad_norm=training.max_grad_norm,
         label_smoothing_factor=training.label_smoothing_factor,
-        optim=training.optim,
         bf16=strategy.mixed_precision == "bf16",
         fp16=strategy.mixed_precision == "fp16",
         **transformers_private.by_installed_names(_extras(training, strategy, evaluates)),

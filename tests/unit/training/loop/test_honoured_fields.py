@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from launch.plan import kernels
 from launch.recipe import training_arguments
 from launch.run_folder.layout import RunDir
-from launch.schema.levers import Levers
+from launch.schema.levers import asked
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import HONOURED
@@ -90,14 +90,14 @@ class Observed(LowMemTrainer):
 def planned(**given: Any) -> tuple[Recipe, Plan]:
     """A recipe with these keys in its training section, and the plan of one without them."""
     plan = builders.plan()
-    compiles = TrainingSection(**given).compiles
+    recipe = builders.recipe_of(training={"save_steps": 1000, "num_train_epochs": 1, **given})
+    levers = replace(asked(recipe), use_liger_kernel="liger_kernel_config" in given)
     strategy = replace(
         plan.strategy,
         per_device_train_batch_size=1,
         gradient_accumulation_steps=1,
-        levers=Levers(torch_compile=compiles, use_liger_kernel="liger_kernel_config" in given),
+        levers=levers,
     )
-    recipe = builders.recipe_of(training={"save_steps": 1000, "num_train_epochs": 1, **given})
     return recipe, replace(plan, strategy=strategy)
 
 

@@ -1,0 +1,92 @@
+"""Every lever has a row, a module and a line in docs/kernels.md; each row agrees with itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from launch.schema import levers
+from launch.schema.levers import LEVERS, PLAIN, ROWS, Levers
+from launch.schema.modes import LAUNCH_MODES
+from launch.schema.plan import Strategy
+from launch.schema.recipe_keys import affected_by
+from tests.builders import plan, recipe_of
+
+ROOT = Path(__file__).resolve().parents[3]
+STRATEGY = replace(plan().strategy, levers=PLAIN)
+
+
+def test_each_value_has_a_row():
+    assert [row.name for row in LEVERS] == [each.name for each in fields(Levers)] == [*ROWS]
+
+
+@pytest.mark.parametrize("row", LEVERS, ids=lambda row: row.name)
+def test_a_row_agrees_with_itself(row):
+    assert "planned" in affected_by(row.key) or row.name == "optim"
+    assert not row.tried or row.tried[0] == row.plain
+    assert not row.tried or row.same
+    assert [row.saved(value) for value in row.tried] == sorted(map(row.saved, row.tried))
+    assert row.plain in (row.asked(recipe_of()), levers.asked(recipe_of()).__dict__[row.name])
+    module = import_module(f"training.levers.{row.module}")
+    assert hasattr(module, "arguments") or hasattr(module, "apply")
+    if row.tried:
+        texts = {row.says(replace(PLAIN, **{row.name: value})) for value in row.tried}
+        assert len(texts) == len(row.tried)
+
+
+@pytest.mark.parametrize("row", LEVERS, ids=lambda row: row.name)
+def test_the_page_of_kernels_names_its_class(row):
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    lines = [line for line in page.splitlines() if line.startswith("| `")]
+    (line,) = (line for line in lines if f"{row.key}.".startswith(f"{line.split('`')[1]}."))
+    assert line.endswith(f" {row.exactness} |")
+
+
+@pytest.mark.parametrize(
+    ("written", "is_read"),
+    [
+        ({"activation_checkpointing": False, "every_n_layers": 1}, PLAIN),
+        ({"activation_checkpointing": False, "every_n_layers": 4}, PLAIN),
+        ({"activation_checkpointing": True}, Levers(every_n_layers=1)),
+        (
+            {"activation_checkpointing": True, "every_n_layers": 2, "num_output_chunks": 8},
+            Levers(every_n_layers=2, num_output_chunks=8),
+        ),
+    ],
+)
+def test_a_strategy_of_an_older_version_is_read(written, is_read):
+    values = asdict(STRATEGY)
+    del values["levers"]
+    strategy = TypeAdapter(Strategy).validate_python({**values, **written})
+    assert strategy == replace(STRATEGY, levers=is_read)
+    assert TypeAdapter(Strategy).validate_python(asdict(strategy)) == strategy
+
+
+def test_without_checkpointing_nothing_is_kept_on_the_host():
+    on_host = Levers(every_n_layers=1, activation_offloading=True, num_output_chunks=8)
+    assert on_host.without("every_n_layers") == Levers(num_output_chunks=8)
+    assert on_host.without("num_output_chunks").activation_offloading
+
+
+def test_one_that_saves_less_in_any_way_does_not_save_as_much():
+    half = Levers(every_n_layers=2, tiled_mlp_num_shards=4)
+    assert half.saves_as_much_as(half)
+    assert replace(half, every_n_layers=1).saves_as_much_as(half)
+    for less in ({"every_n_layers": 4}, {"every_n_layers": 0}, {"tiled_mlp_num_shards": 2}):
+        assert not replace(half, **less).saves_as_much_as(half)
+
+
+def test_what_a_training_cannot_have_is_refused_by_the_key_that_asks_for_it():
+    asks = recipe_of(training={"num_output_chunks": 4, "torch_compile": True})
+    (line,) = levers.refused(asks, "llama")
+    assert line == (
+        "training.num_output_chunks: 4, but torch.compile would compile each part; leave one out"
+    )
+    assert list(levers.refused(recipe_of(), "llama")) == []
+    refuse = ROWS["tiled_mlp_num_shards"].mode_refusal
+    refusing = {name for name, mode in LAUNCH_MODES.items() if refuse(mode, 2)}
+    assert refusing == {"deepspeed_zero3", "deepspeed_zero3_offload", "fsdp2"}
