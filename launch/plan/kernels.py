@@ -262,7 +262,8 @@ def switches(
     why = no_compiler if training.compiles and no_compiler else "not asked for"
     if chosen.levers.torch_compile:
         why = (
-            "asked for: training steps, not evaluations; its own memory and speed are not predicted"
+            "asked for: training steps, not evaluations; memory and seconds are predicted of steps"
+            " that are not compiled"
         )
     yield Switch("compile", _on(chosen.levers.torch_compile), why)
 

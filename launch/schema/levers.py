@@ -345,6 +345,7 @@ LEVERS = (
         text=lambda _: "compiled",
         off="not compiled",
         asked=lambda recipe: recipe.training.compiles or None,
+        is_recorded=False,  # as steps that are not
     ),
     Lever(
         name="every_n_layers",

@@ -238,8 +238,8 @@ def step(
         mixed_precision="bf16" if planned.mixed_precision == "fp16" else planned.mixed_precision,
         dataloader_num_workers=0,
         tf32=False,
-        # they need a card: recorded as transformers' own modules
-        levers=replace(planned.levers, use_liger_kernel=False),
+        # both need a card's compiler: recorded as transformers' own modules, eagerly
+        levers=replace(planned.levers, use_liger_kernel=False, torch_compile=False),
     )
     recorder = Recorder(batch)
     recorder.padded, recorder.vocabulary = padded, plan.shape.config["vocab_size"]

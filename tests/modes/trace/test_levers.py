@@ -284,6 +284,19 @@ def test_segments_that_grow_fit_where_those_of_fixed_size_do_not(cache):
     assert what_nothing_fits_by(cache, free_gib, **fixed)
 
 
+def test_a_compiled_step_is_planned_as_one_that_is_not(cache):
+    fixed: dict[str, Any] = {
+        "num_output_chunks": 1,
+        "logits_at_targets": False,
+        "activation_checkpointing": False,
+    }
+    plain, compiled = (chosen(cache, 70, **fixed, torch_compile=on).plan for on in (False, True))
+    assert compiled.strategy == plain.strategy.with_levers(torch_compile=True)
+    assert compiled.estimate == plain.estimate
+    assert compiled.seconds_per_step == plain.seconds_per_step is not None
+    assert compiled.phases == plain.phases
+
+
 def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(cache):
     long: dict[str, Any] = {
         "data": {"max_length": 8192},
