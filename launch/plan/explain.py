@@ -15,6 +15,7 @@ from launch.predict.memory import pinned_memory
 from launch.predict.oom_history import OomHistory
 from launch.predict.traces import Traces
 from launch.probe import architectures
+from launch.recipe.strict_yaml import show
 from launch.schema import levers
 from launch.schema.levers import Levers
 from launch.schema.machine import GIB, Link, Machine
@@ -358,12 +359,18 @@ def _batch_changes(
 def _lever_changes(recipe: Recipe, runs: Levers, missed: str) -> Iterator[Change]:
     """Each lever that a plan turned on, by the keys that would ask for it."""
     asked = levers.asked(recipe)
+    kwargs = recipe.training.activation_checkpointing_kwargs
+    others = kwargs.model_dump(exclude_defaults=True, exclude_none=True)
+    before, after = levers.typed(asked), levers.typed(runs)
+    before[levers.KWARGS] = others
+    after[levers.KWARGS] = {**others, **after[levers.KWARGS]}
     for row in levers.TRIED:
-        before = row.typed(row.of(asked))
-        for key, effective in row.typed(row.of(runs)).items():
-            if effective != before.get(key, "null"):
-                requested = before.get(key, "null")
-                yield Change(key, requested, effective, f"{missed}; {row.same}")
+        if row.of(asked) == row.of(runs):
+            continue
+        reason = f"{missed}; {row.same(row.of(runs))}"
+        for key in row.typed(runs):
+            if key in before and (requested := before.pop(key)) != after[key]:
+                yield Change(key, show(requested), show(after[key]), reason)
 
 
 def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:

@@ -272,7 +272,7 @@ def _of_start(a: Side, b: Side) -> Iterator[Difference]:
         yield _differs("machine", [_machine(machine) for machine in machines])
     both = a.libraries.keys() & b.libraries.keys()
     yield from _by_key([{name: side.libraries[name] for name in both} for side in (a, b)])
-    yield from _by_key([asdict(side.plan.strategy) for side in (a, b)])
+    yield from _by_key([leaves(asdict(side.plan.strategy)) for side in (a, b)])
     recipes = [leaves(side.recipe.model_dump()) for side in (a, b)]
     yield from _by_key(
         [{key: recipe[key] for key in recipe if is_compared(key)} for recipe in recipes]

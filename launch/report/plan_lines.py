@@ -34,6 +34,7 @@ class Fact:
     label: str
     value: str
     why: tuple[str, ...] = ()
+    group: str = ""  # of rows that have a heading in common
 
 
 def facts(
@@ -71,7 +72,7 @@ def facts(
     yield Fact("time", _time(recipe, plan, now, finished_steps))
     yield Fact("schedule", _schedule(recipe, plan), tuple(schedule_notes(recipe, plan)))
     for switch in plan.switches:
-        yield Fact("kernels", f"{switch.name:<10} {switch.runs}: {switch.why}")
+        yield Fact(switch.name, switch.runs, (switch.why,), "kernels")
     yield Fact("output", str(recipe.output_dir))
     yield from change_facts(plan.changes)
     for line in plan.rejected:
@@ -95,14 +96,17 @@ def planned_again(choice: Choice) -> Iterator[Fact]:
 
 
 def lines(rows: Iterable[Fact]) -> Iterator[str]:
-    """Yield the rows as lines of a text. Of kernels, the first row has the label."""
-    before = ""
+    """Yield the rows as lines of a text. Of a group, the first row has its heading."""
+    group = ""
     for row in rows:
-        label = "" if row.label == before == "kernels" else row.label
-        yield f"  {label:<10} {row.value}"
-        for reason in row.why:
-            yield f"  {'':<10} {reason}"
-        before = row.label
+        if row.group:
+            heading = "" if row.group == group else row.group
+            yield f"  {heading:<10} {row.label:<10} {row.value}: {row.why[0]}"
+        else:
+            yield f"  {row.label:<10} {row.value}"
+            for reason in row.why:
+                yield f"  {'':<10} {reason}"
+        group = row.group
 
 
 def _model(recipe: Recipe, plan: Plan, columns: int) -> str:
@@ -326,7 +330,7 @@ def _memory(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[Fact]:
         states = f"model states {size(estimate.model_state_bytes)} {of_budget}"
         value = f"{states}; activations are not predicted"
         why += [
-            f"model states {states_text(estimate)}",
+            _states(asdict(estimate)),
             "a batch that is too large fails when it runs",
         ]
     else:
@@ -414,11 +418,15 @@ def _parts(parts: Mapping[str, int]) -> str:
 def states_text(estimate: MemoryEstimate | Mapping[str, Any]) -> str:
     """The text of a process's predicted or measured states."""
     sizes = asdict(estimate) if isinstance(estimate, MemoryEstimate) else estimate
-    states = {name: sizes[f"{name}_bytes"] for name in STATES}
-    total = sum(count or 0 for count in states.values())
-    parts = ", ".join(
-        f"{name} {'not measured' if count is None else size(count)}"
-        for name, count in states.items()
-    )
+    total = sum(sizes[f"{name}_bytes"] or 0 for name in STATES)
     offloaded = sizes["offloaded_bytes"]
-    return f"{size(total)} ({parts})" + (f" + {size(offloaded)} in host RAM" if offloaded else "")
+    beside = f" + {size(offloaded)} in host RAM" if offloaded else ""
+    return f"{size(total)} ({_states(sizes)}){beside}"
+
+
+def _states(sizes: Mapping[str, Any]) -> str:
+    counts = {name: sizes[f"{name}_bytes"] for name in STATES}
+    return ", ".join(
+        f"{name} {'not measured' if count is None else size(count)}"
+        for name, count in counts.items()
+    )

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from launch.schema.recipe import Recipe
 
 PLANNED = affects("memory", "step_time", "planned")
+KWARGS = "training.activation_checkpointing_kwargs"
 
-# Their forward returns what the output projection gives: tests/unit/training/test_chunked_loss.py.
+# Their forward returns what the output projection gives: tests/unit/training/test_logits.py.
 CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")
 # Their forward gives the output head's result on, position by position:
 # tests/modes/compat/test_target_families.py compares each with the logits of all positions.
@@ -220,12 +221,13 @@ class Lever:
     off: str  # the words of a step without it
     asked: Callable[[Recipe], Any]
     tried: tuple[Any, ...] = ()
-    same: str = ""  # why the result is the same, to a user whose plan turned it on
+    # why a value that a plan chose is right, and its result the same
+    same: Callable[[Any], str] = lambda value: ""
     refusal: Refused = lambda levers, model_type: None
     mode_refusal: Callable[[LaunchMode, Any], str | None] = lambda mode, value: None
     saved: Callable[[Any], float] = float  # memory, by a measure of its own
-    # the keys that ask for a value, and their text
-    as_keys: Callable[[Any], Mapping[str, str]] | None = None
+    # the keys that ask for a value, and what they say
+    as_keys: Callable[[Any], Mapping[str, Any]] | None = None
     is_recorded: bool = True
 
     @property
@@ -241,15 +243,22 @@ class Lever:
         value = self.of(levers)
         return self.off if value == self.plain else self.text(value)
 
-    def typed(self, value: Any) -> Mapping[str, str]:
-        """The keys that ask for a value, and their text."""
-        return self.as_keys(value) if self.as_keys else {self.key: _yaml(value)}
+    def typed(self, levers: Levers) -> Mapping[str, Any]:
+        """The keys that ask for its value, and what they say."""
+        value = self.of(levers)
+        return self.as_keys(value) if self.as_keys else {self.key: value}
 
 
-def _checkpointing_keys(every_n_layers: int) -> dict[str, str]:
-    whether = {"training.activation_checkpointing": _yaml(every_n_layers > 0)}
-    which = {"training.activation_checkpointing_kwargs.every_n_layers": str(every_n_layers)}
-    return {**whether, **(which if every_n_layers > 1 else {})}
+def _checkpointing_keys(every_n_layers: int) -> dict[str, Any]:
+    which = {"every_n_layers": every_n_layers} if every_n_layers > 1 else {}
+    return {"training.activation_checkpointing": every_n_layers > 0, KWARGS: which}
+
+
+def _why_checkpointing(every_n_layers: int) -> str:
+    if every_n_layers == 1:
+        return "recomputing activations changes no result"
+    share = f"{1 / every_n_layers:.0%} of the layers compute twice"
+    return f"the other layers' activations fit: {share}, with the same result"
 
 
 def _asked_layers(recipe: Recipe) -> int | None:
@@ -357,7 +366,7 @@ LEVERS = (
         off="no checkpointing",
         asked=_asked_layers,
         tried=(0, 4, 2, 1),  # of more than 4 the seconds hardly differ
-        same="recomputing activations changes no result",
+        same=_why_checkpointing,
         saved=lambda n: 1 / n if n else 0.0,
         as_keys=_checkpointing_keys,
     ),
@@ -365,13 +374,14 @@ LEVERS = (
         name="activation_offloading",
         module="offloading",
         switch="offload",
-        key="training.activation_checkpointing_kwargs.offload",
+        key=KWARGS,
         exactness="bit-equal",
         text=lambda _: "activations on the host",
         off="activations on the device",
         asked=lambda recipe: recipe.training.activation_checkpointing_kwargs.offload,
         tried=(False, True),
-        same="copies of activations in host RAM change no result",
+        same=lambda _: "copies of activations in host RAM change no result",
+        as_keys=lambda is_on: {KWARGS: {"offload": True} if is_on else {}},
     ),
     Lever(
         name="tiled_mlp_num_shards",
@@ -384,7 +394,7 @@ LEVERS = (
         asked=lambda recipe: recipe.training.tiled_mlp_num_shards,
         # more parts save little: then attention takes as much as an MLP
         tried=(1, 2, 4, 8),
-        same="each MLP makes the same of a part of the tokens at a time",
+        same=lambda _: "each MLP makes the same of a part of the tokens at a time",
         refusal=_no_tiles,
         mode_refusal=_no_tiles_in,
     ),
@@ -398,7 +408,7 @@ LEVERS = (
         off="logits at once",
         asked=lambda recipe: recipe.training.num_output_chunks,
         tried=(1, 8),  # as many as torchtune's default
-        same="the loss is the same sum, its logits made in parts",
+        same=lambda _: "the loss is the same sum, its logits made in parts",
         refusal=_no_parts,
         mode_refusal=_no_parts_in,
     ),
@@ -433,6 +443,15 @@ def asked(recipe: Recipe) -> Levers:
     """The levers that a recipe asks for, and plain values for what it leaves open."""
     values = ((row.name, row.asked(recipe)) for row in LEVERS)
     return Levers(**{name: value for name, value in values if value is not None})
+
+
+def typed(levers: Levers) -> dict[str, Any]:
+    """The keys that ask for these values of levers that a plan tries, and what they say."""
+    asking: dict[str, Any] = {}
+    for row in TRIED:
+        for key, value in row.typed(levers).items():
+            asking[key] = {**asking.get(key, {}), **value} if isinstance(value, dict) else value
+    return asking
 
 
 def refused(recipe: Recipe, model_type: str) -> Iterator[str]:

@@ -86,7 +86,7 @@ DUMMY = """
         off="targets as they are",
         asked=lambda recipe: recipe.training.smoothed,
         tried=(False, True),
-        same="it is a dummy",
+        same=lambda _: "it is a dummy",
         mode_refusal=lambda mode, _: "has not been smoothed" if mode.zero_stage else None,
     ),"""
 APPLIED = """
