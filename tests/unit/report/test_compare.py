@@ -245,6 +245,17 @@ def test_a_run_that_took_over_another_begins_with_its_steps(workspace):
     )
 
 
+def test_each_lever_that_differs_is_named(workspace):
+    side = comparable.read(trained(workspace, "before"))
+    strategy = side.plan.strategy.with_levers(every_n_layers=2, num_output_chunks=8)
+    other = replace(side, plan=replace(side.plan, strategy=strategy))
+    texts = [each.text for each in comparable.differences(side, other)]
+    assert [text for text in texts if text.startswith("levers")] == [
+        "levers.every_n_layers: A 0, B 2",
+        "levers.num_output_chunks: A 1, B 8",
+    ]
+
+
 def test_samples_whose_steps_were_never_written_are_counted(workspace):
     run, attempt = begun(workspace, "before")
     write(attempt.events_file, [step(n, START + n) for n in (1, 2, 3, 6, 7)])
