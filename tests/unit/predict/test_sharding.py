@@ -122,7 +122,7 @@ def test_the_plan_shows_where_offloaded_states_are():
     recipe = recipe_of(launch={"mode": "deepspeed_zero2_offload"}, training={"bf16": True})
     lines = "\n".join(plan_lines.full_text(recipe, machine(2), plan(recipe, machine(2))))
     assert "bf16 weights, float32 copies" in lines
-    assert "+ 1.9 MiB in host RAM" in lines
+    assert "1.9 MiB of states in host RAM" in lines
 
 
 @pytest.mark.parametrize(
