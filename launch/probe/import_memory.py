@@ -189,7 +189,7 @@ class Imports:
 # Measured on Linux, Python 3.11, torch 2.13 (CPU), transformers 5.23; a rank without peft,
 # bitsandbytes, deepspeed, datasets.
 ASSUMED = Imports(
-    37 * MIB, 151 * MIB, 60 * MIB, 272 * MIB, 124 * MIB, "constants of torch 2.13 on a CPU"
+    40 * MIB, 151 * MIB, 62 * MIB, 274 * MIB, 123 * MIB, "constants of torch 2.13 on a CPU"
 )
 
 # The same of torch 2.13 for CUDA 13.0, Python 3.12, on a driver without a card.
