@@ -33,7 +33,7 @@ def lines(
     """The plan in short. `below` are labels and texts of the last lines; `now` is local time;
     `source` tells where the full plan is; `columns`: longer lines are shortened or folded."""
     facts = plan_lines.facts(recipe, machine, plan, now, finished_steps, columns)
-    rows = {fact.label: fact.value for fact in facts if fact.label in SHOWN}
+    rows = {fact.label: fact.value for fact in facts if fact.label in SHOWN and not fact.group}
     screen = [f"plan for {recipe.name} on {machine.name}"]
     screen += [_line(label, rows[label]) for label in SHOWN if label in rows]
     screen = [_short(line, columns) for line in screen]

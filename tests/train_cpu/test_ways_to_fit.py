@@ -69,7 +69,7 @@ def dtypes(states: Mapping[Any, Any]) -> Iterator[torch.dtype]:
 def settings(run: Path) -> list[tuple[Any, ...]]:
     """The ways of each attempt of a run, as its plan says."""
     plans = [json.loads(file.read_text()) for file in sorted(run.glob("attempts/*/plan.json"))]
-    return [tuple(plan["strategy"][key] for key in KEYS) for plan in plans]
+    return [tuple(plan["strategy"]["levers"][key] for key in KEYS) for plan in plans]
 
 
 @pytest.mark.modes

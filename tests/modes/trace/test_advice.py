@@ -101,7 +101,9 @@ def test_data_workers_are_as_many_as_the_cpus_feed_and_fewer_where_host_ram_has_
         )
         assert done.returncode == 0, done.stderr
         said = re.search(r"data workers \d+(?::| instead) .*", done.stdout)
-        needed = re.search(r"host RAM   ([\d.]+) GiB in (?:train|save)", done.stdout)
+        needed = re.search(
+            r"host RAM   ([\d.]+) GiB predicted of .*, most in (?:train|save|step)", done.stdout
+        )
         assert needed is not None, done.stdout
         return said[0] if said else "", float(needed[1])
 

@@ -9,7 +9,7 @@ import pytest
 
 from launch.base.text import COLUMNS, WHOLE
 from launch.report import first_screen, plan_lines
-from launch.schema.plan import Change, SourceRows
+from launch.schema.plan import Change, SourceRows, Switch
 from tests.builders import machine, plan, recipe_of
 
 NOW = datetime(2026, 3, 5, 22, 10)
@@ -162,3 +162,10 @@ def test_long_names_are_shortened_and_a_path_that_can_be_pasted_is_not():
     lines = first_screen.lines(recipe, on, plan(recipe, on), NOW, 0, (("log", path),))
     assert lines[-1].endswith(path)
     assert max(map(len, lines[:-1])) <= COLUMNS
+
+
+def test_a_kernel_with_the_name_of_a_line_stays_out_of_the_screen():
+    memory = value(screen(), "memory")
+    assert value(
+        screen(switches=(Switch("memory", "4 of the longest rows", "why"),)), "memory"
+    ) == (memory)
