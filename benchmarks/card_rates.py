@@ -42,7 +42,7 @@ def prepare_card() -> None:
 
 @functools.cache
 def has_card() -> bool:
-    """Whether torch can use a card, which is then ready. The first call imports torch."""
+    """True if torch can use a card, which is then ready. The first call imports torch."""
     import torch
 
     gc.freeze()  # collections between groups pass by what is imported

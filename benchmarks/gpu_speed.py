@@ -52,7 +52,7 @@ TAIL = 1500  # characters of a log
 
 @dataclass(frozen=True)
 class Place:
-    """Where everything is, and until when there is time."""
+    """The folders of a campaign, and the time until which it may run."""
 
     work: Path
     out: Path
@@ -85,7 +85,7 @@ class Place:
 
 
 def await_(condition: Callable[[], bool], seconds: float, poll_s: float = 0.02) -> bool:
-    """Whether the condition holds, after waiting for it."""
+    """True if the condition holds before the seconds are over."""
     until = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < until:
         time.sleep(poll_s)
@@ -296,7 +296,7 @@ def medians(segments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def planned(folder: Path) -> dict[str, Any]:
-    """What our plan predicted, and the host memory that its rank had."""
+    """The predictions of our plan, and the host memory that its rank had."""
     plans = sorted(folder.glob("workspace/runs/*/*/plan.json"))
     if not plans:
         return {}
@@ -438,7 +438,7 @@ def card_gb() -> float:
 
 
 def about(place: Place) -> dict[str, Any]:
-    """Where and with what the figures are taken."""
+    """The machine and the versions that the figures are of."""
     code = (
         "from importlib import metadata; import json;"
         "found = [(d.metadata['Name'], d.version) for d in metadata.distributions()];"

@@ -1,4 +1,4 @@
-"""What gpu_speed trains: the cases, the ways of training them, and the groups that take turns."""
+"""The trainings of gpu_speed: cases, ways of training them, and groups that take turns."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Training:
         }
 
     def asked(self, data: Path, model: Path, folder: Path) -> dict[str, Any]:
-        """What gpu_speed_peer reads."""
+        """The case as gpu_speed_peer reads it."""
         case = self.case
         training = {**case.training(), "per_device_train_batch_size": self.batch}
         return {

@@ -237,7 +237,7 @@ def host_summary(threads: Sequence[list[Event]], steps: int) -> dict[str, Any]:
 
 
 def summary(profiler: Any, wall_s: float, steps: int) -> dict[str, Any]:
-    """What the profiled steps did, from kineto's raw events."""
+    """Kernels and calls of the profiled steps, from kineto's raw events."""
     device: list[Event] = []
     threads: dict[int, list[Event]] = defaultdict(list)
     for event in profiler.profiler.kineto_results.events():
@@ -262,7 +262,7 @@ def summary(profiler: Any, wall_s: float, steps: int) -> dict[str, Any]:
 
 @dataclass
 class Counts:
-    """What a training has counted: of each step its real tokens, computed tokens and loss, numbers
+    """The counts of a training: of each step its real tokens, computed tokens and loss, numbers
     or tensors that are read when the card is idle."""
 
     tokens: list[Any] = field(default_factory=list)
@@ -376,7 +376,7 @@ def callback(counts: Counts, facts: Callable[[], dict[str, Any]] = dict) -> Any:
             self.profiler.step()  # ends the trace
             try:
                 profile = summary(self.profiler, wall_s, plan.profiled)
-            except Exception:  # noqa: BLE001  the times are kept whatever it meets
+            except Exception:  # noqa: BLE001  # the times are kept whatever a profile has in it
                 profile = {"error": traceback.format_exc()[-1500:]}
             profile["summary_took_s"] = round(time.perf_counter() - began, 2)
             files.say("profile", profile=profile, **memory(), **facts())
@@ -447,7 +447,8 @@ class _AtImport(importlib.abc.MetaPathFinder):
             run(module)
             _add_gates(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        # a rank has no way to be given a module: its loader adds the gates
+        spec.loader.exec_module = exec_module
         return spec
 
 

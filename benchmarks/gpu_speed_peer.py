@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,14 @@ def settle(asked: Asked) -> None:
         os.environ["UNSLOTH_DISABLE_STATISTICS"] = "1"
         os.environ["UNSLOTH_DISABLE_AUTO_UPDATES"] = "1"
         os.environ["UNSLOTH_COMPILE_LOCATION"] = str(Path(asked["folder"]) / "unsloth_compiled")
-        import unsloth  # noqa: F401
-    import datasets  # noqa: F401
-    import peft  # noqa: F401
-    import transformers  # noqa: F401
-
-    if asked["kind"] != "plain":
-        import trl  # noqa: F401
+        import_module("unsloth")  # before the libraries that it changes
+    for name in (
+        "datasets",
+        "peft",
+        "transformers",
+        *(["trl"] if asked["kind"] != "plain" else []),
+    ):
+        import_module(name)
 
 
 def arguments(asked: Asked) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def count(trainer: Any, counts: Counts) -> None:
 
 
 def facts_of(trainer: Any) -> dict[str, Any]:
-    """What the libraries made of what was asked."""
+    """The arguments and the model as the libraries made them."""
     parameters = list(trainer.model.parameters())
     args = trainer.args
     names = ("packing", "use_liger_kernel", "gradient_checkpointing", "bf16", "optim")

@@ -154,7 +154,7 @@ def documents_rows(case: Attention) -> Iterator[Row]:
     def attend(*heads: torch.Tensor) -> torch.Tensor:
         flat = [each.transpose(1, 2).flatten(0, 1) for each in heads]
         lengths = (starts, starts, case.length, case.length)
-        return varlen_attn(*flat, *lengths, **options)  # type: ignore[return-value]
+        return varlen_attn(*flat, *lengths, **options)
 
     yield from timed(case, attend)
 

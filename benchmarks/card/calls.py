@@ -235,7 +235,7 @@ def checkpoint_cases() -> Iterator[HostCase]:
             lambda y: y * 2, x, use_reentrant=False, preserve_rng_state=False
         ),
         "checkpoint, reentrant": lambda x: checkpoint(lambda y: y * 2, x, use_reentrant=True),
-        "function of one's own": lambda x: Twice.apply(x),  # type: ignore[return-value]
+        "function of one's own": lambda x: Twice.apply(x),
     }
     for name, call in ways.items():
         for with_backward in (False, True):
@@ -391,11 +391,11 @@ def event_recorded() -> Callable[[Any], object]:
 
 
 def event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    pair = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for event in pair:
-        event.record()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    last.record()
     torch.cuda.synchronize()
-    return pair  # type: ignore[return-value]
+    return first, last
 
 
 def waited() -> Callable[[Any], object]:

@@ -174,7 +174,7 @@ REDUCTIONS = [
 
 
 def losses(words: int, tokens: int) -> list[Operator]:
-    """What a cross entropy in float32 launches over so many words, forward and backward."""
+    """The launches of a cross entropy in float32 over so many words, forward and backward."""
     sizes, name = ((tokens, words),), f"{words} words"
     return [
         *of_dtypes(

@@ -71,7 +71,7 @@ def matrices(dtype: torch.dtype, tokens: int, inner: int, outer: int) -> list[Ma
     size = (tokens * inner + inner * outer + tokens * outer) * dtype.itemsize
     shapes = ((tokens, inner), (outer, inner), (tokens, outer))
     return [
-        tuple(torch.randn(shape, device=clock.device(), dtype=dtype) for shape in shapes)  # type: ignore[misc]
+        tuple(torch.randn(shape, device=clock.device(), dtype=dtype) for shape in shapes)
         for _ in range(clock.num_sets(size))
     ]
 

@@ -90,7 +90,9 @@ def compiled_rows(run: Callable[..., torch.Tensor]) -> Iterator[Row]:
         return clock.host_seconds(lambda _: run(leaf, y))
 
     def backward() -> Row:
-        before: Any = lambda: [run(leaf, y) for _ in range(20)]  # noqa: E731
+        def before() -> list[torch.Tensor]:
+            return [run(leaf, y) for _ in range(20)]
+
         return clock.host_seconds(
             lambda outs: torch.autograd.grad(outs, leaf, [y] * len(outs)), 1, 20, before
         )
@@ -111,6 +113,6 @@ def compiled() -> Iterator[Row]:
     began = time.perf_counter()
     import torch._inductor.config as settings
 
-    settings.compile_threads = 1  # type: ignore[attr-defined]
+    settings.compile_threads = 1
     yield {"case": "import of the compiler", "s": time.perf_counter() - began}
     yield from compiled_rows(torch.compile(activation))

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 
+# Triton compiles the source and finds the types of arguments, which are pointers and numbers
 @triton.jit
 def small(x, BLOCK: tl.constexpr):  # noqa: ANN001, ANN201
     offsets = tl.arange(0, BLOCK)

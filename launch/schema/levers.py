@@ -4,7 +4,7 @@ key of the recipe that asks for it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -269,32 +269,24 @@ def _asked_layers(recipe: Recipe) -> int | None:
     return n if training.activation_checkpointing else 0
 
 
-def _no_parts(levers: Levers, model_type: str) -> str | None:
-    if model_type not in CHUNKED:
-        return f"the model is a {model_type}; logits in parts work for {', '.join(CHUNKED)}"
-    if levers.torch_compile:
-        return "torch.compile would compile each part; leave one out"
-    return None
+def _only(families: Sequence[str], works_for: str, compiles: str = "") -> Refused:
+    """The refusal of other types, and of torch.compile where it would compile what `compiles`
+    says."""
+
+    def refusal(levers: Levers, model_type: str) -> str | None:
+        if model_type not in families:
+            return f"the model is a {model_type}{works_for} {', '.join(families)}"
+        if compiles and levers.torch_compile:
+            return f"torch.compile would compile {compiles}; leave one out"
+        return None
+
+    return refusal
 
 
-def _no_targets(levers: Levers, model_type: str) -> str | None:
-    if model_type not in AT_TARGETS:
-        return f"the model is a {model_type}; it works for {', '.join(AT_TARGETS)}"
-    if levers.torch_compile:
-        return "torch.compile would compile anew for each number of targets; leave one out"
-    return None
-
-
-def _no_tiles(levers: Levers, model_type: str) -> str | None:
-    if model_type not in TILED:
-        return (
-            f"the model is a {model_type}, of which no part of the tokens can go through an MLP by"
-            f" itself (a mixture of experts, or an MLP that is no module); it works for"
-            f" {', '.join(TILED)}"
-        )
-    if levers.torch_compile:
-        return "torch.compile would compile each part; leave one out"
-    return None
+NO_TILES = (
+    ", of which no part of the tokens can go through an MLP by itself (a mixture of experts, or an"
+    " MLP that is no module); it works for"
+)
 
 
 def _no_tiles_in(mode: LaunchMode, num_shards: int) -> str | None:
@@ -313,12 +305,6 @@ def _no_parts_in(mode: LaunchMode, num_chunks: int) -> str | None:
         f"holds the output weights in parts, which training.num_output_chunks {num_chunks} cannot"
         " use; leave one out"
     )
-
-
-def _no_liger(levers: Levers, model_type: str) -> str | None:
-    if model_type in LIGER_FAMILIES:
-        return None
-    return f"the model is a {model_type}; there are {', '.join(LIGER_FAMILIES)}"
 
 
 # in the order in which the trainer applies them
@@ -342,7 +328,7 @@ LEVERS = (
         text=lambda _: "Liger's kernels",
         off="transformers' modules",
         asked=lambda recipe: recipe.training.extras.get("use_liger_kernel"),
-        refusal=_no_liger,
+        refusal=_only(LIGER_FAMILIES, "; there are"),
         is_recorded=False,  # they need a card: recorded as transformers' own modules
     ),
     Lever(
@@ -395,7 +381,7 @@ LEVERS = (
         # more parts save little: then attention takes as much as an MLP
         tried=(1, 2, 4, 8),
         same=lambda _: "each MLP makes the same of a part of the tokens at a time",
-        refusal=_no_tiles,
+        refusal=_only(TILED, NO_TILES, "each part"),
         mode_refusal=_no_tiles_in,
     ),
     Lever(
@@ -409,7 +395,7 @@ LEVERS = (
         asked=lambda recipe: recipe.training.num_output_chunks,
         tried=(1, 8),  # as many as torchtune's default
         same=lambda _: "the loss is the same sum, its logits made in parts",
-        refusal=_no_parts,
+        refusal=_only(CHUNKED, "; logits in parts work for", "each part"),
         mode_refusal=_no_parts_in,
     ),
     Lever(
@@ -421,7 +407,7 @@ LEVERS = (
         text=lambda _: "logits at targets",
         off="logits at all positions",
         asked=lambda recipe: recipe.training.logits_at_targets,
-        refusal=_no_targets,
+        refusal=_only(AT_TARGETS, "; it works for", "anew for each number of targets"),
     ),
     Lever(
         name="optim",
