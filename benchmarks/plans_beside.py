@@ -77,7 +77,7 @@ def verdict(base: dict[str, Any], here: dict[str, Any]) -> str:
         return "refused by both" if is_same else "refused with another exit code"
     if "refused" in base or "refused" in here:
         return "only the other tree has a plan" if "refused" in here else "only this tree has one"
-    seconds = here["seconds_per_step"], base["seconds_per_step"]
+    seconds = [round(each["seconds_per_step"] or 0.0, 9) for each in (here, base)]
     if not is_alike(base["strategy"], here["strategy"]):
         ratio = seconds[0] / seconds[1] if all(seconds) else 1.0
         way = "slower" if ratio > SLOWER else "faster" if ratio < 1 / SLOWER else "about as fast"

@@ -36,6 +36,7 @@ ENGINES = (
 )
 PREDICTION = (
     *("training/trace", "training/compat/fake_private.py"),
+    *("launch/predict/step", "launch/schema/recorded_step.py"),
     *("launch/predict/estimate.py", "launch/predict/facts.py"),
     *("launch/predict/budgets.py", "launch/predict/sharding.py"),
     *("launch/predict/optimizers.py", "launch/predict/parameters.py", "launch/predict/traces.py"),

@@ -13,7 +13,6 @@ from launch.predict.facts import Facts, Installed, Model, Wishes
 from launch.predict.history.calibration import Margin
 from launch.predict.memory import pinned_memory
 from launch.predict.oom_history import OomHistory
-from launch.predict.traces import Traces
 from launch.probe import architectures
 from launch.recipe.strict_yaml import show
 from launch.schema import levers
@@ -38,7 +37,7 @@ def why(
         *_idle_why(facts.machine, chosen, judged),
         *_link_why(facts.recipe, facts.model, facts.installed.link, candidate),
         *_measured_why(facts.machine, facts.installed, facts.history.error_margin, candidate),
-        *_trace_why(facts.traces, chosen),
+        *_trace_why(facts, chosen),
     )
 
 
@@ -244,9 +243,12 @@ def _measured_why(
         yield f"measured here: {', '.join(figures)}"
 
 
-def _trace_why(traces: Traces | None, chosen: Judged) -> Iterator[str]:
-    if traces is not None and traces.failure:
-        yield f"activations are not predicted: {traces.failure}"
+def _trace_why(facts: Facts, chosen: Judged) -> Iterator[str]:
+    if facts.traces is not None and facts.traces.failure:
+        yield f"activations are not predicted: {facts.traces.failure}"
+    trace = facts.trace(chosen.candidate)
+    if trace is not None and trace.why_whole:
+        yield f"this step was traced for itself: {trace.why_whole}"
     if chosen.time:
         yield f"time: {pace(chosen.time.step_s)} predicted ({chosen.time.reason})"
 

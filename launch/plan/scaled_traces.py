@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from launch.predict.step.sources import Question
 from launch.predict.time.timing import Affine
-from launch.predict.traces import Question, Trace, Traces, of_any_rows, with_targets
+from launch.predict.traces import Trace, Traces, of_any_rows, with_targets
 from launch.schema.plan import ModelSize, Strategy
 from launch.schema.recipe import Recipe
 

@@ -18,14 +18,14 @@ from launch.predict.memory.allocator_config import EXPANDABLE
 from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
+from launch.predict.step.sources import Question
 from launch.predict.target_counts import MostTargets
 from launch.predict.time import padding as time_padding
 from launch.predict.time.padding import StepSplit
-from launch.predict.traces import Question, Trace, Traces, with_targets
+from launch.predict.traces import Trace, Traces, with_targets
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
 from launch.schema.machine import Link, Machine
-from launch.schema.micro_batches import Division, LargestMicroBatches, MicroBatchSize
 from launch.schema.modes import Mode
 from launch.schema.plan import (
     MULTIPLE,
@@ -37,6 +37,7 @@ from launch.schema.plan import (
     Strategy,
 )
 from launch.schema.recipe import Recipe
+from launch.schema.rows import Division, LargestMicroBatches, MicroBatchSize
 
 USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
 MOST_ORDERED = 10_000_000  # rows of all epochs whose order is made while a plan waits, in seconds

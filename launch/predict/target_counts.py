@@ -10,8 +10,8 @@ from fractions import Fraction
 from typing import Any
 
 from launch.schema.levers import AT_TARGETS
-from launch.schema.micro_batches import MicroBatchSize
 from launch.schema.recipe import Recipe
+from launch.schema.rows import MicroBatchSize
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Traces of training steps, made by training.trace.server and stored by content; peaks at any
-micro-batch.
+"""Traces of training steps, composed of what training.trace.server records and stored by content;
+peaks at any micro-batch.
 
 What a trace depends on is its name: model, precision, length, optimizer..., the versions of the
 packages that run the step, and our own code. A stored trace is read in a millisecond; a new trace
@@ -28,15 +28,19 @@ from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
 from launch.predict.memory.loading import Births, Load
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.sharding import BUCKET_ELEMENTS
+from launch.predict.step import sharded, sources, stored
+from launch.predict.step.compose import NotComposed
+from launch.predict.step.sources import Question, Sources
 from launch.predict.target_counts import NO_TARGETS, BatchCounts, MostTargets
 from launch.predict.time.timing import Affine, WorkCost
 from launch.predict.trace_client import TracingChild
 from launch.probe import packages
 from launch.schema.machine import cudnn_is_last
 from launch.schema.phases import Phase
-from launch.schema.plan import Born, ModelSize, Peak, Strategy
+from launch.schema.plan import Born, ModelSize, Peak
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affecting
+from launch.schema.recorded_step import STEP, RecordedStep, loaded
 
 # fixed, per sample, when it is born: bytes of a block. Of the buffer of a sum, rows, and behind it
 # the columns, multiprocessors and threads of partial_sums_bytes, or None. Last, if it grows with
@@ -54,28 +58,6 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deep
 
 
 @dataclass(frozen=True)
-class Question:
-    """One step to trace. Lengths are tokens of a padded row (of source and target)."""
-
-    strategy: Strategy
-    lengths: tuple[int, int]
-    is_padded: bool = True  # some row of a batch is shorter, so that masks are needed
-    architecture: str = ""  # of the GPU whose kernels run; "" on a CPU
-    fused_attention: bool = True  # of that GPU
-    documents: int = 0  # of a row, if rows are flattened for attention; else 0
-
-    @property
-    def is_single(self) -> bool:
-        """One sample is traced for itself: copies that a larger batch needs are views there.
-        Flattened rows are always a single one."""
-        return self.strategy.per_device_train_batch_size == 1 and not self.documents
-
-    @property
-    def accumulates(self) -> bool:
-        return self.strategy.gradient_accumulation_steps > 1
-
-
-@dataclass(frozen=True)
 class Trace:
     """The peaks of one step as functions of its micro-batch, and the work of one micro-step."""
 
@@ -86,6 +68,7 @@ class Trace:
     targets: MostTargets = NO_TARGETS
     eval_targets: MostTargets = NO_TARGETS
     first: Trace | None = None  # of the run's first step, if that was traced for itself
+    why_whole: str = ""  # why the step was not composed of others
 
     def peak(self, num_samples: int, eval_samples: int | None) -> Peak:
         """The highest moment at so many samples a micro-batch; `eval_samples` None: nothing is
@@ -350,6 +333,7 @@ class Traces:
             if values[section] is not None
         }
         self._cached: dict[str, Trace] = {}
+        self._bases: dict[str, RecordedStep] = {}
         # why a step could not be traced: its candidates are judged by states alone
         self.failure: str | None = None
 
@@ -363,12 +347,35 @@ class Traces:
         missing = {
             self.name(question): question for question in questions if self.get(question) is None
         }
-        if not missing or self.failure:
+        waiting = missing if not self.failure else {}
+        composed_of = {name: self._sources(question) for name, question in waiting.items()}
+        while waiting and not self.failure:
+            self._record([base for name in waiting for base in composed_of[name].questions])
+            if self.failure:
+                return
+            for name, question in list(waiting.items()):
+                why_not = self._composed(name, question, composed_of[name])
+                if why_not is None:
+                    del waiting[name]
+                    continue
+                own = sources.alone(question).outer
+                is_own = composed_of[name].outer == own
+                composed_of[name] = sources.alone(question, why_not, all_layers=is_own)
+
+    def _sources(self, question: Question) -> Sources:
+        has_encoder = self._model.is_encoder_decoder
+        return sources.of(question, has_encoder, lambda base: self._recorded(base) is not None)
+
+    def _record(self, bases: Sequence[Question]) -> None:
+        """Have these steps recorded, as far as they are not stored."""
+        missing = {self._base_name(base): base for base in bases if self._recorded(base) is None}
+        if not missing:
             return
-        lengths = sorted({max(question.lengths) for question in missing.values()}, reverse=True)
-        depth_words = (
-            "" if self._model.family.layer_period else " and with all layers, as they differ"
+        lengths = sorted({max(base.lengths) for base in missing.values()}, reverse=True)
+        all_layers = not self._model.family.layer_period or any(
+            base.all_layers for base in missing.values()
         )
+        depth_words = " and with all layers, as they differ" if all_layers else ""
         self._say(
             f"tracing {len(missing)} step(s) of {self._model.name}, at"
             f" {', '.join(map(str, lengths))} tokens{depth_words}: kept for later plans"
@@ -379,15 +386,44 @@ class Traces:
             "lora_targets": self._lora_targets,
             "unused_packages": sorted(self._unused()),
             "questions": {
-                name: {
-                    **asdict(question),
-                    "is_single": question.is_single,
-                    "bucket_elements": BUCKET_ELEMENTS,
-                }
-                for name, question in missing.items()
+                name: {**asdict(base), "is_single": base.is_single}
+                for name, base in missing.items()
             },
         }
         self.failure = self._child.ask(request)
+
+    def _recorded(self, base: Question) -> RecordedStep | None:
+        """The recorded step, if it is stored."""
+        name = self._base_name(base)
+        if name not in self._bases:
+            try:
+                content = json.loads(files.regular_bytes(self._folder / f"{name}{STEP}"))
+                self._bases[name] = loaded(content)
+            except (*DAMAGE, IndexError):
+                return None
+        return self._bases[name]
+
+    def _composed(self, name: str, question: Question, composed_of: Sources) -> str | None:
+        """Store the trace of a step; the reason if it is not made of these."""
+
+        def recorded(base: Question) -> RecordedStep:
+            found = self._recorded(base)
+            if found is None:
+                raise ResourceError(f"{self._folder}: the record of a step cannot be read there")
+            return found
+
+        try:
+            log = composed_of.composed(recorded)
+        except NotComposed as difference:
+            return str(difference)
+        if question.documents > 1:
+            log = log.of_documents(question.documents)
+        strategy, tied = question.strategy, self._model.family.ties_head
+        step = log, self._recipe, strategy, tied, BUCKET_ELEMENTS
+        turns = {turn: sharded.shard_step(*step, turn) for turn in sharded.special_turns(strategy)}
+        why_whole = composed_of.why_whole
+        stored.write(self._folder / name, sharded.shard_step(*step), turns, why_whole)
+        return None
 
     def close(self) -> None:
         """End the child that answers questions; another question starts another child."""
@@ -407,6 +443,7 @@ class Traces:
                 if file.with_suffix(".log").stat().st_size != content["log_bytes"]:
                     return None
                 trace = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
+                trace = replace(trace, why_whole=str(content["why_whole"]))
             except DAMAGE:
                 return None
             self._cached[name] = trace
@@ -414,9 +451,33 @@ class Traces:
 
     def name(self, question: Question) -> str:
         """A hash of all that a trace depends on."""
+        strategy = question.strategy
+        return self._hashed(
+            question,
+            {
+                "engine": [
+                    strategy.launch_mode.engine,
+                    strategy.launch_mode.zero_stage,
+                    strategy.launch_mode.offloads,
+                    strategy.num_processes,
+                ],
+                "documents": question.documents,
+                "bucket_elements": BUCKET_ELEMENTS,
+            },
+        )
+
+    def _base_name(self, base: Question) -> str:
+        """A hash of all that a recorded step depends on."""
+        mode = base.strategy.launch_mode
+        is_cast = not mode.is_whole and base.strategy.mixed_precision != "no"
+        kinds = min(base.documents, 1), base.parts_apart, base.all_layers
+        return self._hashed(base, {"cast": mode.engine if is_cast else "", "recorded": kinds})
+
+    def _hashed(self, question: Question, more: Mapping[str, Any]) -> str:
         recipe, strategy = self._recipe, question.strategy
         facts = {
             **self._deciding,
+            **more,
             "config": dict(self._model.config),
             "lora_targets": self._lora_targets,
             "device": strategy.device,
@@ -425,16 +486,8 @@ class Traces:
                 question.fused_attention,
                 cudnn_is_last(recipe.data.packing, os.environ),
             ],
-            "engine": [
-                strategy.launch_mode.engine,
-                strategy.launch_mode.zero_stage,
-                strategy.launch_mode.offloads,
-                strategy.num_processes,
-            ],
             "mixed_precision": strategy.mixed_precision,
             "levers": strategy.levers.recorded,
-            "documents": question.documents,
-            "bucket_elements": BUCKET_ELEMENTS,
             "lengths": question.lengths,
             "is_single": question.is_single,
             "is_padded": question.is_padded,
@@ -481,6 +534,8 @@ def _versions() -> dict[str, str | None]:
 
 @cache
 def _code() -> str:
-    """A hash of training/: a trace of other code is another trace."""
-    modules = sorted((CODE / "training").rglob("*.py"))
+    """A hash of the code that makes a trace: one of other code is another trace."""
+    parts = ("training", "launch/predict/step")
+    modules = [module for part in parts for module in sorted((CODE / part).rglob("*.py"))]
+    modules.append(CODE / "launch/schema/recorded_step.py")
     return hashlib.sha256(b"".join(file.read_bytes() for file in modules)).hexdigest()[:16]

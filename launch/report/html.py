@@ -13,7 +13,7 @@ from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.result import Answers, HeldOut, Question, RunResult, StepEvent
-from launch.schema.shown_rows import ShownRows
+from launch.schema.rows import ShownRows
 
 
 @dataclass(frozen=True)

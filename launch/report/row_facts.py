@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from launch.schema.plan import DataFormat
-from launch.schema.shown_rows import ShownRow, ShownRows
+from launch.schema.rows import ShownRow, ShownRows
 
 BARS = 8
 FEWEST = 20  # rows of a histogram

@@ -12,7 +12,7 @@ from launch.data import sources
 from launch.report import row_facts
 from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat
-from launch.schema.shown_rows import ShownRow, ShownRows
+from launch.schema.rows import ShownRow, ShownRows
 
 TARGET_STYLE = "bold green"
 BEGIN, END = "⟦", "⟧"  # around tokens with a loss, without colours

@@ -45,7 +45,7 @@ from launch.schema.result import (
     SecondStep,
     UsedTokens,
 )
-from launch.schema.shown_rows import ShownRows
+from launch.schema.rows import ShownRows
 
 Noun = TypeVar("Noun")
 STAMP = re.compile(r"\d{8}-\d{6}(-\d+)?")  # the name of a run's folder

@@ -13,7 +13,7 @@ from launch.data.conversation import Sample, text_of
 from launch.data.files import shards
 from launch.data.rows import BadRows, Slice, samples_of
 from launch.data.token_cache import TokenCache
-from launch.schema.shown_rows import ShownRows
+from launch.schema.rows import ShownRows
 
 NUM_READ = 1000  # rows that are read for the counts of ShownRows
 CHECKED_ROWS, CHECKED_SHARDS = 100, 8  # of a dry run

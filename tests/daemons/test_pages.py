@@ -13,7 +13,7 @@ from launch.report import comparable, compare, html, time_spent
 from launch.schema.machine import GIB
 from launch.schema.plan import Change, Compared
 from launch.schema.result import Answers, Failure, HeldOut, Question, RunResult, StepEvent
-from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
+from launch.schema.rows import ShownPart, ShownRow, ShownRows
 from tests import builders
 from tests.daemons import browser
 

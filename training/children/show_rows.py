@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from launch.base import processes
 from launch.data import token_hashes
 from launch.data.token_cache import TokenCache
-from launch.schema.shown_rows import ShownRows
+from launch.schema.rows import ShownRows
 from training.compat import without_torch
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from launch.base import processes
 from launch.data import token_cache
-from launch.schema.micro_batches import Division, LargestMicroBatches, MicroBatchSize
+from launch.schema.rows import Division, LargestMicroBatches, MicroBatchSize
 from training.data import stored_rows
 from training.data.sample_order import SampleOrder
 

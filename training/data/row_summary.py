@@ -19,7 +19,7 @@ from launch.data.row_choice import RowChoice
 from launch.data.rows import IGNORED, BadRows, Place, Slice, placed_samples
 from launch.data.token_cache import BESIDE_CONFIG, TokenCache
 from launch.schema.plan import DataFormat
-from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
+from launch.schema.rows import ShownPart, ShownRow, ShownRows
 from training.data import tokenizer
 from training.data.encode import (
     BATCH_CHARACTERS,

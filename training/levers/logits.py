@@ -86,7 +86,7 @@ class LossHead:
         size = math.ceil(hidden.size(1) / self._chunks)
         parts = zip(hidden.split(size, dim=1), self._targets.ids.split(size, dim=1), strict=True)
         # backward computes the sums again, when the targets are no longer there
-        part_sum = partial(self._sum, self._targets.smoothing)
+        part_sum = partial(self.part_sum, self._targets.smoothing)
         if torch.is_grad_enabled():
             sums = [
                 checkpoint(part_sum, *part, use_reentrant=False, preserve_rng_state=False)
@@ -96,7 +96,10 @@ class LossHead:
             sums = [part_sum(*part) for part in parts]
         return torch.stack(sums).sum()
 
-    def _sum(self, smoothing: float, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def part_sum(
+        self, smoothing: float, hidden: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        """The loss of a part of the positions; backward computes it again."""
         return target_loss_sum(self._project(hidden), labels, smoothing=smoothing)
 
 

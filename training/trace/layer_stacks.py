@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-UNITS = 4  # of a shallow stack: first, two alike, last, which may have fewer layers
+from launch.schema.recorded_step import UNITS
+
 SETTINGS = (bool, int, float, str, torch.dtype, tuple, type(None))  # types of values that count
 
 

@@ -13,139 +13,37 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from launch.schema.recorded_step import (
+    BATCH,
+    LOSS,
+    Block,
+    Call,
+    Event,
+    Layer,
+    Log,
+    Operator,
+    Parts,
+    Sum,
+)
 from training.compat import torch_private
 from training.compat.torch_private import FakeTensor, TorchDispatchMode
 
 aten = torch.ops.aten
 DEVICE, UNSAFE_VIEW = torch.ops.prim.device.default, aten._unsafe_view.default
-BATCH = 1009  # a prime that divides no usual width, vocabulary or length
-TARGETS = 100_003  # another, of each part in which the logits are made
-UPDATE = "update"  # of a block without bytes: the optimizer steps from here on
 # its kernel of CUDA makes the mask before the result: native_dropout_cuda in Dropout.cu
 MASK_FIRST = "aten::native_dropout"
+# operators that launch no kernel
+NO_KERNEL = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
 # sequence number of autograd nodes that accumulate into a leaf
 FINAL_NODE = (1 << 64) - 1
-Layer = tuple[int, int]  # (stack, index in it)
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A kernel's sum over rows, whose buffer is launch.predict.memory.partial_sums' bytes."""
-
-    fixed_rows: int
-    # rows are fixed_rows + batch * sample_rows + targets * target_rows
-    sample_rows: int
-    target_rows: int
-    columns: int
-    multiprocessors: int
-    threads: int  # that a multiprocessor holds
-
-
-@dataclass(slots=True)
-class Block:
-    """One storage. Its size at batch b with t targets in each part of the logits is fixed_bytes
-    + b * sample_bytes + t * target_bytes, unless it is the buffer of a sum."""
-
-    fixed_bytes: int
-    sample_bytes: int
-    kind: str  # "": decided from its phases (peaks.py)
-    op: str
-    born: str  # phase
-    layer: Layer | None
-    stream: int = 0  # on which it is made; others than 0 are an engine's own
-    sum: Sum | None = None
-    target_bytes: int = 0
-    document_bytes: int = 0  # per sample, of each document in its row but the first
-
-    def of_layer(self, layer: Layer | None) -> Block:
-        """A copy in another layer."""
-        own = self.fixed_bytes, self.sample_bytes, self.kind, self.op, self.born
-        of_rows = self.target_bytes, self.document_bytes
-        return Block(*own, layer, self.stream, self.sum, *of_rows)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        return self.fixed_bytes, self.sample_bytes, self.target_bytes
-
-    @property
-    def is_fixed(self) -> bool:
-        return not (self.sample_bytes or self.target_bytes)
-
-
-@dataclass(slots=True)
-class Event:
-    """The birth or death of a block."""
-
-    block: int
-    birth: bool
-    phase: str
-    layer: Layer | None
-
-
-@dataclass
-class Work:
-    """The work of kernels in one section; each list is (fixed, per sample, per target)."""
-
-    # of matrix products, by dtype and alignment
-    flops: dict[str, list[float]] = field(default_factory=dict)
-    # of fused attention, by dtype
-    attention_flops: dict[str, list[float]] = field(default_factory=dict)
-    bytes: list[float] = field(
-        default_factory=lambda: [0.0, 0.0, 0.0]
-    )  # moved by all other kernels
-    kernels: int = 0
-    products: int = 0  # the part of the kernels that are products or attention
-    # tensors that are kept on the host until backward
-    offloaded: list[list[float]] = field(default_factory=list)
-
-    def add(self, other: Work, times: int = 1) -> None:
-        for totals, others in (
-            (self.flops, other.flops),
-            (self.attention_flops, other.attention_flops),
-        ):
-            for dtype, parts in others.items():
-                _add(totals.setdefault(dtype, [0.0, 0.0, 0.0]), parts, times)
-        _add(self.bytes, other.bytes, times)
-        self.kernels += times * other.kernels
-        self.products += times * other.products
-        self.offloaded += times * other.offloaded
-
-
-def _add(into: list[float], parts: Iterable[float], times: int = 1) -> None:
-    into[:] = [total + times * part for total, part in zip(into, parts, strict=True)]
-
-
-@dataclass
-class Log:
-    """The recorded step."""
-
-    blocks: list[Block] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    # (forward or backward, layer)
-    work: dict[tuple[str, Layer | None], Work] = field(default_factory=dict)
-    batch: int = BATCH
-
-    def of_documents(self, count: int) -> Log:
-        """The step of rows of so many documents, from that of rows of one. Events are shared."""
-        blocks = [block.of_layer(block.layer) for block in self.blocks]
-        for block in blocks:
-            block.sample_bytes += (count - 1) * block.document_bytes
-        return Log(blocks, self.events, self.work, self.batch)
-
-    def split(self, size: float) -> tuple[float, float, float]:
-        """(fixed part, part per sample, part per target) of a size at this log's batch. In a batch
-        of one sample no size is a number of bytes per sample."""
-        if size and size % TARGETS == 0:
-            return 0, 0, size // TARGETS
-        return (size, 0, 0) if self.batch == 1 or size % self.batch else (0, size // self.batch, 0)
 
 
 class Recorder(TorchDispatchMode):
@@ -179,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self._accumulated: list[tuple[int, int | None]] = []  # (sum, gradient that it is added to)
         self._suspended = 0
         self._closed = False
+        self._operators: dict[Operator, int] = {}  # -> number
 
     # ---- layers
 
@@ -188,6 +87,21 @@ class Recorder(TorchDispatchMode):
             for index, layer in enumerate(layers):
                 layer.register_forward_pre_hook(self._entering((stack, index)))
                 layer.register_forward_hook(self._leaving, always_call=True)
+
+    def watch_parts(self, head: Any) -> None:
+        """Tell the parts of the logits of a LossHead apart, forward and backward. A part is known
+        by its place in what it is a part of."""
+        part_sum, places = head.part_sum, dict[int, int]()
+
+        def watched(smoothing: float, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            number = places.setdefault(int(hidden.storage_offset()), len(places))
+            self._entering((LOSS, number))(head, hidden)
+            try:
+                return part_sum(smoothing, hidden, labels)
+            finally:
+                self._leaving(head, hidden, None)
+
+        head.part_sum = watched
 
     def _entering(self, layer: Layer) -> Any:
         def enter(module: torch.nn.Module, args: Any) -> None:
@@ -249,8 +163,8 @@ class Recorder(TorchDispatchMode):
 
     def offload(self, tensor: torch.Tensor) -> None:
         """Add a tensor that forward copies to the host."""
-        work = self.log.work.setdefault((self.phase.partition(":")[0], self.layer()), Work())
-        work.offloaded.append([*self.log.split(tensor.numel() * tensor.element_size())])
+        size = self.log.split(tensor.numel() * tensor.element_size())
+        self._called(Operator("offload", "offload", bytes=size), self.layer())
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -270,11 +184,15 @@ class Recorder(TorchDispatchMode):
             return None
         number = len(self.log.blocks)
         self._ids[key] = number
-        fixed, sample, target = map(int, self.log.split(self._size(tensor)))
+        fixed, sample, target, all_targets = map(int, self.log.split(self._size(tensor)))
         is_wide = tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
-        kind = "logits" if is_wide and sample + target > 0 else ""
+        kind = "logits" if is_wide and sample + target + all_targets > 0 else ""
         self.log.blocks.append(
-            Block(fixed, sample, kind, op, self.phase, layer, target_bytes=target)
+            Block(
+                *(fixed, sample, kind, op, self.phase, layer),
+                target_bytes=target,
+                all_target_bytes=all_targets,
+            )
         )
         self.log.events.append(Event(number, True, self.phase, layer))
         self._deaths[number] = weakref.ref(storage, partial(self._free, key, number))
@@ -313,6 +231,7 @@ class Recorder(TorchDispatchMode):
                 return self.decompositions[func](*args, **kwargs)
         # item(), bool(): a fake tensor has no value
         if func is aten._local_scalar_dense.default:
+            self._called(Operator("aten::_local_scalar_dense", "wait"), self.layer())
             return self._value_of(args[0])
         # Autograd adds a second gradient in place where it holds the only reference to a tensor
         # that is no view; under a dispatch mode it never does. settle() takes the copy back.
@@ -377,8 +296,9 @@ class Recorder(TorchDispatchMode):
         """`more`: of a document more in each row."""
         blocks = []
         for size, size_of_more in zip(sizes, more, strict=True):
-            fixed, sample, target = map(int, self.log.split(size))
+            fixed, sample, target, all_targets = map(int, self.log.split(size))
             block = Block(fixed, sample, "workspace", name, self.phase, layer, target_bytes=target)
+            block.all_target_bytes = all_targets
             block.document_bytes = (size_of_more - size) // self.log.batch
             blocks.append(block)
         self._pass(blocks, layer)
@@ -387,7 +307,7 @@ class Recorder(TorchDispatchMode):
         self, size: tuple[int, int, int, int], name: str, layer: Layer | None
     ) -> None:
         rows, columns, multiprocessors, threads = size
-        fixed, sample, target = map(int, self.log.split(rows))
+        fixed, sample, target, _ = map(int, self.log.split(rows))
         buffer = Sum(fixed, sample, target, columns, multiprocessors, threads)
         self._pass([Block(0, 0, "workspace", name, self.phase, layer, sum=buffer)], layer)
 
@@ -401,6 +321,17 @@ class Recorder(TorchDispatchMode):
             for block in range(first, len(self.log.blocks))
         ]
 
+    def module(self, module: torch.nn.Module, args: Any) -> None:
+        """Record that a module is called."""
+        if not self._suspended:
+            self._called(Operator("module", "module"), self.layer())
+
+    def _called(self, operator: Operator, layer: Layer | None) -> None:
+        number = self._operators.setdefault(operator, len(self._operators))
+        if number == len(self.log.operators):
+            self.log.operators.append(operator)
+        self.log.calls.append(Call(number, self.phase, layer))
+
     def _count(
         self,
         operator: _OperatorFacts,
@@ -410,36 +341,31 @@ class Recorder(TorchDispatchMode):
         outputs: list[torch.Tensor],
         layer: Layer | None,
     ) -> None:
-        if not self.phase.startswith(("forward", "backward")):
+        if self.phase.startswith("start"):
             return
-        key = self.phase.partition(":")[0], layer
-        work = self.log.work.get(key)
-        if work is None:
-            work = self.log.work[key] = Work()
-        if operator.is_view or not outputs:
-            return  # a view moves nothing
-        work.kernels += 1
+        name = operator.name
+        if operator.is_view or not outputs:  # a view moves nothing
+            self._called(Operator(name, "view"), layer)
+            return
+        dtype = str(outputs[0].dtype).removeprefix("torch.")
+        sizes = [self.log.split(_bytes(each)) for each in [*_tensors((args, kwargs)), *outputs]]
+        moved = cast(Parts, tuple(map(sum, zip(*sizes, strict=True))))
+        flops = None
         if operator.is_of_documents:
             flops = _flops_of_documents(args, operator.is_backward)
         elif operator.is_attention:
-            sizes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
-            flops = _attention_flops(sizes[: 4 if operator.is_backward else 3])
+            shapes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
+            flops = _attention_flops(shapes[: 4 if operator.is_backward else 3])
         elif operator.flops is not None:
             flops = operator.flops(*args, **kwargs, out_val=out)
-        else:
-            for tensor in [*_tensors((args, kwargs)), *outputs]:
-                fixed, sample, target = self.log.split(tensor.numel() * tensor.element_size())
-                work.bytes[0] += fixed
-                work.bytes[1] += sample
-                work.bytes[2] += target
+            dtype += _alignment(args, outputs)
+        launches = 0 if name in NO_KERNEL else 1
+        if flops is None:
+            self._called(Operator(name, "other", dtype, bytes=moved, launches=launches), layer)
             return
-        work.products += 1
-        dtype = str(outputs[0].dtype).removeprefix("torch.")
-        if operator.is_attention:
-            counted = work.attention_flops.setdefault(dtype, [0.0] * 3)
-        else:
-            counted = work.flops.setdefault(dtype + _alignment(args, outputs), [0.0] * 3)
-        _add(counted, self.log.split(float(flops)))
+        kind = "attention" if operator.is_attention else "product"
+        counted = self.log.split(float(flops))
+        self._called(Operator(name, kind, dtype, counted, moved, launches), layer)
 
     # ---- after the step
 
@@ -493,6 +419,10 @@ def _facts_of(func: Any) -> _OperatorFacts:
         "backward" in schema.name,
         None if is_attention else FLOPS.get(func) or flop_registry.get(torch_private.packet(func)),
     )
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _alignment(args: Any, outputs: Sequence[torch.Tensor]) -> str:

@@ -19,11 +19,26 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from launch.schema.plan import PAGED, Plan, Strategy
 from launch.schema.recipe import Recipe
+from launch.schema.recorded_step import (
+    ALL_TARGETS,
+    BATCH,
+    FROZEN,
+    TARGETS,
+    TRAINED,
+    UNUSED,
+    UPDATE,
+    Block,
+    Event,
+    Layer,
+    Log,
+    RecordedStep,
+)
 from training.compat import fake_private, torch_private, transformers_private
 from training.compat.bitsandbytes_private import is_paged
 from training.compat.torch_private import FakeTensorMode, unset_fake_temporarily
@@ -34,21 +49,12 @@ from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit
-from training.trace import layer_stacks, repeat_layers, rewrite_log, sharded
+from training.trace import layer_stacks, precision
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
 from training.trace.experts import grouped_products
 from training.trace.offloading import RecordedOffloading
-from training.trace.recorder import (
-    BATCH,
-    TARGETS,
-    UPDATE,
-    Block,
-    Event,
-    Layer,
-    Log,
-    Recorder,
-)
+from training.trace.recorder import Recorder
 
 # aten::linear: of weights that were dequantised inside an operator
 PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"}
@@ -218,12 +224,14 @@ def step(
     padded: bool = True,
     batch: int = BATCH,
     target: Target | None = None,
+    parts_apart: bool = False,
 ) -> Log:
     """The log of an optimizer step in the steady state, at micro-batch `batch` and these lengths
     (source, target).
 
     `padded`: a row is shorter than the longest, so that masks are needed. `target`: the card that
-    the step is traced for; None: the CPU."""
+    the step is traced for; None: the CPU. `parts_apart`: for launch.predict.step.compose, the parts
+    of the logits are told apart, and the last has fewer targets."""
     planned = plan.strategy
     strategy = replace(
         planned,
@@ -264,12 +272,16 @@ def step(
             recorder.kernel_sum = partial(summed, target)
         with FakeTensorMode():
             tracer = _tracer(recorder, recipe, plan, strategy, lengths)
+            if parts_apart and strategy.levers.num_output_chunks > 1:
+                recorder.watch_parts(tracer.head)
+                tracer.num_targets = tracer.num_targets and ALL_TARGETS
             gc.collect()
             if SHAPES.is_kept:
                 gc.freeze()  # later collections do not visit the logs and shapes of earlier steps
             gc.disable()
             try:
-                with suppress(_Done), recorder:
+                modules = register_module_forward_pre_hook(recorder.module)
+                with modules, suppress(_Done), recorder:
                     tracer.train()
             finally:
                 if collects:
@@ -304,7 +316,7 @@ def _tracer(
         quantization = recipe.quantized(plan.strategy.mixed_precision)
         of_model = recipe.model, plan.shape, recipe.lora, plan.lora_targets, quantization
         network = build.without_weights(*of_model, strategy.levers.attn_implementation)
-        computed = sharded.as_computed(network, plan.strategy).mixed_precision
+        computed = precision.as_computed(network, plan.strategy).mixed_precision
     if computed == "no":
         strategy = replace(strategy, mixed_precision="no")
     batch, steps = strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
@@ -324,9 +336,9 @@ def _tracer(
     }
     recorder.mark("start:weights")
     for name, parameter in network.named_parameters():
-        op = rewrite_log.TRAINED if parameter.requires_grad else rewrite_log.FROZEN
+        op = TRAINED if parameter.requires_grad else FROZEN
         if ".original_module." in name:  # PEFT computes with a copy
-            op = rewrite_log.UNUSED
+            op = UNUSED
         tensors, layer = (parameter, *four_bit.scales(parameter)), layer_of.get(id(parameter))
         recorder.hold((("weights", tensor, layer) for tensor in tensors), op)
     recorder.hold((("buffers", buffer, None) for buffer in network.buffers()), "buffer")
@@ -365,15 +377,18 @@ def _tracer(
     return tracer
 
 
-def whole_step(
+def record(
     recipe: Recipe,
     plan: Plan,
     lengths: Sequence[int],
     padded: bool,
-    batch: int,
+    batch: int = BATCH,
     target: Target | None = None,
-) -> Log:
-    """The log of step(), from a model of few layers if the layers are alike."""
+    parts_apart: bool = False,
+    all_layers: bool = False,
+) -> RecordedStep:
+    """The log of step(), of a model of few layers if the layers are alike, unless `all_layers` are
+    wanted."""
     copies = recipe.lora.modules_to_save if recipe.lora else ()
     modules = " ".join([*recipe.model.freeze, *plan.lora_targets, *copies])
     family = plan.shape.family
@@ -381,11 +396,9 @@ def whole_step(
         family.layer_period, plan.strategy.levers.every_n_layers or 1
     )
     few = layer_stacks.shallow(plan.shape.config, family.depth_keys, units) if units else None
-    if few is not None and not re.search(r"(^|[. ])\d", modules):  # no module of a single layer
-        few_layers = replace(plan, shape=replace(plan.shape, config=few.config))
-        log = step(recipe, few_layers, lengths, padded, batch, target)
-        with suppress(repeat_layers.NotUniform):
-            for stack, layers in enumerate(few.layers):
-                log = repeat_layers.deepen(log, stack, layers, few.period)
-            return log
-    return step(recipe, plan, lengths, padded, batch, target)
+    # no module of a single layer is named
+    if all_layers or few is None or re.search(r"(^|[. ])\d", modules):
+        return RecordedStep(step(recipe, plan, lengths, padded, batch, target, parts_apart))
+    few_layers = replace(plan, shape=replace(plan.shape, config=few.config))
+    log = step(recipe, few_layers, lengths, padded, batch, target, parts_apart)
+    return RecordedStep(log, few.layers, few.period)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from launch.base import environment, files
 from launch.base.workspace import CODE
-from launch.schema.micro_batches import Division, LargestMicroBatches
+from launch.schema.rows import Division, LargestMicroBatches
 
 CHILD = (sys.executable, "-P", "-m", "training.data.largest_batches")
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from launch.predict.facts import Facts
-from launch.predict.traces import Question, Trace, with_targets
+from launch.predict.step.sources import Question
+from launch.predict.traces import Trace, with_targets
 from launch.schema.data_section import DataSection
-from launch.schema.micro_batches import MicroBatchSize
 from launch.schema.plan import MULTIPLE, Strategy
+from launch.schema.rows import MicroBatchSize
 
 LEAST_LENGTH = 8  # tokens of a row that is worth a trace
 

@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.modes.trace.test_trace import recipe_of
+from launch.schema.recorded_step import BATCH, Log
+from tests.modes.trace.test_trace import recipe_of, whole_step
 from training.compat import fake_private
-from training.trace import step as trace_step
 from training.trace.cuda_semantics import Target, replaced
-from training.trace.recorder import BATCH, Log, Recorder
+from training.trace.recorder import Recorder
 
 LENGTH = 32
 DOCUMENTS, HEADS, WIDTH = 5, 4, 16
@@ -30,7 +30,7 @@ TRAININGS = {
 def traced(shape: str, checkpointing: bool = False, **sections: Any) -> Log:
     training = {"bf16": True, "activation_checkpointing": checkpointing}
     recipe, plan = recipe_of(shape, training=training, **sections)
-    return trace_step.whole_step(recipe, plan, (LENGTH, LENGTH), True, BATCH, Target("8.6"))
+    return whole_step(recipe, plan, (LENGTH, LENGTH), True, BATCH, Target("8.6"))
 
 
 def content(log: Log) -> list[Any]:
@@ -43,7 +43,7 @@ def content(log: Log) -> list[Any]:
             ended.clear()
         else:
             ended.append(event.block)
-    return [log.blocks, [*events, *sorted(ended)], log.work]
+    return [log.blocks, [*events, *sorted(ended)], log.operators, log.calls]
 
 
 @pytest.mark.parametrize("training", TRAININGS)
@@ -124,9 +124,7 @@ def test_flops_of_documents_are_those_of_torchs_formula(heads):
             attend(lambda phase: None)
         with recorder:
             attend(recorder.mark)
-    recorded = sum(
-        fixed + DOCUMENTS * sample
-        for work in recorder.log.work.values()
-        for fixed, sample, _ in work.attention_flops.values()
-    )
+    log = recorder.log
+    of_calls = [log.operators[call.operator].flops for call in log.calls]
+    recorded = sum(fixed + DOCUMENTS * sample for fixed, sample, _, _ in of_calls)
     assert recorded == counter.get_total_flops() > 0

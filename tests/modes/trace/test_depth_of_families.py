@@ -65,7 +65,7 @@ def test_a_decoder_of_many_layers_is_one_of_few_with_more_of_the_middle(
     assert found is not None
     (key,) = plan.shape.family.depth_keys
     assert (found.config[key], found.layers) == (few, (depth["num_hidden_layers"],))
-    extends_to_the_whole_model(recipe, plan, monkeypatch)
+    extends_to_the_whole_model(recipe, plan)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_an_encoder_and_a_decoder_of_other_depths_are_both_repeated(
     monkeypatch.chdir(tmp_path)
     recipe, plan = planned({**config, keys[1]: 5})
     assert plan.shape.family.depth_keys == keys
-    extends_to_the_whole_model(recipe, plan, monkeypatch)
+    extends_to_the_whole_model(recipe, plan)
 
 
 def test_layers_in_no_period_are_all_traced():

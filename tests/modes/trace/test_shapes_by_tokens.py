@@ -12,11 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
+from launch.schema.recorded_step import BATCH, Log
 from tests import real_steps
-from tests.modes.trace.test_trace import peak_bytes, recipe_of
-from training.trace import recorder, step
+from tests.modes.trace.test_trace import peak_bytes, recipe_of, whole_step
 from training.trace.cuda_semantics import Target
-from training.trace.recorder import Log
 
 # tokens of the longest row; of those in a micro-batch; micro-steps of a step
 LONGEST, ROWS, PARTS = 64, 3, 8
@@ -42,7 +41,7 @@ def planned(name: str) -> tuple[Recipe, Plan]:
 
 
 def traced(recipe: Recipe, plan: Plan, rows: int, length: int, target: Target | None = None) -> int:
-    log = step.whole_step(recipe, plan, (length, length), True, recorder.BATCH, target)
+    log = whole_step(recipe, plan, (length, length), True, BATCH, target)
     strategy = replace(plan.strategy, per_device_train_batch_size=rows)
     of_rows = real_steps.batch(recipe, replace(plan, strategy=strategy), length, True)
     targets = -(-len(of_rows["target_ids"]) // strategy.levers.num_output_chunks)
@@ -57,7 +56,7 @@ def test_short_flattened_rows_are_long_ones_of_more_documents(attention, tmp_pat
 
     def of(length: int, documents: int) -> Log:
         target = Target("8.6", documents=1)
-        log = step.whole_step(recipe, plan, (length, length), True, recorder.BATCH, target)
+        log = whole_step(recipe, plan, (length, length), True, BATCH, target)
         return log.of_documents(documents)
 
     short, one, dense = of(LONGEST // PARTS, 1), of(LONGEST, 1), of(LONGEST, PARTS)

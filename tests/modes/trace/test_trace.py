@@ -19,20 +19,23 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils import flop_counter
 from transformers import TrainerCallback
 
+from benchmarks import composed
 from launch.plan import facts as plan_facts
 from launch.plan import planner
 from launch.predict import model_config
-from launch.predict.traces import Question, Traces
+from launch.predict.step import compose, peaks
+from launch.predict.step.sources import Question
+from launch.predict.traces import Traces
 from launch.schema.plan import DataFormat, ModelSize, Plan
 from launch.schema.recipe import Recipe
+from launch.schema.recorded_step import BATCH, Log, RecordedStep
 from tests import builders, real_steps
 from tests.builders import CODE, machine
 from training.data.batches import TARGET_IDS
 from training.model import four_bit
-from training.trace import layer_stacks, peaks, recorder, repeat_layers
+from training.trace import layer_stacks, recorder
 from training.trace import step as trace_step
 from training.trace.cuda_semantics import Target
-from training.trace.recorder import Log
 
 LENGTH = 48
 DATA = DataFormat(
@@ -308,9 +311,7 @@ def test_a_traced_step_holds_what_the_real_one_holds(name, tmp_path, monkeypatch
     recipe, plan = recipe_of(shape, **sections)
     padded = recipe.data.packing or ("one sample" not in name and "nothing padded" not in name)
     samples = plan.strategy.per_device_train_batch_size
-    log = trace_step.whole_step(
-        recipe, plan, (LENGTH, LENGTH), padded, 1 if samples == 1 else recorder.BATCH
-    )
+    log = whole_step(recipe, plan, (LENGTH, LENGTH), padded, 1 if samples == 1 else BATCH)
     named = real_steps.batch(recipe, plan, LENGTH, padded).get(TARGET_IDS, ())
     targets = math.ceil(len(named) / plan.strategy.levers.num_output_chunks)
     traced = max(
@@ -361,7 +362,7 @@ def test_a_deep_model_is_the_shallow_one_with_more_of_the_middle(
     shape, key, sections, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    extends_to_the_whole_model(*wish_of_depth(shape, key, 7, **sections), monkeypatch)
+    extends_to_the_whole_model(*wish_of_depth(shape, key, 7, **sections))
 
 
 @pytest.mark.parametrize(
@@ -381,22 +382,28 @@ def test_a_deep_model_that_checkpoints_some_layers_has_more_units_of_them(
     monkeypatch.chdir(tmp_path)
     recipe, plan = wish_of_depth(shape, key, layers, **sections)
     assert layer_stacks.shallow_layers(layers, plan.strategy.levers.every_n_layers) < layers
-    extends_to_the_whole_model(recipe, plan, monkeypatch)
+    extends_to_the_whole_model(recipe, plan)
 
 
-def extends_to_the_whole_model(recipe: Recipe, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def whole_step(
+    recipe: Recipe,
+    plan: Plan,
+    lengths: tuple[int, int],
+    padded: bool = True,
+    batch: int = BATCH,
+    target: Target | None = None,
+) -> Log:
+    """The step with all layers, of a record of few of them."""
+    recorded = trace_step.record(recipe, plan, lengths, padded, batch, target)
+    return compose.compose(compose.Recorded(recorded)) if recorded.period else recorded.log
+
+
+def extends_to_the_whole_model(recipe: Recipe, plan: Plan) -> None:
     whole = trace_step.step(recipe, plan, (LENGTH, LENGTH))
-    steps = iter([trace_step.step])  # a second one would be that of all layers
-    monkeypatch.setattr(trace_step, "step", lambda *args: next(steps)(*args))
-    extended = trace_step.whole_step(recipe, plan, (LENGTH, LENGTH), True, recorder.BATCH)
-    assert len(extended.events) == len(whole.events)
-    for samples in (2, 5, 40, 1000):
-        for section in peaks.SECTIONS:
-            sizes = samples, section, samples * LENGTH // 2
-            # but for the scalars of clip_grad_norm: one a parameter
-            assert peak_bytes(extended, *sizes) == pytest.approx(
-                peak_bytes(whole, *sizes), abs=4096
-            )
+    recorded = trace_step.record(recipe, plan, (LENGTH, LENGTH), True, BATCH)
+    assert recorded.period
+    extended = compose.compose(compose.Recorded(recorded))
+    assert not composed.difference(extended, whole)
     assert peaks.work(extended) == peaks.work(whole)
 
 
@@ -422,11 +429,11 @@ def test_layers_that_differ_are_not_repeated(tmp_path, monkeypatch):
     odd = next(
         event.block
         for event in log.events
-        if event.birth and event.phase == "forward:0" and event.layer == (0, repeat_layers.MIDDLE)
+        if event.birth and event.phase == "forward:0" and event.layer == (0, compose.MIDDLE)
     )
     log.blocks[odd].sample_bytes += 1
-    with pytest.raises(repeat_layers.NotUniform):
-        repeat_layers.deepen(log, 0, 9)
+    with pytest.raises(compose.NotComposed):
+        compose.compose(compose.Recorded(RecordedStep(log, (9,), 1)))
 
 
 def test_peaks_are_those_of_the_log_at_any_batch(tmp_path, monkeypatch):
@@ -470,7 +477,7 @@ def test_a_question_is_answered_once_and_read_again(tmp_path: Path, monkeypatch)
 
 
 @pytest.mark.parametrize("is_missing", [True, False])
-def test_a_trace_whose_log_is_missing_or_cut_short_is_made_again(tmp_path, is_missing):
+def test_a_trace_whose_files_are_missing_or_cut_short_is_made_again(tmp_path, is_missing):
     recipe, plan = recipe_of("llama-tiny")
     question = Question(plan.strategy, (LENGTH, LENGTH))
 
@@ -483,9 +490,17 @@ def test_a_trace_whose_log_is_missing_or_cut_short_is_made_again(tmp_path, is_mi
         assert answer is not None
         return answer.file.with_suffix(".log").read_bytes(), said
 
-    whole, _ = traced()
-    (log,) = tmp_path.glob("*.log")
-    log.unlink() if is_missing else log.write_bytes(whole[:-1])
+    def damage(pattern: str) -> None:
+        (file,) = tmp_path.glob(pattern)
+        content = file.read_bytes()
+        file.unlink() if is_missing else file.write_bytes(content[:-1])
+
+    whole, said = traced()
+    assert "tracing 1 step(s)" in said[0]
+    damage("*.log")
+    assert traced() == (whole, [])  # composed again, of the same record
+    damage("*.log")
+    damage("*.step")
     again, said = traced()
     assert again == whole
     assert "tracing 1 step(s)" in said[0]

@@ -19,7 +19,8 @@ from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, STREAM, replay_parts
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.memory.phases import Parts
-from launch.predict.traces import Question, Trace, Traces, read_work
+from launch.predict.step.sources import Question
+from launch.predict.traces import Trace, Traces, read_work
 from launch.schema.levers import Levers
 from launch.schema.machine import GIB
 from launch.schema.plan import PAGED, MemoryEstimate, Plan, Strategy

@@ -8,7 +8,7 @@ import pytest
 
 from launch.report import html, plan_lines, text
 from launch.schema.result import Failure, HeldOut, RunResult
-from launch.schema.shown_rows import ShownPart, ShownRow, ShownRows
+from launch.schema.rows import ShownPart, ShownRow, ShownRows
 from tests.builders import machine, plan, recipe_of
 
 SUMMARY = {

@@ -10,7 +10,8 @@ from typing import get_args
 import pytest
 
 from launch.predict.history import cache_keys
-from launch.predict.traces import Question, Traces
+from launch.predict.step.sources import Question
+from launch.predict.traces import Traces
 from launch.report import comparable
 from launch.run_folder import resume
 from launch.schema import section as schema_section

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from launch.data.rows import IGNORED
 from launch.predict.memory.largest_batches import LargestBatches
-from launch.schema.micro_batches import Division
+from launch.schema.rows import Division
 from training.data import largest_batches, stored_rows
 from training.data.batches import TARGET_IDS, Collator, NumberedRows
 from training.data.sample_order import SampleOrder

@@ -10,11 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from launch.schema.model_sections import DTYPE_BYTES
-from launch.schema.plan import Strategy
-from launch.schema.recipe import Recipe
-from training.trace.recorder import Layer
-from training.trace.rewrite_log import (
+from launch.predict.step.rewrite_log import (
     SCALAR_BYTES,
     Gradient,
     Landmarks,
@@ -25,6 +21,10 @@ from training.trace.rewrite_log import (
     input_embedding,
     later_gradients,
 )
+from launch.schema.model_sections import DTYPE_BYTES
+from launch.schema.plan import Strategy
+from launch.schema.recipe import Recipe
+from launch.schema.recorded_step import Layer
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """Rewrite a step as one rank of DeepSpeed's ZeRO holds it on its device.
 
 Stages 1 and 2 keep all weights in a flat tensor and train a float32 slice of it; stage 3 keeps a
-part of each weight (sharded_zero3_gather.py). Gradients are copied into a bucket of fixed size,
+part of each weight (zero3_gather.py). Gradients are copied into a bucket of fixed size,
 which is reduced when it is full. Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py and
 stage3.py.
 """
@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from launch.schema.plan import Strategy
-from training.trace import sharded_zero3_gather
-from training.trace.recorder import Layer, Log
-from training.trace.rewrite_log import (
+from launch.predict.step import zero3_gather
+from launch.predict.step.rewrite_log import (
     FLAT,
     GRADIENTS,
     SCALAR_BYTES,
@@ -28,6 +26,8 @@ from training.trace.rewrite_log import (
     Rewriting,
     ready,
 )
+from launch.schema.plan import Strategy
+from launch.schema.recorded_step import Layer, Log
 
 MASTER_BYTES = 4  # of an element of the float32 slice that is trained
 NORM_BYTES = 8  # of an element of the float64 copy from which a gradient's norm is computed
@@ -98,9 +98,7 @@ def rewrite(
     if (
         strategy.launch_mode.zero_stage == 3
     ):  # the last reduction comes before embeddings are dropped
-        sharded_zero3_gather.rewrite(
-            rewriting, marks, strategy, share.element_bytes, bucket, is_first
-        )
+        zero3_gather.rewrite(rewriting, marks, strategy, share.element_bytes, bucket, is_first)
     _update(rewriting, marks, share, slice_gradients)
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from launch.predict.step.sharded import Turn, shard_step, special_turns
+from launch.predict.step.zero3_gather import MAX_REUSE, PERSISTENT
 from launch.schema.plan import Strategy
+from launch.schema.recorded_step import FROZEN, UNUSED, Block, Event, Layer, Log
 from tests.builders import recipe_of
-from training.trace.recorder import Block, Event, Layer, Log
-from training.trace.rewrite_log import FROZEN, UNUSED
-from training.trace.sharded import Turn, as_computed, shard_step, special_turns
-from training.trace.sharded_zero3_gather import MAX_REUSE, PERSISTENT
+from training.trace.precision import as_computed
 
 MIB = 1 << 20
 LAYER, EMBEDDING, NORM = 8 * MIB, 4 * MIB, 1 << 10  # bytes of float32 parameters

@@ -8,11 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.trace.recorder import Block, Event, Layer, Log
+from launch.schema.recorded_step import TRAINED, UNUSED, Block, Event, Layer, Log
 
-# ops of a weight that is trained, of another weight, and of a weight that a step does not use: the
-# original beside a copy of LoRA's modules_to_save
-TRAINED, FROZEN, UNUSED = "parameter", "frozen parameter", "unused parameter"
 # ops of ZeRO's blocks: the weights that are trained, this rank's float32 part of them, and stage
 # 3's gradients of that part
 FLAT, SLICE, GRADIENTS = "flat weights", "float32 slice", "gradient slices"
@@ -123,7 +120,7 @@ class Rewriting:
             if (event.block, event.birth) not in self._dropped:
                 events.append(event)
         events += self._inserted.get(len(self.log.events), [])
-        return Log(self.blocks, events, self.log.work, self.log.batch)
+        return replace(self.log, blocks=self.blocks, events=events)
 
 
 def landmarks(log: Log, tied: bool) -> Landmarks:

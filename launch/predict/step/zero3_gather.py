@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from launch.predict.step.rewrite_log import Landmarks, Rewriting, behind_logits
 from launch.schema.plan import Strategy
-from training.trace.recorder import Layer
-from training.trace.rewrite_log import Landmarks, Rewriting, behind_logits
+from launch.schema.recorded_step import Layer
 
 # elements; smaller weights stay gathered (DeepSpeedZeroConfig param_persistence_threshold)
 PERSISTENT = 100_000
 # elements used before the next use of a weight; a nearer weight stays gathered (max_reuse_distance)
 MAX_REUSE = 1_000_000_000
-GATHERS = 2  # the stream of a card's ranks; on stream 1 they reduce (sharded_zero.py)
+GATHERS = 2  # the stream of a card's ranks; on stream 1 they reduce (zero.py)
 LIVE_BUCKETS = 2  # stage3_max_live_parameters in buckets, as launch/render/deepspeed.py writes it
 
 

@@ -1,0 +1,318 @@
+"""Composed steps beside steps that were recorded whole.
+
+Each mixture of levers is one that no record has: some layers compute their activations again, the
+logits are made in parts, or both, with MLPs in parts or not; of every family of
+benchmarks.families, method, precision and engine, on a card or on a CPU. It is composed of records
+of few layers, as a plan does, and recorded with all its layers and levers. Both logs are shared out
+to a rank; all their events must be the same, and so the bytes that an allocator allocates and
+reserves. A mixture that cannot be composed is named with the reason. Seeds decide the mixtures;
+`make test` runs the first 12.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+from benchmarks import recording
+from benchmarks.families import FAMILIES
+from launch.plan import kernels
+from launch.predict.memory import allocator
+from launch.predict.sharding import BUCKET_ELEMENTS
+from launch.predict.step import sharded, sources
+from launch.predict.step.compose import NotComposed
+from launch.predict.step.sources import Question
+from launch.schema.levers import AT_TARGETS, CHUNKED, TILED, Levers
+from launch.schema.modes import LAUNCH_MODES
+from launch.schema.plan import DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
+from launch.schema.recipe import Recipe
+from launch.schema.recorded_step import BATCH, Log
+
+NUM_MIXTURES = 300
+RESULT = "composed"
+METHODS: Mapping[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora": {"r": 4}},
+    "4-bit": {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}},
+}
+PRECISIONS: Mapping[str, dict[str, Any]] = {
+    "float32": {},
+    "autocast": {"training": {"bf16": True}},
+    "bf16 weights": {"model": {"dtype": "bfloat16"}},
+}
+MODES = (
+    *("single_gpu", "dual_gpu_nccl", "deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"),
+    *("deepspeed_zero2_offload", "deepspeed_zero3_offload", "fsdp2", "cpu"),
+)
+PARTS, SHARDS = (1, 1, 2, 3, 5, 16, 32, 64), (1, 1, 1, 2, 4)
+LENGTH = 64  # tokens of a row
+COUNTS = 3, 7  # samples, and targets of a part of the logits, of which bytes are compared
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A step that is composed and recorded."""
+
+    seed: int
+    family: str
+    method: str
+    precision: str
+    mode: str
+    every_n_layers: int
+    parts: int
+    at_targets: bool
+    shards: int  # of MLPs
+    layers: int
+    rows: int
+    accumulation: int
+    is_padded: bool
+
+    @property
+    def words(self) -> str:
+        """All of it in a line."""
+        return ", ".join(f"{key} {value}" for key, value in asdict(self).items() if key != "seed")
+
+
+def mixtures(count: int) -> Iterator[Mixture]:
+    """The first mixtures, one a seed that makes a possible one."""
+    seed = 0
+    while count:
+        mixture = _mixture(seed)
+        seed += 1
+        if mixture is not None:
+            count -= 1
+            yield mixture
+
+
+def _mixture(seed: int) -> Mixture | None:
+    draw = random.Random(seed)
+    family = draw.choice(list(FAMILIES))
+    model_type = FAMILIES[family]["model_type"]
+    period = 2 if "layer_types" in FAMILIES[family] else 1
+    mixture = Mixture(
+        seed,
+        family,
+        draw.choice(list(METHODS)),
+        draw.choice(list(PRECISIONS)),
+        draw.choice(MODES),
+        every_n_layers=draw.choice((0, 1, 2, 3, 4, 5, 6)),
+        parts=draw.choice(PARTS) if model_type in CHUNKED else 1,
+        at_targets=model_type in AT_TARGETS and draw.random() < 0.7,
+        shards=draw.choice(SHARDS) if model_type in TILED else 1,
+        layers=period * draw.randint(5, 9),
+        rows=draw.choice((1, 4)),
+        accumulation=draw.choice((1, 2)),
+        is_padded=draw.random() < 0.7,
+    )
+    mode = LAUNCH_MODES[mixture.mode]
+    is_refused = (
+        (mixture.method == "4-bit" and not mode.is_whole)
+        or (mixture.shards > 1 and mode.shards_parameters)
+        or (mixture.parts > 1 and "output chunks" in mode.refuses)
+        or (mode.engine == "deepspeed" and mixture.precision == "float32" and mode.offloads)
+    )
+    is_mixed = mixture.every_n_layers > 1 or mixture.parts > 1
+    return mixture if is_mixed and not is_refused else None
+
+
+def case_of(mixture: Mixture) -> tuple[Recipe, Plan, Question]:
+    """The recipe, plan and question of a mixture."""
+    sections: dict[str, Any] = {"model": {"shape": "llama-tiny"}, "training": {}}
+    for more in (METHODS[mixture.method], PRECISIONS[mixture.precision]):
+        for section, values in more.items():
+            sections[section] = {**sections.get(section, {}), **values}
+    recipe = Recipe.model_validate(
+        {
+            "name": "composed",
+            "task": "sft",
+            "data": {"train_file": "/data/train.parquet", "max_length": LENGTH},
+            "output_dir": "/out",
+            **sections,
+        }
+    )
+    size, targets = _model(mixture.family, mixture.layers)
+    on_cpu, several = mixture.mode == "cpu", mixture.mode not in ("cpu", "single_gpu")
+    model_type = size.config["model_type"]
+    strategy = Strategy(
+        mode=mixture.mode,
+        device="cpu" if on_cpu else "cuda",
+        num_processes=2 if several else 1,
+        num_machines=1,
+        backend="nccl" if several else None,
+        per_device_train_batch_size=mixture.rows,
+        gradient_accumulation_steps=mixture.accumulation,
+        per_device_eval_batch_size=mixture.rows,
+        mixed_precision="bf16" if recipe.training.bf16 else "no",
+        tf32=False,
+        levers=Levers(
+            attn_implementation="eager" if model_type in kernels.EAGER_FAMILIES else "sdpa",
+            every_n_layers=mixture.every_n_layers,
+            num_output_chunks=mixture.parts,
+            logits_at_targets=mixture.at_targets,
+            tiled_mlp_num_shards=mixture.shards,
+        ),
+        pin_memory=False,
+        dataloader_num_workers=0,
+    )
+    plan = Plan(
+        recipe_name="composed",
+        strategy=strategy,
+        shape=size,
+        data_format=DataFormat("text", {}, "text", ""),
+        estimate=MemoryEstimate(0, 0, 0),
+        budget_bytes=0,
+        lora_targets=targets if recipe.lora else (),
+    )
+    architecture = "" if on_cpu else "8.6"
+    lengths = LENGTH, LENGTH
+    question = Question(strategy, lengths, mixture.is_padded, architecture, not on_cpu)
+    return recipe, plan, question
+
+
+@cache
+def _model(family: str, layers: int) -> tuple[ModelSize, tuple[str, ...]]:
+    from training.children.model_parts import model_parts
+
+    config = dict(FAMILIES[family])
+    depths = [key for key in config if key.endswith("_layers")]
+    config |= dict.fromkeys(depths, layers)
+    if "layer_types" in config:
+        turn = config["layer_types"][:2]
+        config["layer_types"] = turn * (layers // 2)
+    parts = model_parts(config)
+    return ModelSize("deep", config, 0, 0, family=parts.family), parts.family.linear
+
+
+def logs_of(mixture: Mixture) -> tuple[Log, Log]:
+    """The composed log and the recorded one, of one process. Raises NotComposed."""
+    from training.trace import step
+    from training.trace.cuda_semantics import Target
+
+    recipe, plan, question = case_of(mixture)
+    target = Target(question.architecture) if question.architecture else None
+    composed_of = sources.of(question, plan.shape.is_encoder_decoder, lambda base: False)
+    if composed_of.why_whole:
+        raise NotComposed(composed_of.why_whole)
+
+    def recorded(base: Question) -> Any:
+        of_base = replace(plan, strategy=base.strategy)
+        batch = 1 if base.is_single else BATCH
+        lengths, kinds = base.lengths, (base.parts_apart, base.all_layers)
+        return step.record(recipe, of_base, lengths, base.is_padded, batch, target, *kinds)
+
+    composed = composed_of.composed(recorded)
+    batch = 1 if question.is_single else BATCH
+    whole = step.step(recipe, plan, question.lengths, question.is_padded, batch, target)
+    return composed, whole
+
+
+def difference(composed: Log, whole: Log) -> str:
+    """The first event in which two logs differ; "" if none does. The order in which blocks are
+    freed at a time is left out: it may be that of a table of addresses."""
+    ours, theirs = _canonical(composed), _canonical(whole)
+    pairs = zip(ours, theirs, strict=False)
+    for index, (own, other) in enumerate(pairs):
+        if own != other:
+            return f"event {index} of {len(ours)} and {len(theirs)}: {own}, recorded {other}"
+    return "" if len(ours) == len(theirs) else f"{len(ours)} events, recorded {len(theirs)}"
+
+
+def _canonical(log: Log) -> list[tuple[Any, ...]]:
+    number: dict[int, int] = {}
+    events: list[tuple[Any, ...]] = []
+    freed: list[tuple[Any, ...]] = []
+    for event in log.events:
+        block = log.blocks[event.block]
+        if freed and (event.birth or freed[0][1] != event.phase):
+            events += sorted(freed)
+            freed = []
+        if event.birth:
+            number[event.block] = len(number)
+            what = *block.sizes, block.sum, block.kind, block.op, block.born, block.stream
+            events.append((event.birth, event.phase, event.layer, *what))
+        else:
+            freed.append((event.birth, event.phase, number[event.block]))
+    return events + sorted(freed)
+
+
+def bytes_of(log: Log) -> tuple[int, int]:
+    """Bytes that an allocator allocates and reserves at most, at COUNTS."""
+    samples, targets = COUNTS
+    events = []
+    for event in log.events:
+        fixed, sample, target = log.blocks[event.block].sizes
+        size = fixed + samples * sample + targets * target
+        number = event.block + log.blocks[event.block].stream * allocator.STREAM
+        events.append((number, size if event.birth else allocator.FREED))
+    replay = allocator.replay(events)
+    return replay.peak_allocated_bytes, replay.peak_reserved_bytes
+
+
+def row_of(mixture: Mixture) -> dict[str, Any]:
+    """A row of the result: what differs, or why there is nothing to compare."""
+    row: dict[str, Any] = {"mixture": mixture.words}
+    recipe, plan, _ = case_of(mixture)
+    try:
+        logs = logs_of(mixture)
+    except NotComposed as reason:
+        return row | {"not_composed": str(reason)}
+    tied = plan.shape.family.ties_head
+    turns = ("steady", *sharded.special_turns(plan.strategy))
+    for turn in turns:
+        composed, whole = (
+            sharded.shard_step(log, recipe, plan.strategy, tied, BUCKET_ELEMENTS, turn)
+            for log in logs
+        )
+        if differs := difference(composed, whole):
+            row["difference"] = f"{turn}: {differs}"
+        ours, theirs = bytes_of(composed), bytes_of(whole)
+        apart = (abs(own - other) for own, other in zip(ours, theirs, strict=True))
+        row["bytes"] = max(row.get("bytes", 0), *apart)
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=NUM_MIXTURES)
+    args = parser.parse_args()
+    from training.trace import server
+
+    server.import_trace()
+    rows = []
+    for mixture in mixtures(args.first):
+        row = row_of(mixture)
+        rows.append(row)
+        if "bytes" not in row or row["bytes"] or "difference" in row:
+            print(row, flush=True)
+    print(text := table(rows))
+    if args.first == NUM_MIXTURES:
+        kept = [row for row in rows if "bytes" not in row or row["bytes"]]
+        recording.write(RESULT, {"composed": len(rows) - len(kept), "rows": kept}, text)
+    return 0 if all(is_same(row) for row in rows if "bytes" in row) else 1
+
+
+def is_same(row: Mapping[str, Any]) -> bool:
+    return row.get("bytes") == 0 and "difference" not in row
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The numbers of mixtures that were composed, and why others were not."""
+    composed = [row for row in rows if "bytes" in row]
+    reasons = Counter(row["not_composed"] for row in rows if "not_composed" in row)
+    lines = [
+        ["mixtures", str(len(rows))],
+        ["composed", str(len(composed))],
+        ["the same events, and so 0 bytes apart", str(sum(map(is_same, composed)))],
+        *([f"recorded whole: {why}", str(times)] for why, times in reasons.most_common()),
+    ]
+    return recording.table(["steps", "number"], lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

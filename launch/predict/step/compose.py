@@ -1,0 +1,918 @@
+"""Compose a step of any depth and mixture of levers from recorded steps.
+
+A recorded step has a few layers of each stack: the first unit, two that are alike, and the last. A
+deeper model does the same with more of the middle one. Each layer of the composed step has the
+events that it has in the recorded step of its own way (kept, computed again, ...): where a part
+frees what another part has made, what these steps hand on to one another is matched. Everything
+outside of layers comes from one of them, whose logits may be made in parts: they are repeated like
+layers. What cannot be matched raises NotComposed, and the step is recorded with all its layers.
+Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import cached_property
+from itertools import groupby
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from launch.schema.recorded_step import (
+    LOSS,
+    PARTS,
+    TRAINED,
+    UNITS,
+    Block,
+    Call,
+    Event,
+    Layer,
+    Log,
+    Operator,
+    RecordedStep,
+)
+
+PASSES = ("forward", "backward")  # phases that a layer's way decides
+THROUGH_LAYERS = (*PASSES, "evaluation")
+PARTS_HERE = -1  # in place of a block: the parts of the logits are made
+MIDDLE = 2  # the unit of a stack that is repeated
+LEAST_PARTS = 3  # of the logits: first, one before the last, last
+STACKED = ("aten::stack", "aten::cat")  # of the sums of the parts of the logits
+CAST = "aten::_to_copy"
+NORMS = ("aten::stack", "aten::_foreach_norm")
+SUM_BYTES = 4  # of such a sum
+Item = TypeVar("Item", Event, Call)
+Place = tuple[str, Layer | None, int]  # of a birth: phase, owner or None, number
+
+
+class NotComposed(Exception):
+    """A step that is not made of recorded layers; the message says what differs."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of layers, of which a few were recorded."""
+
+    layers: int
+    recorded: int
+    period: int  # layers of a unit; 0: all were recorded
+
+    @cached_property
+    def source_of(self) -> list[int]:
+        """The recorded layer of each layer."""
+        more, period = self.layers - self.recorded, self.period
+        if not more or not period:
+            return list(range(self.layers))
+        begin, end = MIDDLE * period, self.recorded - (UNITS - 1) * period
+        middle = [begin + index % period for index in range(self.layers - begin - end)]
+        return [*range(begin), *middle, *range(self.recorded - end, self.recorded)]
+
+    @cached_property
+    def layers_of(self) -> dict[int, list[int]]:
+        """The layers of each recorded layer."""
+        layers: dict[int, list[int]] = defaultdict(list)
+        for layer, recorded in enumerate(self.source_of):
+            layers[recorded].append(layer)
+        return layers
+
+    @property
+    def middle(self) -> int:
+        """The unit that is repeated."""
+        return MIDDLE
+
+    def unit(self, recorded: int) -> int:
+        return min(recorded // (self.period or 1), UNITS - 1)
+
+    def seen_from(self, layer: int, recorded: int) -> list[int]:
+        """The layers that this one means where its recorded layer uses a block of another."""
+        if self.source_of == list(range(self.recorded)):
+            return [recorded]
+        own = self.source_of[layer]
+        distance = self.unit(recorded) - self.unit(own)
+        if abs(distance) <= 1:
+            seen = layer + (self._place(recorded) - self._place(own))
+            if 0 <= seen < self.layers:
+                return [seen]
+        elif self.middle not in (self.unit(own), self.unit(recorded) + 1):
+            return self.layers_of.get(recorded, [])
+        raise NotComposed(f"layer {own} frees a block of layer {recorded}")
+
+    def _place(self, recorded: int) -> int:
+        return recorded
+
+
+@dataclass(frozen=True)
+class LossParts(Stack):
+    """The parts of the logits, as the layers of a stack. Backward goes through the last one first,
+    and the one before it makes the sum of gradients that the others are added to."""
+
+    @cached_property
+    def source_of(self) -> list[int]:
+        if self.layers == self.recorded:
+            return list(range(self.recorded))
+        if self.layers < LEAST_PARTS:
+            raise NotComposed(f"{self.layers} parts of the logits")
+        middle = [1] * (self.layers - UNITS + 1)
+        return [0, *middle, self.recorded - 2, self.recorded - 1]
+
+    @property
+    def middle(self) -> int:
+        return 1
+
+    def unit(self, recorded: int) -> int:
+        return max(min(recorded, 1), recorded - self.recorded + UNITS)
+
+    def _place(self, recorded: int) -> int:
+        return self.unit(recorded)
+
+
+@dataclass(frozen=True)
+class Run(Generic[Item]):
+    """Neighbouring items of a phase, of one layer or of none."""
+
+    layer: Layer | None
+    items: list[Item]
+    time: int  # the number of the layer's runs before it, in its phase
+
+
+def _runs(items: Sequence[Item]) -> list[Run[Item]]:
+    """A phase in runs. Between the first and the last of a layer all is the layer's own; between
+    two layers of a stack it belongs to the one before."""
+    runs: list[tuple[Layer | None, list[Item]]] = []
+    if items and items[0].phase.startswith(THROUGH_LAYERS):
+        last = {item.layer: index for index, item in enumerate(items)}
+        owner: Layer | None = None
+        for index, item in enumerate(items):
+            if owner is None or index > last[owner]:
+                owner = item.layer
+            elif item.layer not in (None, owner):
+                raise NotComposed(f"{item.phase}: layers {owner} and {item.layer} overlap")
+            if not runs or runs[-1][0] != owner:
+                runs.append((owner, []))
+            runs[-1][1].append(item)
+        joined: list[tuple[Layer | None, list[Item]]] = []
+        for index, (layer, inside) in enumerate(runs):
+            before = joined[-1][0] if joined else None
+            after = runs[index + 1][0] if index + 1 < len(runs) else None
+            if layer is None and before and after and before[0] == after[0]:
+                joined[-1][1].extend(inside)
+            else:
+                joined.append((layer, inside))
+        runs = joined
+    else:
+        runs = [(layer, list(group)) for layer, group in groupby(items, lambda item: item.layer)]
+    times: dict[Layer | None, int] = defaultdict(int)
+    numbered = []
+    for layer, inside in runs:
+        numbered.append(Run(layer, inside, times[layer]))
+        times[layer] += 1
+    return numbered
+
+
+class Recorded:
+    """A recorded step, and where its blocks are made and freed."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        log = step.log
+        self.log, self.depths, self.period = log, step.depths, step.period
+        self.events = {phase: _runs(events) for phase, events in _by_phase(log.events)}
+        self.calls = {phase: _runs(calls) for phase, calls in _by_phase(log.calls)}
+        self.place: dict[int, Place] = {}  # of a block's birth
+        self.births: dict[tuple[str, Layer | None], list[int]] = defaultdict(list)
+        self.freed: dict[int, tuple[str, Layer | None]] = {}  # block -> phase and owner
+        for phase, runs in self.events.items():
+            for run in runs:
+                made = self.births[phase, run.layer]
+                for event in run.items:
+                    if event.birth:
+                        self.place[event.block] = phase, run.layer, len(made)
+                        made.append(event.block)
+                    else:
+                        self.freed[event.block] = phase, run.layer
+        self._check()
+
+    @cached_property
+    def recorded_layers(self) -> dict[int, int]:
+        """The number of recorded layers of each stack."""
+        layers: dict[int, int] = defaultdict(int)
+        for runs in self.events.values():
+            for run in runs:
+                if run.layer is not None:
+                    stack, index = run.layer
+                    layers[stack] = max(layers[stack], index + 1)
+        return dict(layers)
+
+    def stacks(self, parts: int) -> dict[int, Stack]:
+        """The stacks of the model, and the parts of the logits as one."""
+        stacks: dict[int, Stack] = {}
+        for stack, recorded in self.recorded_layers.items():
+            if stack == LOSS:
+                stacks[stack] = LossParts(parts, recorded, 1)
+            else:
+                layers = self.depths[stack] if self.period else recorded
+                stacks[stack] = Stack(layers, recorded, self.period)
+        return stacks
+
+    def size(self, block: int) -> tuple[object, ...]:
+        """What two blocks have in common that stand for one another."""
+        if block == PARTS_HERE:
+            return ("parts of the logits",)
+        row = self.log.blocks[block]
+        target_bytes = row.target_bytes + row.all_target_bytes
+        return row.fixed_bytes, row.sample_bytes, target_bytes, row.sum, row.op
+
+    def handed_on(
+        self, phase: str, layer: Layer | None, reader: str, kind: tuple[object, ...]
+    ) -> list[int]:
+        """The blocks of a kind that a layer makes for another reader, in their order."""
+        return [
+            block
+            for block in self.births.get((phase, layer), [])
+            if self.reader(block) == reader and self.size(block) == kind
+        ]
+
+    def outputs(self, phase: str, layer: Layer | None) -> set[tuple[object, ...]]:
+        """The kinds of blocks that a layer hands on to another."""
+        made = self.births.get((phase, layer), [])
+        return {self.size(block) for block in made if self.reader(block) == "layer"}
+
+    def reader(self, block: int) -> str:
+        """Where a block is freed: in its own layer, in another, outside of layers, in a later phase
+        or nowhere."""
+        if block not in self.freed:
+            return "nowhere"
+        phase, layer = self.freed[block]
+        if not phase.startswith(PASSES):
+            return phase
+        if layer is None or layer[0] == LOSS:
+            return "outside"
+        return "own" if layer == self.place[block][1] else "layer"
+
+    def outside(self, phase: str) -> Iterator[tuple[int, Event | None]]:
+        """The events of a phase outside of layers, with the number of its area: a stack of layers
+        lies between two areas. None: the parts of the logits."""
+        area, stack = 0, None
+        for run in self.events.get(phase, []):
+            if run.layer is None:
+                yield from ((area, event) for event in run.items)
+            elif run.layer[0] != LOSS:
+                area += run.layer[0] != stack
+            elif stack != LOSS:
+                yield area, None
+            stack = run.layer[0] if run.layer is not None else stack if stack != LOSS else None
+
+    @cached_property
+    def areas(self) -> dict[tuple[str, int], list[int]]:
+        """The blocks that are made in each area of each phase, and PARTS_HERE."""
+        made: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for phase in self.events:
+            for area, event in self.outside(phase):
+                if event is None or event.birth:
+                    made[phase, area].append(PARTS_HERE if event is None else event.block)
+        return made
+
+    @cached_property
+    def area_of(self) -> dict[int, tuple[str, int, int]]:
+        """block -> phase, area and number in it."""
+        return {
+            block: (*area, number)
+            for area, blocks in self.areas.items()
+            for number, block in enumerate(blocks)
+        }
+
+    def _check(self) -> None:
+        """Raises NotComposed unless the layers of the two middle units make the same blocks."""
+        if not self.period:
+            return
+        for (phase, layer), made in self.births.items():
+            if layer is None or layer[0] == LOSS or layer[1] // self.period != MIDDLE:
+                continue
+            before = self.births.get((phase, (layer[0], layer[1] - self.period)), [])
+            if list(map(self.size, made)) != list(map(self.size, before[: len(made)])):
+                raise NotComposed(f"{phase}: layers {layer} and the one before differ")
+
+
+def _by_phase(items: Sequence[Item]) -> Iterator[tuple[str, list[Item]]]:
+    phases: dict[str, list[Item]] = {}
+    for item in items:
+        phases.setdefault(item.phase, []).append(item)
+    yield from phases.items()
+
+
+def compose(
+    outer: Recorded,
+    way_of: Callable[[Layer], Recorded] | None = None,
+    parts: int = 1,
+    positions: int = 0,
+) -> Log:
+    """The step whose layers are those of the recorded step that `way_of` names, and all else is
+    that of `outer`, which is one of these, with the logits in so many parts of these positions of a
+    row (0: of its targets). If some layers compute their activations again, it is the one in which
+    all do: it has what they hold.
+
+    Raises NotComposed."""
+    return _Composer(outer, way_of or (lambda layer: outer), parts, positions).log()
+
+
+class _Free(NamedTuple):
+    """The end of a block, behind so many births of a layer."""
+
+    births: int
+    block: Place
+
+
+class _Composer:
+    def __init__(
+        self, outer: Recorded, way_of: Callable[[Layer], Recorded], parts: int, positions: int
+    ) -> None:
+        self.outer, self.way_of, self.parts = outer, way_of, parts
+        self.stacks = outer.stacks(parts)
+        self.sizes = _PartSizes(outer, parts, positions) if LOSS in self.stacks else None
+        layers = (
+            (stack, layer)
+            for stack, row in self.stacks.items()
+            if stack != LOSS
+            for layer in range(row.layers)
+        )
+        self.ways = list({id(way): way for way in map(way_of, layers)}.values())
+        self.blocks: list[Block] = []
+        self.events: list[Event] = []
+        self.made: dict[Place, int] = {}  # with the layer of the composed step
+        self.freed: set[int] = set()
+        self.operators: dict[Operator, int] = {}  # -> number
+        self._aligned: dict[tuple[int, str, int], tuple[int, int, int, int]] = {}
+
+    def log(self) -> Log:
+        for phase in self.outer.events:
+            others = [source for source in self.ways if source is not self.outer]
+            frees = self._frees_of(others, phase) if phase.startswith(PASSES) else {}
+            area, stack, count = 0, None, 0
+            for run, layer, source in self._expanded(phase, lambda source: source.events):
+                if layer is None:
+                    for event in run.items:
+                        self._free(frees.pop((area, count), ()) if event.birth else (), phase)
+                        self._outside(event)
+                        count += event.birth
+                    stack = None if stack == LOSS else stack
+                    continue
+                if layer[0] != stack:
+                    if layer[0] == LOSS:
+                        self._free(frees.pop((area, count), ()), phase)
+                        count += 1
+                    else:
+                        self._free_rest(frees, area, phase)
+                        area, count = area + 1, 0
+                    stack = layer[0]
+                self._layer(run, layer, source)
+            self._free_rest(frees, area, phase)
+            if frees:
+                raise NotComposed(f"{phase}: blocks of layers are freed at another place")
+        self._check_ends()
+        calls = list(self._calls())
+        return Log(self.blocks, self.events, list(self.operators), calls, self.outer.log.batch)
+
+    # ---- layers
+
+    def _expanded(
+        self, phase: str, of: Callable[[Recorded], dict[str, list[Run[Item]]]]
+    ) -> Iterator[tuple[Run[Item], Layer | None, Recorded]]:
+        """The runs of a phase, each with the layer of the composed step that it is of and the
+        recorded step that it is from: the middle unit's once per copy, in the direction in which
+        the phase goes through the layers."""
+        outer = of(self.outer)[phase]
+        is_pass = phase.startswith(PASSES)
+        indexed: dict[int, dict[tuple[Layer | None, int], Run[Item]]] = {}
+
+        def of_layer(run: Run[Item], layer: Layer) -> tuple[Run[Item], Layer, Recorded]:
+            source = self.way_of(layer) if is_pass and layer[0] != LOSS else self.outer
+            if source is self.outer:
+                return run, layer, source
+            if id(source) not in indexed:
+                indexed[id(source)] = {
+                    (each.layer, each.time): each for each in of(source).get(phase, [])
+                }
+            own = indexed[id(source)].get((run.layer, run.time))
+            if own is None:
+                raise NotComposed(f"{phase}: layer {run.layer} has no such events")
+            return own, layer, source
+
+        def unit_of(run: Run[Item]) -> tuple[int, int] | None:
+            return run.layer and (run.layer[0], self.stacks[run.layer[0]].unit(run.layer[1]))
+
+        first: dict[tuple[int, int] | None, int] = {}
+        for index, run in enumerate(outer):
+            first.setdefault(unit_of(run), index)
+        for unit, group in groupby(outer, unit_of):
+            runs = list(group)
+            if unit is None:
+                yield from ((run, None, self.outer) for run in runs)
+                continue
+            layers = [self._layers_of(run.layer) for run in runs]
+            copies = range(max(map(len, layers)))
+            after = first.get((unit[0], UNITS - 1), len(outer))
+            for copy in copies if first[unit] < after else reversed(copies):
+                for run, own in zip(runs, layers, strict=True):
+                    if copy < len(own):
+                        yield of_layer(run, (unit[0], own[copy]))
+
+    def _layers_of(self, recorded: Layer | None) -> list[int]:
+        assert recorded is not None
+        stack, index = recorded
+        return self.stacks[stack].layers_of.get(index, [])
+
+    def _layer(self, run: Run[Event], layer: Layer, source: Recorded) -> None:
+        """The events of a layer, and of blocks that it frees in place of another."""
+        phase, count = run.items[0].phase, 0
+        moved = self.moved.pop((phase, layer), []) if not run.time else []
+        for event in run.items:
+            if moved and event.birth:
+                for block in [free.block for free in moved if free.births == count]:
+                    self._died(self._at(block), phase, layer)
+                count += 1
+            self._inside(event, run, layer, source)
+        for free in moved:
+            if free.births >= count:
+                self._died(self._at(free.block), phase, layer)
+
+    def _inside(self, event: Event, run: Run[Event], layer: Layer, source: Recorded) -> None:
+        phase = event.phase
+        moved = _moved(event.layer, run.layer, layer)
+        if not event.birth:
+            for block in self._meant(event.block, source, layer):
+                self._died(block, phase, moved)
+            return
+        block = source.log.blocks[event.block]
+        row = block.of_layer(_moved(block.layer, run.layer, layer))
+        if phase == "optimizer":
+            self._one_a_parameter(row)
+        if layer[0] == LOSS and self.sizes is not None:
+            self.sizes.of_part(row, event.block, layer[1] == self.parts - 1)
+        self._born(row, (phase, layer, source.place[event.block][2]), moved)
+
+    def _meant(self, block: int, source: Recorded, layer: Layer) -> list[int]:
+        """The blocks that this layer means where its recorded layer uses `block`."""
+        phase, owner, _ = source.place[block]
+        if owner is None:
+            return [self._outer_block(block, source)]
+        seen = self._layers_of(owner)
+        if owner[0] == layer[0]:
+            seen = self.stacks[owner[0]].seen_from(layer[1], owner[1])
+        elif len(seen) != 1:
+            raise NotComposed(f"{phase}: layer {layer} frees a block of layer {owner}")
+        found = (self._of_layer(block, source, (owner[0], index)) for index in seen)
+        return [self._at(place) for place in found if place is not None]
+
+    def _of_layer(self, block: int, source: Recorded, layer: Layer) -> Place | None:
+        """The block of this layer that a recorded block stands for; None: its way hands none on."""
+        phase, owner, number = source.place[block]
+        assert owner is not None
+        own, recorded = self._source_of(phase, layer)
+        if own is source and recorded == owner:
+            return phase, layer, number
+        reader, kind = source.reader(block), source.size(block)
+        theirs = source.handed_on(phase, owner, reader, kind)
+        ours = own.handed_on(phase, recorded, reader, kind)
+        # one way hands on more than the layer's output, which both hand on
+        if (
+            not ours
+            and reader == "layer"
+            and own.outputs(phase, recorded) & source.outputs(phase, owner)
+        ):
+            return None
+        if len(theirs) != len(ours):
+            made = source.log.blocks[block].op
+            raise NotComposed(
+                f"{phase}: layers {owner} and {recorded} make {len(theirs)} and {len(ours)} blocks"
+                f" of {made} for {reader}"
+            )
+        return phase, layer, own.place[ours[theirs.index(block)]][2]
+
+    def _source_of(self, phase: str, layer: Layer) -> tuple[Recorded, Layer]:
+        """The recorded step of this layer in this phase, and its recorded layer."""
+        is_way = phase.startswith(PASSES) and layer[0] != LOSS
+        own = self.way_of(layer) if is_way else self.outer
+        return own, (layer[0], self.stacks[layer[0]].source_of[layer[1]])
+
+    @cached_property
+    def moved(self) -> dict[tuple[str, Layer], list[_Free]]:
+        """Blocks that a layer frees though its record does not: what was made outside of layers,
+        and is held by layers that compute again, in place of the first of them; what the layer
+        before hands on, of another way."""
+        moved: dict[tuple[str, Layer], list[_Free]] = defaultdict(list)
+        if len(self.ways) == 1:
+            return moved
+        for block in self.outer.area_of:
+            phase, owner = self.outer.freed.get(block, ("", None))
+            if owner is None or owner[0] == LOSS or not phase.startswith(PASSES):
+                continue
+            holder = self._holder(block, owner)
+            if holder is not None and holder[1] != self.stacks[owner[0]].layers_of[owner[1]][0]:
+                births = self._births_before(self.outer, block)
+                moved[phase, holder].append(_Free(births, self.outer.place[block]))
+        for stack, row in self.stacks.items():
+            for index in range(row.layers - 1) if stack != LOSS else ():
+                for phase, layer, free in self._only_handed_on((stack, index)):
+                    moved[phase, layer].append(free)
+        return moved
+
+    def _holder(self, block: int, owner: Layer) -> Layer | None:
+        """The layer that frees a block that is made outside of layers, in place of this recorded
+        one of `outer`; None: outside of layers."""
+        stack = self.stacks[owner[0]]
+        first = owner[0], stack.layers_of[owner[1]][0]
+        way = self.way_of(first)
+        if way is self.outer or way.reader(self._in_way(block, way)) == "layer":
+            return first
+        period = stack.period or 1
+        alike = range(first[1], stack.layers, period)
+        held = (index for index in alike if self.way_of((owner[0], index)) is self.outer)
+        return next(((owner[0], index) for index in held), None)
+
+    def _in_way(self, block: int, way: Recorded) -> int:
+        """The block of a way that stands for one that `outer` makes outside of layers."""
+        phase, area, number = self.outer.area_of[block]
+        alike = self._alignment(way, phase, area)[0]
+        if number >= alike:
+            raise NotComposed(f"{phase}: {self.outer.log.blocks[block].op} is of the loss")
+        return way.areas[phase, area][number]
+
+    @staticmethod
+    def _births_before(source: Recorded, block: int) -> int:
+        """The births of the layer that frees a block, before it does."""
+        phase, owner = source.freed[block]
+        count = 0
+        for run in source.events[phase]:
+            for event in run.items if run.layer == owner else ():
+                if event.block == block and not event.birth:
+                    return count
+                count += event.birth
+        raise AssertionError(block)
+
+    def _only_handed_on(self, layer: Layer) -> Iterator[tuple[str, Layer, _Free]]:
+        """What a layer hands on to the next one, of another way, which does not know of it."""
+        following = layer[0], layer[1] + 1
+        ways = self.way_of(layer), self.way_of(following)
+        if ways[0] is ways[1]:
+            return
+        _, recorded = self._source_of("forward", layer)
+        _, next_recorded = self._source_of("forward", following)
+        for (phase, owner), made in ways[0].births.items():
+            for block in made if owner == recorded and phase.startswith(PASSES) else ():
+                if ways[0].freed.get(block, ("", None))[1] != (layer[0], recorded[1] + 1):
+                    continue
+                kind = phase, (layer[0], next_recorded[1] - 1), "layer", ways[0].size(block)
+                if not ways[1].handed_on(*kind):
+                    place = phase, layer, ways[0].place[block][2]
+                    freed_in = ways[0].freed[block][0]
+                    yield freed_in, following, _Free(self._births_before(ways[0], block), place)
+
+    # ---- outside of layers
+
+    def _outside(self, event: Event) -> None:
+        outer, phase = self.outer, event.phase
+        if event.birth:
+            row = outer.log.blocks[event.block].of_layer(event.layer)
+            if self.sizes is not None:
+                self.sizes.outside(row)
+            if phase == "optimizer":
+                self._one_a_parameter(row)
+            self._born(row, outer.place[event.block], event.layer)
+            return
+        birth, owner, _ = outer.place[event.block]
+        if owner is None:
+            self._died(self._at(outer.place[event.block]), phase, event.layer)
+            return
+        for index in self._layers_of(owner):
+            layer = owner[0], index
+            own, _ = self._source_of(birth, layer)
+            if own is outer or not phase.startswith(PASSES):
+                self._of_layer_died(event.block, outer, layer, phase, event.layer)
+
+    def _of_layer_died(
+        self, block: int, source: Recorded, layer: Layer, phase: str, attribute: Layer | None
+    ) -> None:
+        place = self._of_layer(block, source, layer)
+        if place is not None:
+            self._died(self._at(place), phase, attribute)
+
+    def _one_a_parameter(self, row: Block) -> None:
+        """Change a list of the norms of all gradients, or their addresses."""
+        if row.op not in NORMS:
+            return
+        recorded, composed = self._trained
+        if recorded and row.fixed_bytes and not row.fixed_bytes % recorded:
+            row.fixed_bytes = row.fixed_bytes // recorded * composed
+
+    @cached_property
+    def _trained(self) -> tuple[int, int]:
+        """The numbers of trained parameters, recorded and composed; asked after all are made."""
+        recorded, composed = (
+            sum(block.op == TRAINED for block in blocks)
+            for blocks in (self.outer.log.blocks, self.blocks)
+        )
+        return recorded, composed
+
+    def _frees_of(
+        self, sources: Sequence[Recorded], phase: str
+    ) -> dict[tuple[int, int], list[tuple[Recorded, int]]]:
+        """Blocks of layers that other recorded steps free outside of layers, by area and by the
+        number of the birth in `outer` before which they do."""
+        frees: dict[tuple[int, int], list[tuple[Recorded, int]]] = defaultdict(list)
+        for source in sources:
+            counts: dict[int, int] = defaultdict(int)
+            for area, event in source.outside(phase):
+                if event is None or event.birth:
+                    counts[area] += 1
+                elif self._is_freed_here(source, event.block):
+                    place = self._place_in(source, phase, area, counts[area], event.block)
+                    frees[area, place].append((source, event.block))
+        return frees
+
+    def _is_freed_here(self, source: Recorded, block: int) -> bool:
+        owner = source.place[block][1]
+        if owner is not None:
+            layers = () if owner[0] == LOSS else self._layers_of(owner)
+            return any(self.way_of((owner[0], index)) is source for index in layers)
+        ours = self._in_outer(block, source)
+        if ours is None or self.outer.reader(ours) != "layer":
+            return False
+        freed_by = self.outer.freed[ours][1]
+        assert freed_by is not None
+        return self._holder(ours, freed_by) is None
+
+    def _free(self, blocks: Sequence[tuple[Recorded, int]], phase: str) -> None:
+        for source, block in blocks:
+            owner = source.place[block][1]
+            if owner is None:
+                self._died(self._outer_block(block, source), phase, None)
+                continue
+            for index in self._layers_of(owner):
+                if self.way_of((owner[0], index)) is source:
+                    self._of_layer_died(block, source, (owner[0], index), phase, None)
+
+    def _free_rest(
+        self,
+        frees: dict[tuple[int, int], list[tuple[Recorded, int]]],
+        area: int,
+        phase: str,
+    ) -> None:
+        for key in sorted(key for key in frees if key[0] == area):
+            self._free(frees.pop(key), phase)
+
+    def _outer_block(self, block: int, source: Recorded) -> int:
+        """The block outside of layers that stands for this one."""
+        ours = self._in_outer(block, source)
+        if ours is None:
+            phase, made = source.place[block][0], source.log.blocks[block].op
+            raise NotComposed(f"{phase}: a layer frees {made} of the loss")
+        return self._at(self.outer.place[ours])
+
+    def _in_outer(self, block: int, source: Recorded) -> int | None:
+        """The block of `outer` that stands for one that is made outside of layers."""
+        if source is self.outer:
+            return block
+        phase, area, number = source.area_of[block]
+        alike, at_end, count, ours = self._alignment(source, phase, area)
+        if alike <= number < count - at_end:
+            return None
+        index = number if number < alike else ours - (count - number)
+        return self.outer.areas[phase, area][index]
+
+    def _place_in(self, source: Recorded, phase: str, area: int, count: int, block: int) -> int:
+        """The number of births in an area of `outer` before a block of a layer is freed that is
+        freed behind `count` of those of `source`. Casts are freed where autocast ends."""
+        alike, at_end, births, ours = self._alignment(source, phase, area)
+        if count == births:
+            return ours
+        if count <= alike:
+            return count
+        if births - count <= at_end:
+            return ours - (births - count)
+        place = self._end_of_autocast(phase, area)
+        if place is None or source.log.blocks[block].op != CAST:
+            raise NotComposed(f"{phase}: blocks of layers are freed within the loss")
+        return place
+
+    def _end_of_autocast(self, phase: str, area: int) -> int | None:
+        """The number of births in an area behind which casts of layers are freed."""
+        count, log = 0, self.outer.log
+        for own, event in self.outer.outside(phase):
+            if own != area:
+                continue
+            if event is None or event.birth:
+                count += 1
+            elif log.blocks[event.block].op == CAST and self.outer.place[event.block][1]:
+                return count
+        return None
+
+    def _alignment(self, source: Recorded, phase: str, area: int) -> tuple[int, int, int, int]:
+        """The births of an area that are alike from its beginning, and those up to its end, of all
+        in `source` and in `outer`."""
+        key = id(source), phase, area
+        if key not in self._aligned:
+            theirs = [source.size(block) for block in source.areas.get((phase, area), [])]
+            ours = [self.outer.size(block) for block in self.outer.areas.get((phase, area), [])]
+            alike = _common(theirs, ours)
+            at_end = _common(theirs[::-1], ours[::-1])
+            self._aligned[key] = alike, at_end, len(theirs), len(ours)
+        return self._aligned[key]
+
+    # ---- the composed log
+
+    def _at(self, place: Place) -> int:
+        if place not in self.made:
+            raise NotComposed(f"{place}: no such block")
+        return self.made[place]
+
+    def _born(self, block: Block, place: Place, layer: Layer | None) -> None:
+        number = self.made[place] = len(self.blocks)
+        self.blocks.append(block)
+        self.events.append(Event(number, True, place[0], layer))
+
+    def _died(self, block: int, phase: str, layer: Layer | None) -> None:
+        if block in self.freed:
+            raise NotComposed(f"{phase}: {self.blocks[block].op} is freed twice")
+        self.freed.add(block)
+        self.events.append(Event(block, False, phase, layer))
+
+    def _check_ends(self) -> None:
+        """Raises NotComposed unless each block lives as long as in its recorded step."""
+        for place, number in self.made.items():
+            phase, layer, _ = place
+            source, owner = (self.outer, None) if layer is None else self._source_of(phase, layer)
+            recorded = source.births[phase, owner][place[2]]
+            if (recorded in source.freed) == (number not in self.freed):
+                raise NotComposed(
+                    f"{phase}: {self.blocks[number].op} of {layer} is freed in one way only"
+                )
+
+    def _calls(self) -> Iterator[Call]:
+        """The calls of operators, which are numbered anew."""
+        numbers: dict[tuple[Any, ...], int] = {}
+        for phase in self.outer.calls:
+            for run, layer, source in self._expanded(phase, lambda source: source.calls):
+                in_part = layer is not None and layer[0] == LOSS
+                where = (run.layer, layer[1] == self.parts - 1) if in_part and layer else None
+                for call in run.items:
+                    key = id(source), call.operator, where and (phase, *where)
+                    if key not in numbers:
+                        operator = source.log.operators[call.operator]
+                        if self.sizes is not None:
+                            operator = self.sizes.operator(operator, call, run.layer, layer)
+                        numbers[key] = self.operators.setdefault(operator, len(self.operators))
+                    yield Call(numbers[key], phase, _moved(call.layer, run.layer, layer))
+
+
+class _PartSizes:
+    """Sizes in a step whose logits are made in another number of parts. They grow evenly with the
+    positions of a part: a block of a part is compared with that of the last part, which is
+    shorter."""
+
+    def __init__(self, outer: Recorded, parts: int, positions: int) -> None:
+        self.outer, self.parts = outer, parts
+        self.recorded = outer.recorded_layers[LOSS]
+        self.lengths = _lengths(positions, self.recorded)
+        self.wanted = _lengths(positions, parts)
+        if positions and self.lengths[0] == self.lengths[1] and self.lengths != self.wanted:
+            raise NotComposed(f"{self.recorded} recorded parts of the logits are equally long")
+        if positions and min(self.wanted) == 1:
+            raise NotComposed("a part of the logits has a single position")
+        self.has_lengths = bool(positions) and self.lengths[0] != self.lengths[1]
+
+    def of_part(self, row: Block, recorded: int, is_last: bool) -> None:
+        """Change a block of a part, which is like this recorded one."""
+        self.outside(row)
+        if not self.has_lengths:
+            return
+        twin = self._twins.get(recorded)
+        if twin is None:
+            if row.sample_bytes or self.outer.log.batch == 1:
+                raise NotComposed(f"{row.op}: only one of the parts of the logits makes it")
+            return
+        owner = self.outer.place[recorded][1]
+        other = self.outer.log.blocks[twin]
+
+        def grown(own: int, of_other: int) -> int:
+            size = self._grown(own, of_other, owner == (LOSS, self.recorded - 1), is_last)
+            if size != int(size):
+                raise NotComposed(f"{row.op}: {own} and {of_other} bytes in parts of the logits")
+            return int(size)
+
+        row.fixed_bytes = grown(row.fixed_bytes, other.fixed_bytes)
+        row.sample_bytes = grown(row.sample_bytes, other.sample_bytes)
+        if row.sum is not None and other.sum is not None:
+            rows = grown(row.sum.fixed_rows, other.sum.fixed_rows)
+            of_sample = grown(row.sum.sample_rows, other.sum.sample_rows)
+            row.sum = replace(row.sum, fixed_rows=rows, sample_rows=of_sample)
+
+    def _grown(self, own: float, other: float, of_last: bool, is_last: bool) -> float:
+        """A size in another part, by its sizes in the last part and in one of the others."""
+        length, other_length = self.lengths[of_last], self.lengths[not of_last]
+        slope = (own - other) / (length - other_length)
+        return own + slope * (self.wanted[is_last] - length)
+
+    def outside(self, row: Block) -> None:
+        """Change a block outside of parts."""
+        row.target_bytes += self.parts * row.all_target_bytes
+        row.all_target_bytes = 0
+        if row.op in STACKED and row.sizes == (SUM_BYTES * self.recorded, 0, 0):
+            row.fixed_bytes = SUM_BYTES * self.parts
+
+    @cached_property
+    def _twins(self) -> dict[int, int]:
+        """Each block of the last part, and of the others, and the block of the other kind."""
+        twins: dict[int, int] = {}
+        for (phase, layer), made in self.outer.births.items():
+            if layer is None or layer[0] != LOSS:
+                continue
+            last = self.recorded - 1
+            others = self.outer.births.get((phase, (LOSS, 1 if layer[1] == last else last)), [])
+            twins |= dict(_pairs(made, others, lambda block: self.outer.log.blocks[block].op))
+        return twins
+
+    def operator(
+        self, operator: Operator, call: Call, recorded: Layer | None, layer: Layer | None
+    ) -> Operator:
+        """What a call does in a part, or outside of parts."""
+        flops, moved = operator.flops, operator.bytes
+        if layer is not None and layer[0] == LOSS and self.has_lengths and recorded is not None:
+            other = self._twin_operators.get((call.phase, recorded, call.operator))
+            if other is not None:
+                of_last, is_last = recorded[1] == self.recorded - 1, layer[1] == self.parts - 1
+                flops, moved = (
+                    tuple(
+                        self._grown(one, two, of_last, is_last)
+                        for one, two in zip(own, its, strict=True)
+                    )
+                    for own, its in ((flops, other.flops), (moved, other.bytes))
+                )
+        # outside of parts a call that has to do with one has to do with all
+        times = 1 if layer is not None and layer[0] == LOSS else self.parts / self.recorded
+        flops, moved = (
+            (fixed, sample, times * target + self.parts * of_all, 0)
+            for fixed, sample, target, of_all in (flops, moved)
+        )
+        if operator.name in STACKED and moved == (2 * SUM_BYTES * self.recorded, 0, 0, 0):
+            moved = (2 * SUM_BYTES * self.parts, 0, 0, 0)
+        if operator.name == "aten::sum" and moved == (SUM_BYTES * (self.recorded + 1), 0, 0, 0):
+            moved = (SUM_BYTES * (self.parts + 1), 0, 0, 0)
+        return replace(operator, flops=flops, bytes=moved)
+
+    @cached_property
+    def _twin_operators(self) -> dict[tuple[str, Layer, int], Operator]:
+        """By phase, part and number of an operator, that of the last part, or of the others."""
+        log, last = self.outer.log, self.recorded - 1
+        calls: dict[tuple[str, Layer], list[int]] = defaultdict(list)
+        for phase, runs in self.outer.calls.items():
+            for run in runs:
+                if run.layer is not None and run.layer[0] == LOSS:
+                    calls[phase, run.layer] += [call.operator for call in run.items]
+        twins: dict[tuple[str, Layer, int], Operator] = {}
+        for (phase, layer), numbers in calls.items():
+            others = calls.get((phase, (LOSS, 1 if layer[1] == last else last)), [])
+            for number, other in _pairs(numbers, others, lambda each: log.operators[each].name):
+                twins[phase, layer, number] = log.operators[other]
+        return twins
+
+
+def _lengths(positions: int, parts: int) -> tuple[int, int]:
+    """Positions of a part of the logits, and of the last."""
+    length = math.ceil(positions / parts)
+    return length, positions - length * (parts - 1)
+
+
+def made_parts(positions: int, parts: int) -> int:
+    """The parts that the positions of a row make, as the trainer divides them."""
+    return math.ceil(positions / math.ceil(positions / parts)) if positions else parts
+
+
+def uneven_parts(positions: int) -> int:
+    """The fewest parts to record, of which the last is shorter; 0: there are none."""
+    counts = (made_parts(positions, parts) for parts in range(PARTS, positions + 1))
+    return next((n for n in counts if n >= PARTS and len({*_lengths(positions, n)}) > 1), 0)
+
+
+def _pairs(
+    some: Sequence[int], others: Sequence[int], name_of: Callable[[int], str]
+) -> Iterator[tuple[int, int]]:
+    """Pairs of the same name, in runs that are as long as possible."""
+    names, other_names = [*map(name_of, some)], [*map(name_of, others)]
+    for run in SequenceMatcher(None, names, other_names, False).get_matching_blocks():
+        yield from zip(some[run.a : run.a + run.size], others[run.b :], strict=False)
+
+
+def _moved(own: Layer | None, recorded: Layer | None, layer: Layer | None) -> Layer | None:
+    """The layer in place of a recorded one; a part of the logits is none."""
+    if own is None or own[0] == LOSS or layer is None:
+        return None if own is not None and own[0] == LOSS else own
+    return layer if own == recorded else own
+
+
+def _common(some: Sequence[object], others: Sequence[object]) -> int:
+    """The length of the common beginning."""
+    pairs = zip(some, others, strict=False)
+    return next(
+        (index for index, (one, other) in enumerate(pairs) if one != other),
+        min(len(some), len(others)),
+    )

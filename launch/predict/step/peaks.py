@@ -1,0 +1,222 @@
+"""Reduce a traced log to the few moments that are the peak of each section at any micro-batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from launch.schema.recorded_step import Log
+
+SECTIONS = (
+    "forward",
+    "backward",
+    "optimizer",
+    "evaluation",
+)  # of the step, and the evaluation after it
+# in a part of the logits, the fewest and the most; and the ratio up to which numbers are as many
+TARGETS_A_SAMPLE, AS_MANY = (2.0**-10, 2.0**20), 1.01
+# (x, y): micro-batches whose highest sums show that most others are highest nowhere
+DIRECTIONS = [(4**x, 16**y if y else 0) for x in range(8) for y in range(5)]
+NOTHING = (0, 0, 0)
+# kinds of blocks, by the phase in which they are born
+BORN_IN = {"start:weights": "weights", "start:optimizer": "optimizer", "input": "input"}
+# kinds of blocks that outlive the phase in which they are born, by its section
+LASTING = {"forward": "activations", "backward": "gradients", "optimizer": "optimizer"}
+
+
+def kinds(log: Log) -> list[str]:
+    """The purpose of each block, by the phases of its birth and its death, unless the block names
+    it: logits and buffers do."""
+    died = {event.block: event.phase for event in log.events if not event.birth}
+    return [
+        block.kind or BORN_IN.get(block.born) or _lasting_kind(block.born, died.get(number))
+        for number, block in enumerate(log.blocks)
+    ]
+
+
+def _lasting_kind(born: str, died: str | None) -> str:
+    is_lasting = born != died
+    return LASTING.get(born.partition(":")[0], "temporaries") if is_lasting else "temporaries"
+
+
+Sizes = tuple[int, int, int]  # fixed, per sample, per target
+
+
+def peaks(log: Log) -> list[dict[str, Any]]:
+    """The moments that are the peak of their section at any micro-batch: bytes of each kind as
+    [fixed, per sample, per target]."""
+    highest = {
+        section: [moments[index] for index in _highest([totals for _, totals in moments])]
+        for section, moments in _moments(log).items()
+    }
+    wanted = {moment for moments in highest.values() for moment, _ in moments}
+    parts = dict(_parts(log, wanted))
+    return [
+        {
+            "section": section,
+            "op": log.blocks[log.events[moment].block].op.removeprefix("aten::"),
+            "parts": parts[moment],
+        }
+        for section in SECTIONS
+        for moment, _ in highest.get(section, [])
+    ]
+
+
+def _moments(log: Log) -> dict[str, list[tuple[int, Sizes]]]:
+    """Of each section the moments behind which memory is given back, and its first; (index of the
+    event, bytes in all). Of moments with the same bytes the first."""
+    moments: dict[str, dict[Sizes, int]] = {}
+    sizes = [block.sizes for block in log.blocks]
+    fixed = sample = target = 0
+    phase, before, section = "", None, ""  # before: a birth that no other has followed so far
+    for index, event in enumerate(log.events):
+        block = sizes[event.block]
+        if event.phase != phase:
+            phase = event.phase
+            following = phase.partition(":")[0]
+            if before is not None:
+                moments.setdefault(section, {}).setdefault((fixed, sample, target), before)
+            before, section = None, following
+            is_first = True
+        else:
+            is_first = False
+        if block == NOTHING and not is_first:
+            continue
+        if event.birth:
+            fixed, sample, target = fixed + block[0], sample + block[1], target + block[2]
+            before = index
+            continue
+        if before is not None:
+            moments.setdefault(section, {}).setdefault((fixed, sample, target), before)
+            before = None
+        fixed, sample, target = fixed - block[0], sample - block[1], target - block[2]
+        if is_first:
+            moments.setdefault(section, {}).setdefault((fixed, sample, target), index)
+    if before is not None:
+        moments.setdefault(section, {}).setdefault((fixed, sample, target), before)
+    return {
+        section: [(index, totals) for totals, index in moments[section].items()]
+        for section in SECTIONS
+        if section in moments
+    }
+
+
+def _parts(log: Log, wanted: set[int]) -> Iterator[tuple[int, dict[str, list[int]]]]:
+    """Bytes of each kind at these moments."""
+    kind_of = kinds(log)
+    live = {kind: [0, 0, 0] for kind in sorted(set(kind_of))}
+    for index, event in enumerate(log.events):
+        of_kind, sign = live[kind_of[event.block]], 1 if event.birth else -1
+        for place, size in enumerate(log.blocks[event.block].sizes):
+            of_kind[place] += sign * size
+        if index in wanted:
+            yield index, {kind: [*sizes] for kind, sizes in live.items() if any(sizes)}
+
+
+def _highest(totals: Sequence[Sizes]) -> list[int]:
+    """Indices of the sums fixed + samples * x + targets * y that are highest for some x >= 1 and
+    y >= 0."""
+    rivals = _rivals(totals)
+    return [rivals[index] for index in _highest_of([totals[rival] for rival in rivals])]
+
+
+def _rivals(totals: Sequence[Sizes]) -> list[int]:
+    """Indices of the sums that are not lower than one of the highest for every x and y: a few of
+    ten thousand."""
+    highest = {
+        max(totals, key=lambda sizes, x=x, y=y: sizes[0] + x * sizes[1] + y * sizes[2])
+        for x, y in DIRECTIONS
+    }
+
+    def is_lower(sizes: Sizes) -> bool:
+        fixed, sample, target = sizes
+        return any(
+            target <= high[2]
+            and sample <= high[1]
+            and fixed <= high[0]
+            and (fixed < high[0] or sample < high[1])
+            for high in highest
+        )
+
+    return [index for index, sizes in enumerate(totals) if not is_lower(sizes)]
+
+
+def _highest_of(totals: Sequence[Sizes]) -> list[int]:
+    if not any(target for _, _, target in totals):
+        return list(_upper([(fixed, sample) for fixed, sample, _ in totals]))
+
+    def highest(targets: float) -> frozenset[int]:
+        """The highest, if every sample has so many targets."""
+        return frozenset(
+            _upper([(fixed, sample + targets * target) for fixed, sample, target in totals])
+        )
+
+    def between(low: float, high: float, ends: tuple[frozenset[int], frozenset[int]]) -> set[int]:
+        if ends[0] == ends[1] or high < low * AS_MANY:
+            return {*ends[0], *ends[1]}
+        middle = (low * high) ** 0.5
+        of_middle = highest(middle)
+        return between(low, middle, (ends[0], of_middle)) | between(
+            middle, high, (of_middle, ends[1])
+        )
+
+    low, high = TARGETS_A_SAMPLE
+    return sorted(highest(0) | between(low, high, (highest(low), highest(high))))
+
+
+def _upper(lines: Sequence[tuple[float, float]]) -> Iterator[int]:
+    """Indices of the lines fixed + samples * x that are highest for an x >= 1, in the order of
+    x."""
+    index = max(range(len(lines)), key=lambda line: (sum(lines[line]), lines[line][1], line))
+    while True:
+        yield index
+        fixed, slope = lines[index]
+        steeper = [
+            ((fixed - other) / (steep - slope), -steep, line)
+            for line, (other, steep) in enumerate(lines)
+            if steep > slope
+        ]
+        if not steeper:
+            return
+        index = min(steeper)[2]
+
+
+def work(log: Log) -> dict[str, Any]:
+    """Work of the device in one micro-step, of all layers together: the mean of those recorded."""
+    times = Counter(
+        call.operator for call in log.calls if call.phase.startswith(("forward", "backward"))
+    )
+    flops: dict[str, dict[str, list[float]]] = {"product": {}, "attention": {}}
+    moved, offloaded = [0.0, 0.0, 0.0], []
+    kernels = products = 0
+    for number, count in times.items():
+        operator = log.operators[number]
+        if operator.kind == "offload":
+            offloaded += count * [[*operator.bytes[:3]]]
+        elif operator.kind in flops:
+            kernels, products = kernels + count, products + count
+            of_dtype = flops[operator.kind].setdefault(operator.dtype, [0.0, 0.0, 0.0])
+            _add(of_dtype, operator.flops, count)
+        elif operator.kind == "other":
+            kernels += count
+            _add(moved, operator.bytes, count)
+    micro_steps = len({event.phase for event in log.events if event.phase.startswith("forward")})
+    share = 1 / max(micro_steps, 1)
+
+    def of_micro_step(flops: dict[str, list[float]]) -> dict[str, list[float]]:
+        return {dtype: [share * part for part in parts] for dtype, parts in flops.items()}
+
+    return {
+        "matmul_flops": of_micro_step(flops["product"]),
+        "attention_flops": of_micro_step(flops["attention"]),
+        "bytes_moved": [share * part for part in moved],
+        "num_kernels": share * kernels,
+        "num_matmuls": share * products,
+        # of the same sizes in each micro-step
+        "offloaded": sorted(offloaded)[:: max(micro_steps, 1)],
+    }
+
+
+def _add(into: list[float], parts: Sequence[float], times: int) -> None:
+    into[:] = [total + times * part for total, part in zip(into, parts[:3], strict=True)]

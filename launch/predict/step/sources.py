@@ -1,0 +1,117 @@
+"""The recorded steps of which a step is composed: of layers that keep their activations, and of
+layers that compute them again, with the logits at once or in a few parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from launch.predict.step import compose
+from launch.predict.step.compose import NotComposed, Recorded
+from launch.schema.plan import Strategy
+from launch.schema.recorded_step import LOSS, PARTS, Log, RecordedStep
+
+
+@dataclass(frozen=True)
+class Question:
+    """One step to trace. Lengths are tokens of a padded row (of source and target)."""
+
+    strategy: Strategy
+    lengths: tuple[int, int]
+    is_padded: bool = True  # some row of a batch is shorter, so that masks are needed
+    architecture: str = ""  # of the GPU whose kernels run; "" on a CPU
+    fused_attention: bool = True  # of that GPU
+    documents: int = 0  # of a row, if rows are flattened for attention; else 0
+    parts_apart: bool = False  # for compose: the parts of the logits are told apart
+    all_layers: bool = False  # are recorded, though many may be alike
+
+    @property
+    def is_single(self) -> bool:
+        """One sample is traced for itself: copies that a larger batch needs are views there.
+        Flattened rows are always a single one."""
+        return self.strategy.per_device_train_batch_size == 1 and not self.documents
+
+    @property
+    def accumulates(self) -> bool:
+        return self.strategy.gradient_accumulation_steps > 1
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The records that a step is composed of."""
+
+    outer: Question  # all but the layers that `kept` is of
+    kept: Question | None = None  # where only every n-th layer computes again
+    every_n_layers: int = 1
+    parts: int = 1  # of the logits
+    positions: int = 0  # that these divide; 0: targets
+    why_whole: str = ""  # why a mixture is recorded with its own levers
+
+    @property
+    def questions(self) -> list[Question]:
+        return [self.outer, *([self.kept] if self.kept is not None else [])]
+
+    def composed(self, recorded: Callable[[Question], RecordedStep]) -> Log:
+        """The log of one process. Raises NotComposed."""
+        step = recorded(self.outer)
+        if not step.period and self.kept is None and not self.outer.parts_apart:
+            return step.log
+        outer = Recorded(step)
+        if self.kept is None:
+            return compose.compose(outer, None, self.parts, self.positions)
+        kept, every = Recorded(recorded(self.kept)), self.every_n_layers
+        if len(outer.recorded_layers.keys() - {LOSS}) > 1:
+            raise NotComposed("there are several stacks of layers")
+        return compose.compose(
+            outer,
+            lambda layer: kept if layer[1] % every else outer,
+            self.parts,
+            self.positions,
+        )
+
+
+def alone(question: Question, why: str = "", all_layers: bool = False) -> Sources:
+    """The step from a record of its own."""
+    documents = min(question.documents, 1)  # more of them change sizes alone
+    own = replace(question, documents=documents, all_layers=all_layers)
+    return Sources(own, why_whole=why)
+
+
+def of(question: Question, has_encoder: bool, is_recorded: Callable[[Question], bool]) -> Sources:
+    """The records that the step can be composed of; those that there are come first.
+
+    Of an encoder and a decoder every n-th layer is counted through both, and what they hand on to
+    one another depends on it: such a step is recorded with its own levers."""
+    own, levers = alone(question).outer, question.strategy.levers
+    every = levers.every_n_layers
+    parts, positions, recorded_parts = levers.num_output_chunks, 0, PARTS
+    if not levers.logits_at_targets:
+        shards = levers.tiled_mlp_num_shards  # the trace has a multiple of them
+        positions = -(-question.lengths[1] // shards) * shards
+        parts, recorded_parts = (
+            compose.made_parts(positions, parts),
+            compose.uneven_parts(positions),
+        )
+    is_in_parts = parts >= compose.LEAST_PARTS and recorded_parts > 0
+    if levers.flattens and positions:  # lengths are multiples of the parts
+        is_in_parts = False
+    if parts > 1 and not is_in_parts:
+        return alone(question, f"logits in {parts} parts are not composed")
+    if every > 1 and has_encoder:
+        return alone(question, "layers of an encoder and a decoder in turns are not composed")
+    if every > 1 and levers.activation_offloading:
+        return alone(question, "layers in turns with inputs on the host are not composed")
+
+    def base(every_n_layers: int, in_parts: bool) -> Question:
+        number = recorded_parts if in_parts else 1
+        strategy = own.strategy.with_levers(every_n_layers=every_n_layers, num_output_chunks=number)
+        return replace(own, strategy=strategy, parts_apart=in_parts)
+
+    outer = base(min(every, 1), is_in_parts)
+    if every <= 1:
+        return Sources(outer, parts=parts, positions=positions)
+    others = [base(0, is_in_parts), base(0, not is_in_parts)]
+    if not recorded_parts:
+        others = others[:1]
+    kept = next((each for each in others if is_recorded(each)), others[0])
+    return Sources(outer, kept, every, parts, positions)

@@ -1,0 +1,79 @@
+"""The files of a composed step: its log as a replay needs it, its peaks and its work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import astuple
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from launch.base.files import write_atomic
+from launch.predict.step import peaks
+from launch.predict.step.rewrite_log import FLAT, GRADIENTS, SLICE
+from launch.schema.plan import PAGED, Born
+from launch.schema.recorded_step import TRAINED, UPDATE, Block, Log
+
+
+def write(path: Path, log: Log, turns: Mapping[str, Log], why_whole: str) -> None:
+    """Write PATH.log with the full log and those of special turns, then PATH.json with peaks, work
+    and why the step was not composed, if it was not."""
+    full = json.dumps(_content(log) | {"turns": {turn: _content(turns[turn]) for turn in turns}})
+    reduced = {"peaks": peaks.peaks(log), "work": peaks.work(log), "log_bytes": len(full)}
+    reduced |= {"why_whole": why_whole}
+    write_atomic(path.with_suffix(".log"), full)
+    write_atomic(path.with_suffix(".json"), json.dumps(reduced))
+
+
+def _content(log: Log) -> dict[str, Any]:
+    """Reduce a log to the parts that a replay needs."""
+    ends = {event.block for event in log.events if not event.birth}
+    blocks = [_size_of(block, number in ends) for number, block in enumerate(log.blocks)]
+    events = [event.block if event.birth else ~event.block for event in log.events]
+    streams = {number: block.stream for number, block in enumerate(log.blocks) if block.stream}
+    # where the first step makes the optimizer's states
+    updates = (
+        index for index, event in enumerate(log.events) if log.blocks[event.block].op == UPDATE
+    )
+    update = next(updates, len(events))
+    layers: dict[Any, list[int]] = {}  # the weights of each
+    for number, block in enumerate(log.blocks):
+        if block.kind == "weights" and block.layer is not None and block.born == "start:weights":
+            layers.setdefault(block.layer, []).append(number)
+    return {
+        "blocks": blocks,
+        "events": events,
+        "update": update,
+        "streams": streams,
+        "layers": [*layers.values()],
+    }
+
+
+def _size_of(block: Block, ends: bool) -> list[Any]:
+    """A row of launch.predict.traces.LoggedBlock."""
+    born = _born(block.born, block.kind, block.op, ends)
+    if block.sum is None:
+        of_targets = [None, block.target_bytes] if block.target_bytes else []
+        return [block.fixed_bytes, block.sample_bytes, born, *of_targets]
+    fixed_rows, sample_rows, target_rows, *of_kernel = astuple(block.sum)
+    return [fixed_rows, sample_rows, born, of_kernel, target_rows]
+
+
+@cache
+def _born(phase: str, kind: str, op: str, ends: bool) -> Born:
+    """The part of a phase that a replay needs, of a block. `ends`: it ends in the log."""
+    section, _, part = phase.partition(":")
+    if section == "start":
+        if kind == "communication" or op == GRADIENTS:
+            return "engine"
+        if op == SLICE:
+            return "slice"
+        if op in (TRAINED, FLAT):
+            return "trained"
+        if part == "optimizer":
+            return "paged" if kind == PAGED else "state"
+        return "workspace" if part == "workspace" else "start"
+    if section != "evaluation":
+        return "step"
+    return "evaluation" if ends or kind != "communication" else "kept"

@@ -1,0 +1,79 @@
+"""Steps that are composed of recorded ones: event by event those that are recorded whole."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import composed
+from launch.predict.step import compose, sources
+from launch.predict.step.compose import NotComposed, Recorded
+from launch.schema.recorded_step import BATCH, RecordedStep, dumped, loaded
+from training.trace import step
+
+MIXTURES = [
+    mixture
+    for mixture in composed.mixtures(30)
+    if mixture.family not in ("t5", "mt5", "bart") and mixture.parts != 2
+][:12]
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=lambda mixture: mixture.words)
+def test_a_mixture_has_the_events_of_the_same_step_recorded_whole(mixture, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    row = composed.row_of(mixture)
+    assert composed.is_same(row), row
+
+
+def recorded(mixture: composed.Mixture, parts_apart: bool = False) -> RecordedStep:
+    recipe, plan, question = composed.case_of(mixture)
+    lengths = question.lengths
+    return step.record(recipe, plan, lengths, True, BATCH, None, parts_apart=parts_apart)
+
+
+def of_llama(**values: object) -> composed.Mixture:
+    values = {"every_n_layers": 1, "parts": 1, "at_targets": True, "shards": 1, **values}
+    own = {"seed": 0, "family": "llama (SmolLM)", "method": "lora", "precision": "autocast"}
+    rows = {"mode": "cpu", "layers": 7, "rows": 4, "accumulation": 1, "is_padded": True}
+    return composed.Mixture(**{**own, **rows, **values})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_file_has_all_of_a_recorded_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = recorded(of_llama(parts=4), parts_apart=True)
+    assert loaded(json.loads(json.dumps(dumped(own)))) == own
+
+
+def test_layers_in_turns_are_not_composed_of_ways_that_hand_on_other_blocks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept, again = (Recorded(recorded(of_llama(every_n_layers=n))) for n in (0, 1))
+    compose.compose(again, lambda layer: kept if layer[1] % 2 else again)
+    made = kept.births["forward:0", (0, 1)]
+    output = next(block for block in made if kept.reader(block) == "layer")
+    kept.log.blocks[output].sample_bytes += 1
+    with pytest.raises(NotComposed, match="make 1 and 0 blocks"):
+        compose.compose(again, lambda layer: kept if layer[1] % 2 else again)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"parts": 2}, "logits in 2 parts"),
+        ({"family": "t5", "every_n_layers": 2}, "an encoder and a decoder"),
+    ],
+)
+def test_what_is_not_composed_is_named(values, why):
+    question = composed.case_of(of_llama(**values))[2]
+    has_encoder = values.get("family") == "t5"
+    assert why in sources.of(question, has_encoder, lambda base: False).why_whole
+
+
+def test_of_records_that_are_there_none_is_made_again():
+    question = composed.case_of(of_llama(every_n_layers=3))[2]
+    whole = sources.of(question, False, lambda base: False)
+    assert whole.kept is not None
+    assert not whole.kept.parts_apart
+    in_parts = sources.of(question, False, lambda base: base.parts_apart)
+    assert in_parts.kept is not None
+    assert in_parts.kept.parts_apart
