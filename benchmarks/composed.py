@@ -26,7 +26,7 @@ from launch.plan import kernels
 from launch.predict.memory import allocator
 from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.step import sharded, sources
-from launch.predict.step.compose import NotComposed
+from launch.predict.step.recorded import NotComposed
 from launch.predict.step.sources import Question
 from launch.schema.levers import AT_TARGETS, CHUNKED, TILED, Levers
 from launch.schema.modes import LAUNCH_MODES

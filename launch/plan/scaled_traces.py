@@ -65,6 +65,9 @@ def _traced(question: Question) -> Question:
 class _ScaledTrace(Trace):
     factor: int = 1  # times the length of the traced rows
 
+    def of_run(self, num_samples: int, eval_samples: int | None) -> list[Any]:
+        return [*super().of_run(num_samples, eval_samples), self.factor]
+
     def _log(self) -> dict[str, Any]:
         log = super()._log()
         blocks = [[fixed, self.factor * sample, *rest] for fixed, sample, *rest in log["blocks"]]
@@ -94,7 +97,7 @@ def _scaled(trace: Trace, factor: int) -> Trace:
         bytes_moved=_times(trace.work.bytes_moved, factor),
         offloaded=tuple(_times(size, factor) for size in trace.work.offloaded),
     )
-    return _ScaledTrace(tuple(moments), work, trace.file, factor=factor)
+    return _ScaledTrace(tuple(moments), work, trace.file, keeps_replays=True, factor=factor)
 
 
 def _times(count: Affine, factor: int) -> Affine:

@@ -19,6 +19,7 @@ from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import context as memory_context
 from launch.predict.memory import host_job, load_order, traced_steps
 from launch.predict.memory import phases as memory_phases
+from launch.predict.memory.phases import RunEvents
 from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
@@ -236,7 +237,7 @@ def _with_peak(
         peak=trace.peak(*counts),
         step_allocated_bytes=trace.peak(num_samples, None).allocated_bytes,
     )
-    parts: memory_phases.Parts = []
+    run = None
     if exact:
         order = load_order.of(
             facts.recipe,
@@ -247,11 +248,11 @@ def _with_peak(
             budgets.budget_bytes(facts, candidate),
             facts.model.stored,
         )
-        parts = trace.run(*counts, order)
-    memory, by_phase = host_job.with_host(facts, candidate, memory, trace, counts, parts)
+        run = RunEvents(trace, *counts, order)
+    memory, by_phase = host_job.with_host(facts, candidate, memory, trace, counts, run)
     on_host = memory_phases.on_host(by_phase if exact else {})
     if candidate.device == "cpu":
-        on_device = _on_cpu(candidate, parts, by_phase["load"]) if exact else DevicePhases()
+        on_device = _on_cpu(candidate, run, by_phase["load"]) if run else DevicePhases()
         return memory, MemoryPhases(on_device, on_host)
     outside, of_context = memory_context.context_bytes(
         facts.machine.gpus[0], facts.installed.import_memory.card
@@ -261,7 +262,7 @@ def _with_peak(
         outside += NCCL_BYTES if candidate.num_processes == 2 else NCCL_MORE_BYTES
     reserved, of_step = memory.allocated_bytes, memory.step_allocated_bytes
     on_device = DevicePhases()
-    if exact:
+    if run is not None:
         available_bytes = budgets.budget_bytes(facts, candidate) - outside
         assert memory.peak is not None
         paged = memory.peak.parts.get(PAGED, 0)
@@ -269,13 +270,14 @@ def _with_peak(
             facts.allocator_settings(candidate)
         )
         config = replace(facts.installed.allocator, expandable_segments=expands)
-        replays = memory_phases.replays(parts, config, available_bytes - paged)
-        until_step = replays[: [phase for phase, _ in parts].index("step") + 1]
+        by_part = run.replays(config, available_bytes - paged)
+        replays = [replay for _, replay in by_part]
+        until_step = replays[: [phase for phase, _ in by_part].index("step") + 1]
         memory = _in_blocks(memory, replays, until_step, paged)
         memory = replace(memory, gives_cache_back=any(replay.retries for replay in replays))
         reserved = max(replay.peak_reserved_bytes for replay in replays) + paged
         of_step = max(replay.peak_reserved_bytes for replay in until_step)
-        on_device = memory_phases.on_device(parts, replays, outside + paged)
+        on_device = memory_phases.on_device(by_part, outside + paged)
     memory = replace(
         memory,
         fragmentation_bytes=max(reserved - memory.allocated_bytes, 0),
@@ -312,13 +314,13 @@ def _in_blocks(
     )
 
 
-def _on_cpu(
-    candidate: Strategy, parts: memory_phases.Parts, load: Mapping[str, int]
-) -> DevicePhases:
+def _on_cpu(candidate: Strategy, run: RunEvents, load: Mapping[str, int]) -> DevicePhases:
     """The bytes of tensors of a rank on a CPU; while it loads, of what it builds too."""
     built = sum(load.get(cause, 0) for cause in ("weights", "while building"))
     built //= candidate.processes_per_machine
-    return replace(memory_phases.on_cpu(parts), load=DeviceMemory(built, built, built))
+    return replace(
+        memory_phases.on_cpu(run.allocated_bytes), load=DeviceMemory(built, built, built)
+    )
 
 
 def _update(full_copy: MemoryEstimate) -> WorkCost:

@@ -29,7 +29,7 @@ from launch.predict.memory.loading import Births, Load
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.step import sharded, sources, stored
-from launch.predict.step.compose import NotComposed
+from launch.predict.step.recorded import NotComposed
 from launch.predict.step.sources import Question, Sources
 from launch.predict.target_counts import NO_TARGETS, BatchCounts, MostTargets
 from launch.predict.time.timing import Affine, WorkCost
@@ -69,6 +69,7 @@ class Trace:
     eval_targets: MostTargets = NO_TARGETS
     first: Trace | None = None  # of the run's first step, if that was traced for itself
     why_whole: str = ""  # why the step was not composed of others
+    keeps_replays: bool = False  # beside its file
 
     def peak(self, num_samples: int, eval_samples: int | None) -> Peak:
         """The highest moment at so many samples a micro-batch; `eval_samples` None: nothing is
@@ -180,6 +181,13 @@ class Trace:
             ("save", [steady.freed(number) for number in until_save]),
             ("step", [*steady.ended(), *last.events(steady)]),
         ]
+
+    def of_run(self, num_samples: int, eval_samples: int | None) -> list[Any]:
+        """All that the events of run() are made of, beside the order of loading."""
+        first = self.first or self
+        opened = first.highest(first.targets.batches_of_first_step(num_samples))
+        batches = [*self._counts(num_samples, eval_samples), opened]
+        return [self.file.stem, first.file.stem, *map(str, batches)]
 
     def first_log(self) -> dict[str, Any]:
         """The log of a run's first step."""
@@ -407,10 +415,10 @@ class Traces:
         """Store the trace of a step; the reason if it is not made of these."""
 
         def recorded(base: Question) -> RecordedStep:
-            found = self._recorded(base)
-            if found is None:
+            step = self._recorded(base)
+            if step is None:
                 raise ResourceError(f"{self._folder}: the record of a step cannot be read there")
-            return found
+            return step
 
         try:
             log = composed_of.composed(recorded)
@@ -443,7 +451,8 @@ class Traces:
                 if file.with_suffix(".log").stat().st_size != content["log_bytes"]:
                     return None
                 trace = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
-                trace = replace(trace, why_whole=str(content["why_whole"]))
+                why_whole = str(content["why_whole"])
+                trace = replace(trace, why_whole=why_whole, keeps_replays=True)
             except DAMAGE:
                 return None
             self._cached[name] = trace

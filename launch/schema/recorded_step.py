@@ -84,8 +84,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Operator:
-    """What a call of an operator does. FLOPs and bytes are (fixed, per sample, per target of a part
-    of the logits, per target of all parts)."""
+    """The work of a call of an operator. FLOPs and bytes are (fixed, per sample, per target of a
+    part of the logits, per target of all parts)."""
 
     name: str
     # a product, fused attention, another kernel, a view or a new block, for which no kernel runs, a

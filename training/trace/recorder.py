@@ -354,8 +354,8 @@ class Recorder(TorchDispatchMode):
         if operator.is_of_documents:
             flops = _flops_of_documents(args, operator.is_backward)
         elif operator.is_attention:
-            shapes = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
-            flops = _attention_flops(shapes[: 4 if operator.is_backward else 3])
+            sides = [tensor.shape for tensor in args if isinstance(tensor, torch.Tensor)]
+            flops = _attention_flops(sides[: 4 if operator.is_backward else 3])
         elif operator.flops is not None:
             flops = operator.flops(*args, **kwargs, out_val=out)
             dtype += _alignment(args, outputs)

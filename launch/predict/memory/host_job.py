@@ -10,7 +10,7 @@ from dataclasses import replace
 from launch.predict import sharding
 from launch.predict.facts import Facts, Model, Rows
 from launch.predict.memory import host_memory, malloc, onednn
-from launch.predict.memory import phases as memory_phases
+from launch.predict.memory.phases import RunEvents
 from launch.predict.optimizers import has_4_bits
 from launch.predict.parameters import Shapes
 from launch.predict.traces import Trace
@@ -30,14 +30,14 @@ def with_host(
     memory: MemoryEstimate,
     trace: Trace | None,
     counts: Counts = (0, None),
-    parts: memory_phases.Parts = (),
+    run: RunEvents | None = None,
 ) -> tuple[MemoryEstimate, Mapping[str, Mapping[str, int]]]:
     """Add the job's host RAM, and return that of each part of the run; without a trace, all but the
-    memory of a step on CPUs. `parts`: the events of an exact prediction."""
+    memory of a step on CPUs. `run`: the events of an exact prediction."""
     recipe, model = facts.recipe, facts.model
     first = next(iter(model.parameters.values()))
     reduced = _reduced(recipe, model, candidate)
-    live, holes, by_gloo = _of_a_cpu(reduced, candidate, trace, counts, parts)
+    live, holes, by_gloo = _of_a_cpu(reduced, candidate, trace, counts, run)
     trained = trainable_shapes(
         model.parameters, recipe.model.freeze, recipe.lora, model.size.family
     )
@@ -93,7 +93,7 @@ def _of_a_cpu(
     candidate: Strategy,
     trace: Trace | None,
     counts: Counts,
-    parts: memory_phases.Parts,
+    run: RunEvents | None,
 ) -> tuple[dict[str, int], dict[str, int], int]:
     """By phase, the bytes of a rank's tensors, and those that malloc keeps of freed ones; and what
     Gloo's threads keep of a copy."""
@@ -106,8 +106,10 @@ def _of_a_cpu(
     untouched = sum(size - touched for size, touched in written.items())
     of_step = {name: peak.allocated_bytes for name, peak in trace.peaks(*counts).items()}
     live = {"evaluation": of_step.pop("evaluation", 0), "step": max(of_step.values())}
-    live |= {"first_step": live["step"]} | memory_phases.allocated_bytes(parts)
-    resident = malloc.resident_bytes(parts, written, candidate.backend == "gloo")
+    live["first_step"], resident = live["step"], dict[str, int]()
+    if run is not None:
+        live |= run.allocated_bytes
+        resident = run.resident_bytes(written, candidate.backend == "gloo")
     live = {part: max(size - untouched, 0) for part, size in live.items()}
     holes = {part: max(size - live[part], 0) for part, size in resident.items()}
     beside = max(of_step.get("backward", 0) + copied - max(of_step.values()), 0)

@@ -1,12 +1,22 @@
-"""The memory of each part of a run, from the events of its allocator. Pure."""
+"""The memory of each part of a run, from the events of its allocator. Replays are kept beside the
+trace by all that they are of: a plan that asks again replays nothing."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from functools import cache, cached_property, partial
+from typing import Any
 
-from launch.predict.memory import allocator
+from launch.base import files
+from launch.base.workspace import CODE
+from launch.predict.memory import allocator, malloc
 from launch.predict.memory.allocator import FREED, AllocatorConfig, Event, Replay
+from launch.predict.memory.loading import Load
+from launch.predict.traces import DAMAGE, Trace
 from launch.schema.phases import DeviceMemory, DevicePhases, HostMemory, HostPhases, Phase
 
 Parts = Sequence[tuple[Phase, Sequence[Event]]]
@@ -29,38 +39,112 @@ def allocated_bytes(parts: Parts) -> dict[Phase, int]:
     return highest
 
 
-def replays(parts: Parts, config: AllocatorConfig, available_bytes: int) -> list[Replay]:
-    """Replay the allocator, part by part. If there are fewer bytes, it gives
-    cached blocks back and tries again; if that does not help either, what it would like counts."""
-    events = [events for _, events in parts]
-    unlimited = allocator.replay_parts(events, config)
-    if max(replay.peak_reserved_bytes for replay in unlimited) <= available_bytes:
-        return unlimited
-    limited = allocator.replay_parts(events, config, capacity_bytes=max(available_bytes, 0))
-    return unlimited if limited[-1].out_of_memory else limited
+@dataclass(frozen=True)
+class RunEvents:
+    """The events of a run of these micro-batches, made when a replay of them is not kept."""
+
+    trace: Trace
+    num_samples: int
+    eval_samples: int | None
+    load: Load
+
+    @cached_property
+    def _parts(self) -> Parts:
+        return self.trace.run(self.num_samples, self.eval_samples, self.load)
+
+    @cached_property
+    def allocated_bytes(self) -> dict[Phase, int]:
+        """The highest bytes of live blocks in each part."""
+        return self._stored("allocated", {}, _sizes, lambda: allocated_bytes(self._parts))
+
+    def resident_bytes(self, written: Mapping[int, int], by_threads: bool) -> dict[str, int]:
+        """malloc.resident_bytes()."""
+        options = {"written": sorted(written.items()), "by_threads": by_threads}
+        made = partial(malloc.resident_bytes, written=written, by_threads=by_threads)
+        return self._stored("malloc", options, _sizes, lambda: made(self._parts))
+
+    def replays(self, config: AllocatorConfig, available_bytes: int) -> list[tuple[Phase, Replay]]:
+        """Replay a card's allocator, part by part. If there are fewer bytes, it gives cached blocks
+        back and tries again; if that does not help either, what it would like counts."""
+        unlimited = self._replays(config, None)
+        if max(replay.peak_reserved_bytes for _, replay in unlimited) <= available_bytes:
+            return unlimited
+        limited = self._replays(config, max(available_bytes, 0))
+        return unlimited if limited[-1][1].out_of_memory else limited
+
+    def _replays(
+        self, config: AllocatorConfig, capacity_bytes: int | None
+    ) -> list[tuple[Phase, Replay]]:
+        def replayed() -> list[Any]:
+            events = [events for _, events in self._parts]
+            made = allocator.replay_parts(events, config, capacity_bytes)
+            return [
+                (phase, astuple(replay))
+                for (phase, _), replay in zip(self._parts, made, strict=False)
+            ]
+
+        options = {"config": asdict(config), "capacity_bytes": capacity_bytes}
+        return self._stored("card", options, _by_part, replayed)
+
+    def _stored(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        read: Callable[[Any], Any],
+        made: Callable[[], Any],
+    ) -> Any:
+        """A result of JSON's types, as `read` reads it, that is kept by all that it is of."""
+        load = self.load
+        order = (load.func.__name__, load.keywords) if isinstance(load, partial) else load.__name__
+        of = self.trace.of_run(self.num_samples, self.eval_samples), order, options, _code()
+        content = json.dumps([name, of], sort_keys=True, default=str)
+        number = hashlib.sha256(content.encode()).hexdigest()[:16]
+        file = self.trace.file.with_name(f"{self.trace.file.stem}-{number}.replay")
+        try:
+            return read(json.loads(files.regular_bytes(file)))
+        except DAMAGE:
+            result = made()
+        if self.trace.keeps_replays:
+            files.write_atomic(file, json.dumps(result))
+        return read(result)
 
 
-def on_device(
-    parts: Parts, replays: Sequence[Replay], outside_bytes: int, unknown: Sequence[Phase] = ()
-) -> DevicePhases:
-    """The memory of a rank on its device; `unknown` parts are left out."""
+def _sizes(content: Any) -> dict[Any, int]:
+    return {phase: int(size) for phase, size in content.items()}
+
+
+def _by_part(content: Any) -> list[tuple[Phase, Replay]]:
+    return [
+        (phase, Replay(int(allocated), int(reserved), int(retries), failed))
+        for phase, (allocated, reserved, retries, failed) in content
+    ]
+
+
+@cache
+def _code() -> str:
+    """A hash of the code that a replay runs."""
+    modules = [*sorted((CODE / "launch/predict/memory").rglob("*.py"))]
+    modules.append(CODE / "launch/predict/traces.py")
+    return hashlib.sha256(b"".join(module.read_bytes() for module in modules)).hexdigest()[:16]
+
+
+def on_device(replays: Sequence[tuple[Phase, Replay]], outside_bytes: int) -> DevicePhases:
+    """The memory of a rank on its device."""
     by_phase: dict[Phase, list[Replay]] = defaultdict(list)
-    for (phase, _), replay in zip(parts, replays, strict=True):
+    for phase, replay in replays:
         by_phase[phase].append(replay)
     return DevicePhases(
         **{
             phase: DeviceMemory(allocated, reserved, reserved + outside_bytes)
             for phase, of_phase in by_phase.items()
-            if phase not in unknown
             for allocated in [max(replay.peak_allocated_bytes for replay in of_phase)]
             for reserved in [max(replay.peak_reserved_bytes for replay in of_phase)]
         }
     )
 
 
-def on_cpu(parts: Parts) -> DevicePhases:
+def on_cpu(live: Mapping[Phase, int]) -> DevicePhases:
     """The bytes of tensors of a rank on a CPU, where nothing is reserved beyond them."""
-    live = allocated_bytes(parts)
     return DevicePhases(**{phase: DeviceMemory(size, size, size) for phase, size in live.items()})
 
 

@@ -10,18 +10,16 @@ Pure."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
+from launch.predict.step.part_sizes import PartSizes
+from launch.predict.step.recorded import PASSES, Item, NotComposed, Place, Recorded, Run
 from launch.schema.recorded_step import (
     LOSS,
-    PARTS,
     TRAINED,
     UNITS,
     Block,
@@ -30,274 +28,10 @@ from launch.schema.recorded_step import (
     Layer,
     Log,
     Operator,
-    RecordedStep,
 )
 
-PASSES = ("forward", "backward")  # phases that a layer's way decides
-THROUGH_LAYERS = (*PASSES, "evaluation")
-PARTS_HERE = -1  # in place of a block: the parts of the logits are made
-MIDDLE = 2  # the unit of a stack that is repeated
-LEAST_PARTS = 3  # of the logits: first, one before the last, last
-STACKED = ("aten::stack", "aten::cat")  # of the sums of the parts of the logits
 CAST = "aten::_to_copy"
 NORMS = ("aten::stack", "aten::_foreach_norm")
-SUM_BYTES = 4  # of such a sum
-Item = TypeVar("Item", Event, Call)
-Place = tuple[str, Layer | None, int]  # of a birth: phase, owner or None, number
-
-
-class NotComposed(Exception):
-    """A step that is not made of recorded layers; the message says what differs."""
-
-
-@dataclass(frozen=True)
-class Stack:
-    """A stack of layers, of which a few were recorded."""
-
-    layers: int
-    recorded: int
-    period: int  # layers of a unit; 0: all were recorded
-
-    @cached_property
-    def source_of(self) -> list[int]:
-        """The recorded layer of each layer."""
-        more, period = self.layers - self.recorded, self.period
-        if not more or not period:
-            return list(range(self.layers))
-        begin, end = MIDDLE * period, self.recorded - (UNITS - 1) * period
-        middle = [begin + index % period for index in range(self.layers - begin - end)]
-        return [*range(begin), *middle, *range(self.recorded - end, self.recorded)]
-
-    @cached_property
-    def layers_of(self) -> dict[int, list[int]]:
-        """The layers of each recorded layer."""
-        layers: dict[int, list[int]] = defaultdict(list)
-        for layer, recorded in enumerate(self.source_of):
-            layers[recorded].append(layer)
-        return layers
-
-    @property
-    def middle(self) -> int:
-        """The unit that is repeated."""
-        return MIDDLE
-
-    def unit(self, recorded: int) -> int:
-        return min(recorded // (self.period or 1), UNITS - 1)
-
-    def seen_from(self, layer: int, recorded: int) -> list[int]:
-        """The layers that this one means where its recorded layer uses a block of another."""
-        if self.source_of == list(range(self.recorded)):
-            return [recorded]
-        own = self.source_of[layer]
-        distance = self.unit(recorded) - self.unit(own)
-        if abs(distance) <= 1:
-            seen = layer + (self._place(recorded) - self._place(own))
-            if 0 <= seen < self.layers:
-                return [seen]
-        elif self.middle not in (self.unit(own), self.unit(recorded) + 1):
-            return self.layers_of.get(recorded, [])
-        raise NotComposed(f"layer {own} frees a block of layer {recorded}")
-
-    def _place(self, recorded: int) -> int:
-        return recorded
-
-
-@dataclass(frozen=True)
-class LossParts(Stack):
-    """The parts of the logits, as the layers of a stack. Backward goes through the last one first,
-    and the one before it makes the sum of gradients that the others are added to."""
-
-    @cached_property
-    def source_of(self) -> list[int]:
-        if self.layers == self.recorded:
-            return list(range(self.recorded))
-        if self.layers < LEAST_PARTS:
-            raise NotComposed(f"{self.layers} parts of the logits")
-        middle = [1] * (self.layers - UNITS + 1)
-        return [0, *middle, self.recorded - 2, self.recorded - 1]
-
-    @property
-    def middle(self) -> int:
-        return 1
-
-    def unit(self, recorded: int) -> int:
-        return max(min(recorded, 1), recorded - self.recorded + UNITS)
-
-    def _place(self, recorded: int) -> int:
-        return self.unit(recorded)
-
-
-@dataclass(frozen=True)
-class Run(Generic[Item]):
-    """Neighbouring items of a phase, of one layer or of none."""
-
-    layer: Layer | None
-    items: list[Item]
-    time: int  # the number of the layer's runs before it, in its phase
-
-
-def _runs(items: Sequence[Item]) -> list[Run[Item]]:
-    """A phase in runs. Between the first and the last of a layer all is the layer's own; between
-    two layers of a stack it belongs to the one before."""
-    runs: list[tuple[Layer | None, list[Item]]] = []
-    if items and items[0].phase.startswith(THROUGH_LAYERS):
-        last = {item.layer: index for index, item in enumerate(items)}
-        owner: Layer | None = None
-        for index, item in enumerate(items):
-            if owner is None or index > last[owner]:
-                owner = item.layer
-            elif item.layer not in (None, owner):
-                raise NotComposed(f"{item.phase}: layers {owner} and {item.layer} overlap")
-            if not runs or runs[-1][0] != owner:
-                runs.append((owner, []))
-            runs[-1][1].append(item)
-        joined: list[tuple[Layer | None, list[Item]]] = []
-        for index, (layer, inside) in enumerate(runs):
-            before = joined[-1][0] if joined else None
-            after = runs[index + 1][0] if index + 1 < len(runs) else None
-            if layer is None and before and after and before[0] == after[0]:
-                joined[-1][1].extend(inside)
-            else:
-                joined.append((layer, inside))
-        runs = joined
-    else:
-        runs = [(layer, list(group)) for layer, group in groupby(items, lambda item: item.layer)]
-    times: dict[Layer | None, int] = defaultdict(int)
-    numbered = []
-    for layer, inside in runs:
-        numbered.append(Run(layer, inside, times[layer]))
-        times[layer] += 1
-    return numbered
-
-
-class Recorded:
-    """A recorded step, and where its blocks are made and freed."""
-
-    def __init__(self, step: RecordedStep) -> None:
-        log = step.log
-        self.log, self.depths, self.period = log, step.depths, step.period
-        self.events = {phase: _runs(events) for phase, events in _by_phase(log.events)}
-        self.calls = {phase: _runs(calls) for phase, calls in _by_phase(log.calls)}
-        self.place: dict[int, Place] = {}  # of a block's birth
-        self.births: dict[tuple[str, Layer | None], list[int]] = defaultdict(list)
-        self.freed: dict[int, tuple[str, Layer | None]] = {}  # block -> phase and owner
-        for phase, runs in self.events.items():
-            for run in runs:
-                made = self.births[phase, run.layer]
-                for event in run.items:
-                    if event.birth:
-                        self.place[event.block] = phase, run.layer, len(made)
-                        made.append(event.block)
-                    else:
-                        self.freed[event.block] = phase, run.layer
-        self._check()
-
-    @cached_property
-    def recorded_layers(self) -> dict[int, int]:
-        """The number of recorded layers of each stack."""
-        layers: dict[int, int] = defaultdict(int)
-        for runs in self.events.values():
-            for run in runs:
-                if run.layer is not None:
-                    stack, index = run.layer
-                    layers[stack] = max(layers[stack], index + 1)
-        return dict(layers)
-
-    def stacks(self, parts: int) -> dict[int, Stack]:
-        """The stacks of the model, and the parts of the logits as one."""
-        stacks: dict[int, Stack] = {}
-        for stack, recorded in self.recorded_layers.items():
-            if stack == LOSS:
-                stacks[stack] = LossParts(parts, recorded, 1)
-            else:
-                layers = self.depths[stack] if self.period else recorded
-                stacks[stack] = Stack(layers, recorded, self.period)
-        return stacks
-
-    def size(self, block: int) -> tuple[object, ...]:
-        """What two blocks have in common that stand for one another."""
-        if block == PARTS_HERE:
-            return ("parts of the logits",)
-        row = self.log.blocks[block]
-        target_bytes = row.target_bytes + row.all_target_bytes
-        return row.fixed_bytes, row.sample_bytes, target_bytes, row.sum, row.op
-
-    def handed_on(
-        self, phase: str, layer: Layer | None, reader: str, kind: tuple[object, ...]
-    ) -> list[int]:
-        """The blocks of a kind that a layer makes for another reader, in their order."""
-        return [
-            block
-            for block in self.births.get((phase, layer), [])
-            if self.reader(block) == reader and self.size(block) == kind
-        ]
-
-    def outputs(self, phase: str, layer: Layer | None) -> set[tuple[object, ...]]:
-        """The kinds of blocks that a layer hands on to another."""
-        made = self.births.get((phase, layer), [])
-        return {self.size(block) for block in made if self.reader(block) == "layer"}
-
-    def reader(self, block: int) -> str:
-        """Where a block is freed: in its own layer, in another, outside of layers, in a later phase
-        or nowhere."""
-        if block not in self.freed:
-            return "nowhere"
-        phase, layer = self.freed[block]
-        if not phase.startswith(PASSES):
-            return phase
-        if layer is None or layer[0] == LOSS:
-            return "outside"
-        return "own" if layer == self.place[block][1] else "layer"
-
-    def outside(self, phase: str) -> Iterator[tuple[int, Event | None]]:
-        """The events of a phase outside of layers, with the number of its area: a stack of layers
-        lies between two areas. None: the parts of the logits."""
-        area, stack = 0, None
-        for run in self.events.get(phase, []):
-            if run.layer is None:
-                yield from ((area, event) for event in run.items)
-            elif run.layer[0] != LOSS:
-                area += run.layer[0] != stack
-            elif stack != LOSS:
-                yield area, None
-            stack = run.layer[0] if run.layer is not None else stack if stack != LOSS else None
-
-    @cached_property
-    def areas(self) -> dict[tuple[str, int], list[int]]:
-        """The blocks that are made in each area of each phase, and PARTS_HERE."""
-        made: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for phase in self.events:
-            for area, event in self.outside(phase):
-                if event is None or event.birth:
-                    made[phase, area].append(PARTS_HERE if event is None else event.block)
-        return made
-
-    @cached_property
-    def area_of(self) -> dict[int, tuple[str, int, int]]:
-        """block -> phase, area and number in it."""
-        return {
-            block: (*area, number)
-            for area, blocks in self.areas.items()
-            for number, block in enumerate(blocks)
-        }
-
-    def _check(self) -> None:
-        """Raises NotComposed unless the layers of the two middle units make the same blocks."""
-        if not self.period:
-            return
-        for (phase, layer), made in self.births.items():
-            if layer is None or layer[0] == LOSS or layer[1] // self.period != MIDDLE:
-                continue
-            before = self.births.get((phase, (layer[0], layer[1] - self.period)), [])
-            if list(map(self.size, made)) != list(map(self.size, before[: len(made)])):
-                raise NotComposed(f"{phase}: layers {layer} and the one before differ")
-
-
-def _by_phase(items: Sequence[Item]) -> Iterator[tuple[str, list[Item]]]:
-    phases: dict[str, list[Item]] = {}
-    for item in items:
-        phases.setdefault(item.phase, []).append(item)
-    yield from phases.items()
 
 
 def compose(
@@ -328,7 +62,7 @@ class _Composer:
     ) -> None:
         self.outer, self.way_of, self.parts = outer, way_of, parts
         self.stacks = outer.stacks(parts)
-        self.sizes = _PartSizes(outer, parts, positions) if LOSS in self.stacks else None
+        self.sizes = PartSizes(outer, parts, positions) if LOSS in self.stacks else None
         layers = (
             (stack, layer)
             for stack, row in self.stacks.items()
@@ -428,12 +162,12 @@ class _Composer:
         for event in run.items:
             if moved and event.birth:
                 for block in [free.block for free in moved if free.births == count]:
-                    self._died(self._at(block), phase, layer)
+                    self._died(self._number_of(block), phase, layer)
                 count += 1
             self._inside(event, run, layer, source)
         for free in moved:
             if free.births >= count:
-                self._died(self._at(free.block), phase, layer)
+                self._died(self._number_of(free.block), phase, layer)
 
     def _inside(self, event: Event, run: Run[Event], layer: Layer, source: Recorded) -> None:
         phase = event.phase
@@ -460,8 +194,8 @@ class _Composer:
             seen = self.stacks[owner[0]].seen_from(layer[1], owner[1])
         elif len(seen) != 1:
             raise NotComposed(f"{phase}: layer {layer} frees a block of layer {owner}")
-        found = (self._of_layer(block, source, (owner[0], index)) for index in seen)
-        return [self._at(place) for place in found if place is not None]
+        places = (self._of_layer(block, source, (owner[0], index)) for index in seen)
+        return [self._number_of(place) for place in places if place is not None]
 
     def _of_layer(self, block: int, source: Recorded, layer: Layer) -> Place | None:
         """The block of this layer that a recorded block stands for; None: its way hands none on."""
@@ -526,8 +260,8 @@ class _Composer:
             return first
         period = stack.period or 1
         alike = range(first[1], stack.layers, period)
-        held = (index for index in alike if self.way_of((owner[0], index)) is self.outer)
-        return next(((owner[0], index) for index in held), None)
+        layers = ((owner[0], index) for index in alike)
+        return next((layer for layer in layers if self.way_of(layer) is self.outer), None)
 
     def _in_way(self, block: int, way: Recorded) -> int:
         """The block of a way that stands for one that `outer` makes outside of layers."""
@@ -550,7 +284,8 @@ class _Composer:
         raise AssertionError(block)
 
     def _only_handed_on(self, layer: Layer) -> Iterator[tuple[str, Layer, _Free]]:
-        """What a layer hands on to the next one, of another way, which does not know of it."""
+        """Yield the ends of blocks that a layer hands on to the next one, of another way, which
+        does not know of them."""
         following = layer[0], layer[1] + 1
         ways = self.way_of(layer), self.way_of(following)
         if ways[0] is ways[1]:
@@ -581,7 +316,7 @@ class _Composer:
             return
         birth, owner, _ = outer.place[event.block]
         if owner is None:
-            self._died(self._at(outer.place[event.block]), phase, event.layer)
+            self._died(self._number_of(outer.place[event.block]), phase, event.layer)
             return
         for index in self._layers_of(owner):
             layer = owner[0], index
@@ -594,7 +329,7 @@ class _Composer:
     ) -> None:
         place = self._of_layer(block, source, layer)
         if place is not None:
-            self._died(self._at(place), phase, attribute)
+            self._died(self._number_of(place), phase, attribute)
 
     def _one_a_parameter(self, row: Block) -> None:
         """Change a list of the norms of all gradients, or their addresses."""
@@ -666,7 +401,7 @@ class _Composer:
         if ours is None:
             phase, made = source.place[block][0], source.log.blocks[block].op
             raise NotComposed(f"{phase}: a layer frees {made} of the loss")
-        return self._at(self.outer.place[ours])
+        return self._number_of(self.outer.place[ours])
 
     def _in_outer(self, block: int, source: Recorded) -> int | None:
         """The block of `outer` that stands for one that is made outside of layers."""
@@ -720,7 +455,7 @@ class _Composer:
 
     # ---- the composed log
 
-    def _at(self, place: Place) -> int:
+    def _number_of(self, place: Place) -> int:
         if place not in self.made:
             raise NotComposed(f"{place}: no such block")
         return self.made[place]
@@ -764,144 +499,6 @@ class _Composer:
                     yield Call(numbers[key], phase, _moved(call.layer, run.layer, layer))
 
 
-class _PartSizes:
-    """Sizes in a step whose logits are made in another number of parts. They grow evenly with the
-    positions of a part: a block of a part is compared with that of the last part, which is
-    shorter."""
-
-    def __init__(self, outer: Recorded, parts: int, positions: int) -> None:
-        self.outer, self.parts = outer, parts
-        self.recorded = outer.recorded_layers[LOSS]
-        self.lengths = _lengths(positions, self.recorded)
-        self.wanted = _lengths(positions, parts)
-        if positions and self.lengths[0] == self.lengths[1] and self.lengths != self.wanted:
-            raise NotComposed(f"{self.recorded} recorded parts of the logits are equally long")
-        if positions and min(self.wanted) == 1:
-            raise NotComposed("a part of the logits has a single position")
-        self.has_lengths = bool(positions) and self.lengths[0] != self.lengths[1]
-
-    def of_part(self, row: Block, recorded: int, is_last: bool) -> None:
-        """Change a block of a part, which is like this recorded one."""
-        self.outside(row)
-        if not self.has_lengths:
-            return
-        twin = self._twins.get(recorded)
-        if twin is None:
-            if row.sample_bytes or self.outer.log.batch == 1:
-                raise NotComposed(f"{row.op}: only one of the parts of the logits makes it")
-            return
-        owner = self.outer.place[recorded][1]
-        other = self.outer.log.blocks[twin]
-
-        def grown(own: int, of_other: int) -> int:
-            size = self._grown(own, of_other, owner == (LOSS, self.recorded - 1), is_last)
-            if size != int(size):
-                raise NotComposed(f"{row.op}: {own} and {of_other} bytes in parts of the logits")
-            return int(size)
-
-        row.fixed_bytes = grown(row.fixed_bytes, other.fixed_bytes)
-        row.sample_bytes = grown(row.sample_bytes, other.sample_bytes)
-        if row.sum is not None and other.sum is not None:
-            rows = grown(row.sum.fixed_rows, other.sum.fixed_rows)
-            of_sample = grown(row.sum.sample_rows, other.sum.sample_rows)
-            row.sum = replace(row.sum, fixed_rows=rows, sample_rows=of_sample)
-
-    def _grown(self, own: float, other: float, of_last: bool, is_last: bool) -> float:
-        """A size in another part, by its sizes in the last part and in one of the others."""
-        length, other_length = self.lengths[of_last], self.lengths[not of_last]
-        slope = (own - other) / (length - other_length)
-        return own + slope * (self.wanted[is_last] - length)
-
-    def outside(self, row: Block) -> None:
-        """Change a block outside of parts."""
-        row.target_bytes += self.parts * row.all_target_bytes
-        row.all_target_bytes = 0
-        if row.op in STACKED and row.sizes == (SUM_BYTES * self.recorded, 0, 0):
-            row.fixed_bytes = SUM_BYTES * self.parts
-
-    @cached_property
-    def _twins(self) -> dict[int, int]:
-        """Each block of the last part, and of the others, and the block of the other kind."""
-        twins: dict[int, int] = {}
-        for (phase, layer), made in self.outer.births.items():
-            if layer is None or layer[0] != LOSS:
-                continue
-            last = self.recorded - 1
-            others = self.outer.births.get((phase, (LOSS, 1 if layer[1] == last else last)), [])
-            twins |= dict(_pairs(made, others, lambda block: self.outer.log.blocks[block].op))
-        return twins
-
-    def operator(
-        self, operator: Operator, call: Call, recorded: Layer | None, layer: Layer | None
-    ) -> Operator:
-        """What a call does in a part, or outside of parts."""
-        flops, moved = operator.flops, operator.bytes
-        if layer is not None and layer[0] == LOSS and self.has_lengths and recorded is not None:
-            other = self._twin_operators.get((call.phase, recorded, call.operator))
-            if other is not None:
-                of_last, is_last = recorded[1] == self.recorded - 1, layer[1] == self.parts - 1
-                flops, moved = (
-                    tuple(
-                        self._grown(one, two, of_last, is_last)
-                        for one, two in zip(own, its, strict=True)
-                    )
-                    for own, its in ((flops, other.flops), (moved, other.bytes))
-                )
-        # outside of parts a call that has to do with one has to do with all
-        times = 1 if layer is not None and layer[0] == LOSS else self.parts / self.recorded
-        flops, moved = (
-            (fixed, sample, times * target + self.parts * of_all, 0)
-            for fixed, sample, target, of_all in (flops, moved)
-        )
-        if operator.name in STACKED and moved == (2 * SUM_BYTES * self.recorded, 0, 0, 0):
-            moved = (2 * SUM_BYTES * self.parts, 0, 0, 0)
-        if operator.name == "aten::sum" and moved == (SUM_BYTES * (self.recorded + 1), 0, 0, 0):
-            moved = (SUM_BYTES * (self.parts + 1), 0, 0, 0)
-        return replace(operator, flops=flops, bytes=moved)
-
-    @cached_property
-    def _twin_operators(self) -> dict[tuple[str, Layer, int], Operator]:
-        """By phase, part and number of an operator, that of the last part, or of the others."""
-        log, last = self.outer.log, self.recorded - 1
-        calls: dict[tuple[str, Layer], list[int]] = defaultdict(list)
-        for phase, runs in self.outer.calls.items():
-            for run in runs:
-                if run.layer is not None and run.layer[0] == LOSS:
-                    calls[phase, run.layer] += [call.operator for call in run.items]
-        twins: dict[tuple[str, Layer, int], Operator] = {}
-        for (phase, layer), numbers in calls.items():
-            others = calls.get((phase, (LOSS, 1 if layer[1] == last else last)), [])
-            for number, other in _pairs(numbers, others, lambda each: log.operators[each].name):
-                twins[phase, layer, number] = log.operators[other]
-        return twins
-
-
-def _lengths(positions: int, parts: int) -> tuple[int, int]:
-    """Positions of a part of the logits, and of the last."""
-    length = math.ceil(positions / parts)
-    return length, positions - length * (parts - 1)
-
-
-def made_parts(positions: int, parts: int) -> int:
-    """The parts that the positions of a row make, as the trainer divides them."""
-    return math.ceil(positions / math.ceil(positions / parts)) if positions else parts
-
-
-def uneven_parts(positions: int) -> int:
-    """The fewest parts to record, of which the last is shorter; 0: there are none."""
-    counts = (made_parts(positions, parts) for parts in range(PARTS, positions + 1))
-    return next((n for n in counts if n >= PARTS and len({*_lengths(positions, n)}) > 1), 0)
-
-
-def _pairs(
-    some: Sequence[int], others: Sequence[int], name_of: Callable[[int], str]
-) -> Iterator[tuple[int, int]]:
-    """Pairs of the same name, in runs that are as long as possible."""
-    names, other_names = [*map(name_of, some)], [*map(name_of, others)]
-    for run in SequenceMatcher(None, names, other_names, False).get_matching_blocks():
-        yield from zip(some[run.a : run.a + run.size], others[run.b :], strict=False)
-
-
 def _moved(own: Layer | None, recorded: Layer | None, layer: Layer | None) -> Layer | None:
     """The layer in place of a recorded one; a part of the logits is none."""
     if own is None or own[0] == LOSS or layer is None:
@@ -913,6 +510,6 @@ def _common(some: Sequence[object], others: Sequence[object]) -> int:
     """The length of the common beginning."""
     pairs = zip(some, others, strict=False)
     return next(
-        (index for index, (one, other) in enumerate(pairs) if one != other),
+        (index for index, (own, other) in enumerate(pairs) if own != other),
         min(len(some), len(others)),
     )

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from launch.predict.step import compose
-from launch.predict.step.compose import NotComposed, Recorded
+from launch.predict.step import part_sizes
+from launch.predict.step.compose import compose
+from launch.predict.step.recorded import LEAST_PARTS, NotComposed, Recorded
 from launch.schema.plan import Strategy
 from launch.schema.recorded_step import LOSS, PARTS, Log, RecordedStep
 
@@ -40,8 +41,8 @@ class Question:
 class Sources:
     """The records that a step is composed of."""
 
-    outer: Question  # all but the layers that `kept` is of
-    kept: Question | None = None  # where only every n-th layer computes again
+    outer: Question  # all but the layers that `others` is of
+    others: Question | None = None  # layers between those that compute again, every n-th
     every_n_layers: int = 1
     parts: int = 1  # of the logits
     positions: int = 0  # that these divide; 0: targets
@@ -49,22 +50,22 @@ class Sources:
 
     @property
     def questions(self) -> list[Question]:
-        return [self.outer, *([self.kept] if self.kept is not None else [])]
+        return [self.outer, *([self.others] if self.others is not None else [])]
 
     def composed(self, recorded: Callable[[Question], RecordedStep]) -> Log:
         """The log of one process. Raises NotComposed."""
         step = recorded(self.outer)
-        if not step.period and self.kept is None and not self.outer.parts_apart:
+        if not step.period and self.others is None and not self.outer.parts_apart:
             return step.log
         outer = Recorded(step)
-        if self.kept is None:
-            return compose.compose(outer, None, self.parts, self.positions)
-        kept, every = Recorded(recorded(self.kept)), self.every_n_layers
+        if self.others is None:
+            return compose(outer, None, self.parts, self.positions)
+        others, every = Recorded(recorded(self.others)), self.every_n_layers
         if len(outer.recorded_layers.keys() - {LOSS}) > 1:
             raise NotComposed("there are several stacks of layers")
-        return compose.compose(
+        return compose(
             outer,
-            lambda layer: kept if layer[1] % every else outer,
+            lambda layer: others if layer[1] % every else outer,
             self.parts,
             self.positions,
         )
@@ -89,10 +90,10 @@ def of(question: Question, has_encoder: bool, is_recorded: Callable[[Question], 
         shards = levers.tiled_mlp_num_shards  # the trace has a multiple of them
         positions = -(-question.lengths[1] // shards) * shards
         parts, recorded_parts = (
-            compose.made_parts(positions, parts),
-            compose.uneven_parts(positions),
+            part_sizes.made_parts(positions, parts),
+            part_sizes.uneven_parts(positions),
         )
-    is_in_parts = parts >= compose.LEAST_PARTS and recorded_parts > 0
+    is_in_parts = parts >= LEAST_PARTS and recorded_parts > 0
     if levers.flattens and positions:  # lengths are multiples of the parts
         is_in_parts = False
     if parts > 1 and not is_in_parts:
@@ -110,8 +111,6 @@ def of(question: Question, has_encoder: bool, is_recorded: Callable[[Question], 
     outer = base(min(every, 1), is_in_parts)
     if every <= 1:
         return Sources(outer, parts=parts, positions=positions)
-    others = [base(0, is_in_parts), base(0, not is_in_parts)]
-    if not recorded_parts:
-        others = others[:1]
-    kept = next((each for each in others if is_recorded(each)), others[0])
-    return Sources(outer, kept, every, parts, positions)
+    alike = [base(0, is_in_parts), *([base(0, not is_in_parts)] if recorded_parts else [])]
+    others = next((each for each in alike if is_recorded(each)), alike[0])
+    return Sources(outer, others, every, parts, positions)

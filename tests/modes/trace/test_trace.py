@@ -23,7 +23,9 @@ from benchmarks import composed
 from launch.plan import facts as plan_facts
 from launch.plan import planner
 from launch.predict import model_config
-from launch.predict.step import compose, peaks
+from launch.predict.step import peaks
+from launch.predict.step.compose import compose
+from launch.predict.step.recorded import MIDDLE, NotComposed, Recorded
 from launch.predict.step.sources import Question
 from launch.predict.traces import Traces
 from launch.schema.plan import DataFormat, ModelSize, Plan
@@ -395,14 +397,14 @@ def whole_step(
 ) -> Log:
     """The step with all layers, of a record of few of them."""
     recorded = trace_step.record(recipe, plan, lengths, padded, batch, target)
-    return compose.compose(compose.Recorded(recorded)) if recorded.period else recorded.log
+    return compose(Recorded(recorded)) if recorded.period else recorded.log
 
 
 def extends_to_the_whole_model(recipe: Recipe, plan: Plan) -> None:
     whole = trace_step.step(recipe, plan, (LENGTH, LENGTH))
     recorded = trace_step.record(recipe, plan, (LENGTH, LENGTH), True, BATCH)
     assert recorded.period
-    extended = compose.compose(compose.Recorded(recorded))
+    extended = compose(Recorded(recorded))
     assert not composed.difference(extended, whole)
     assert peaks.work(extended) == peaks.work(whole)
 
@@ -429,11 +431,11 @@ def test_layers_that_differ_are_not_repeated(tmp_path, monkeypatch):
     odd = next(
         event.block
         for event in log.events
-        if event.birth and event.phase == "forward:0" and event.layer == (0, compose.MIDDLE)
+        if event.birth and event.phase == "forward:0" and event.layer == (0, MIDDLE)
     )
     log.blocks[odd].sample_bytes += 1
-    with pytest.raises(compose.NotComposed):
-        compose.compose(compose.Recorded(RecordedStep(log, (9,), 1)))
+    with pytest.raises(NotComposed):
+        compose(Recorded(RecordedStep(log, (9,), 1)))
 
 
 def test_peaks_are_those_of_the_log_at_any_batch(tmp_path, monkeypatch):

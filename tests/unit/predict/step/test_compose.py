@@ -7,8 +7,9 @@ import json
 import pytest
 
 from benchmarks import composed
-from launch.predict.step import compose, sources
-from launch.predict.step.compose import NotComposed, Recorded
+from launch.predict.step import sources
+from launch.predict.step.compose import compose
+from launch.predict.step.recorded import NotComposed, Recorded
 from launch.schema.recorded_step import BATCH, RecordedStep, dumped, loaded
 from training.trace import step
 
@@ -48,12 +49,12 @@ def test_a_file_has_all_of_a_recorded_step(tmp_path, monkeypatch):
 def test_layers_in_turns_are_not_composed_of_ways_that_hand_on_other_blocks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kept, again = (Recorded(recorded(of_llama(every_n_layers=n))) for n in (0, 1))
-    compose.compose(again, lambda layer: kept if layer[1] % 2 else again)
+    compose(again, lambda layer: kept if layer[1] % 2 else again)
     made = kept.births["forward:0", (0, 1)]
     output = next(block for block in made if kept.reader(block) == "layer")
     kept.log.blocks[output].sample_bytes += 1
     with pytest.raises(NotComposed, match="make 1 and 0 blocks"):
-        compose.compose(again, lambda layer: kept if layer[1] % 2 else again)
+        compose(again, lambda layer: kept if layer[1] % 2 else again)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +73,8 @@ def test_what_is_not_composed_is_named(values, why):
 def test_of_records_that_are_there_none_is_made_again():
     question = composed.case_of(of_llama(every_n_layers=3))[2]
     whole = sources.of(question, False, lambda base: False)
-    assert whole.kept is not None
-    assert not whole.kept.parts_apart
+    assert whole.others is not None
+    assert not whole.others.parts_apart
     in_parts = sources.of(question, False, lambda base: base.parts_apart)
-    assert in_parts.kept is not None
-    assert in_parts.kept.parts_apart
+    assert in_parts.others is not None
+    assert in_parts.others.parts_apart

@@ -1,0 +1,274 @@
+"""A recorded step, and where its blocks are made and freed. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Generic, TypeVar
+
+from launch.schema.recorded_step import LOSS, UNITS, Call, Event, Layer, RecordedStep
+
+PASSES = ("forward", "backward")  # phases that a layer's way decides
+THROUGH_LAYERS = (*PASSES, "evaluation")
+PARTS_HERE = -1  # in place of a block: the parts of the logits are made
+MIDDLE = 2  # the unit of a stack that is repeated
+LEAST_PARTS = 3  # of the logits: first, one before the last, last
+Item = TypeVar("Item", Event, Call)
+Place = tuple[str, Layer | None, int]  # of a birth: phase, owner or None, number
+
+
+class NotComposed(Exception):
+    """A step that is not made of recorded layers; the message says what differs."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A stack of layers, of which a few were recorded."""
+
+    layers: int
+    recorded: int
+    period: int  # layers of a unit; 0: all were recorded
+
+    @cached_property
+    def source_of(self) -> list[int]:
+        """The recorded layer of each layer."""
+        more, period = self.layers - self.recorded, self.period
+        if not more or not period:
+            return list(range(self.layers))
+        begin, end = MIDDLE * period, self.recorded - (UNITS - 1) * period
+        middle = [begin + index % period for index in range(self.layers - begin - end)]
+        return [*range(begin), *middle, *range(self.recorded - end, self.recorded)]
+
+    @cached_property
+    def layers_of(self) -> dict[int, list[int]]:
+        """The layers of each recorded layer."""
+        layers: dict[int, list[int]] = defaultdict(list)
+        for layer, recorded in enumerate(self.source_of):
+            layers[recorded].append(layer)
+        return layers
+
+    @property
+    def middle(self) -> int:
+        """The unit that is repeated."""
+        return MIDDLE
+
+    def unit(self, recorded: int) -> int:
+        return min(recorded // (self.period or 1), UNITS - 1)
+
+    def seen_from(self, layer: int, recorded: int) -> list[int]:
+        """The layers that this one means where its recorded layer uses a block of another."""
+        if self.source_of == list(range(self.recorded)):
+            return [recorded]
+        own = self.source_of[layer]
+        distance = self.unit(recorded) - self.unit(own)
+        if abs(distance) <= 1:
+            seen = layer + (self._place(recorded) - self._place(own))
+            if 0 <= seen < self.layers:
+                return [seen]
+        elif self.middle not in (self.unit(own), self.unit(recorded) + 1):
+            return self.layers_of.get(recorded, [])
+        raise NotComposed(f"layer {own} frees a block of layer {recorded}")
+
+    def _place(self, recorded: int) -> int:
+        return recorded
+
+
+@dataclass(frozen=True)
+class LossParts(Stack):
+    """The parts of the logits, as the layers of a stack. Backward goes through the last one first,
+    and the one before it makes the sum of gradients that the others are added to."""
+
+    @cached_property
+    def source_of(self) -> list[int]:
+        if self.layers == self.recorded:
+            return list(range(self.recorded))
+        if self.layers < LEAST_PARTS:
+            raise NotComposed(f"{self.layers} parts of the logits")
+        middle = [1] * (self.layers - UNITS + 1)
+        return [0, *middle, self.recorded - 2, self.recorded - 1]
+
+    @property
+    def middle(self) -> int:
+        return 1
+
+    def unit(self, recorded: int) -> int:
+        return max(min(recorded, 1), recorded - self.recorded + UNITS)
+
+    def _place(self, recorded: int) -> int:
+        return self.unit(recorded)
+
+
+@dataclass(frozen=True)
+class Run(Generic[Item]):
+    """Neighbouring items of a phase, of one layer or of none."""
+
+    layer: Layer | None
+    items: list[Item]
+    time: int  # the number of the layer's runs before it, in its phase
+
+
+def _runs(items: Sequence[Item]) -> list[Run[Item]]:
+    """A phase in runs. Between the first and the last of a layer all is the layer's own; between
+    two layers of a stack it belongs to the one before."""
+    runs: list[tuple[Layer | None, list[Item]]] = []
+    if items and items[0].phase.startswith(THROUGH_LAYERS):
+        last = {item.layer: index for index, item in enumerate(items)}
+        owner: Layer | None = None
+        for index, item in enumerate(items):
+            if owner is None or index > last[owner]:
+                owner = item.layer
+            elif item.layer not in (None, owner):
+                raise NotComposed(f"{item.phase}: layers {owner} and {item.layer} overlap")
+            if not runs or runs[-1][0] != owner:
+                runs.append((owner, []))
+            runs[-1][1].append(item)
+        joined: list[tuple[Layer | None, list[Item]]] = []
+        for index, (layer, inside) in enumerate(runs):
+            before = joined[-1][0] if joined else None
+            after = runs[index + 1][0] if index + 1 < len(runs) else None
+            if layer is None and before and after and before[0] == after[0]:
+                joined[-1][1].extend(inside)
+            else:
+                joined.append((layer, inside))
+        runs = joined
+    else:
+        runs = [(layer, list(group)) for layer, group in groupby(items, lambda item: item.layer)]
+    times: dict[Layer | None, int] = defaultdict(int)
+    numbered = []
+    for layer, inside in runs:
+        numbered.append(Run(layer, inside, times[layer]))
+        times[layer] += 1
+    return numbered
+
+
+class Recorded:
+    """A recorded step, and where its blocks are made and freed."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        log = step.log
+        self.log, self.depths, self.period = log, step.depths, step.period
+        self.events = {phase: _runs(events) for phase, events in _by_phase(log.events)}
+        self.calls = {phase: _runs(calls) for phase, calls in _by_phase(log.calls)}
+        self.place: dict[int, Place] = {}  # of a block's birth
+        self.births: dict[tuple[str, Layer | None], list[int]] = defaultdict(list)
+        self.freed: dict[int, tuple[str, Layer | None]] = {}  # block -> phase and owner
+        for phase, runs in self.events.items():
+            for run in runs:
+                made = self.births[phase, run.layer]
+                for event in run.items:
+                    if event.birth:
+                        self.place[event.block] = phase, run.layer, len(made)
+                        made.append(event.block)
+                    else:
+                        self.freed[event.block] = phase, run.layer
+        self._check()
+
+    @cached_property
+    def recorded_layers(self) -> dict[int, int]:
+        """The number of recorded layers of each stack."""
+        layers: dict[int, int] = defaultdict(int)
+        for runs in self.events.values():
+            for run in runs:
+                if run.layer is not None:
+                    stack, index = run.layer
+                    layers[stack] = max(layers[stack], index + 1)
+        return dict(layers)
+
+    def stacks(self, parts: int) -> dict[int, Stack]:
+        """The stacks of the model, and the parts of the logits as one."""
+        stacks: dict[int, Stack] = {}
+        for stack, recorded in self.recorded_layers.items():
+            if stack == LOSS:
+                stacks[stack] = LossParts(parts, recorded, 1)
+            else:
+                layers = self.depths[stack] if self.period else recorded
+                stacks[stack] = Stack(layers, recorded, self.period)
+        return stacks
+
+    def size(self, block: int) -> tuple[object, ...]:
+        """The size and operator of a block, by which it stands for another."""
+        if block == PARTS_HERE:
+            return ("parts of the logits",)
+        row = self.log.blocks[block]
+        target_bytes = row.target_bytes + row.all_target_bytes
+        return row.fixed_bytes, row.sample_bytes, target_bytes, row.sum, row.op
+
+    def handed_on(
+        self, phase: str, layer: Layer | None, reader: str, kind: tuple[object, ...]
+    ) -> list[int]:
+        """The blocks of a kind that a layer makes for another reader, in their order."""
+        return [
+            block
+            for block in self.births.get((phase, layer), [])
+            if self.reader(block) == reader and self.size(block) == kind
+        ]
+
+    def outputs(self, phase: str, layer: Layer | None) -> set[tuple[object, ...]]:
+        """The kinds of blocks that a layer hands on to another."""
+        made = self.births.get((phase, layer), [])
+        return {self.size(block) for block in made if self.reader(block) == "layer"}
+
+    def reader(self, block: int) -> str:
+        """The place where a block is freed: its own layer, another, outside of layers, a later
+        phase or nowhere."""
+        if block not in self.freed:
+            return "nowhere"
+        phase, layer = self.freed[block]
+        if not phase.startswith(PASSES):
+            return phase
+        if layer is None or layer[0] == LOSS:
+            return "outside"
+        return "own" if layer == self.place[block][1] else "layer"
+
+    def outside(self, phase: str) -> Iterator[tuple[int, Event | None]]:
+        """The events of a phase outside of layers, with the number of its area: a stack of layers
+        lies between two areas. None: the parts of the logits."""
+        area, stack = 0, None
+        for run in self.events.get(phase, []):
+            if run.layer is None:
+                yield from ((area, event) for event in run.items)
+            elif run.layer[0] != LOSS:
+                area += run.layer[0] != stack
+            elif stack != LOSS:
+                yield area, None
+            stack = run.layer[0] if run.layer is not None else stack if stack != LOSS else None
+
+    @cached_property
+    def areas(self) -> dict[tuple[str, int], list[int]]:
+        """The blocks that are made in each area of each phase, and PARTS_HERE."""
+        made: dict[tuple[str, int], list[int]] = defaultdict(list)
+        for phase in self.events:
+            for area, event in self.outside(phase):
+                if event is None or event.birth:
+                    made[phase, area].append(PARTS_HERE if event is None else event.block)
+        return made
+
+    @cached_property
+    def area_of(self) -> dict[int, tuple[str, int, int]]:
+        """block -> phase, area and number in it."""
+        return {
+            block: (*area, number)
+            for area, blocks in self.areas.items()
+            for number, block in enumerate(blocks)
+        }
+
+    def _check(self) -> None:
+        """Raises NotComposed unless the layers of the two middle units make the same blocks."""
+        if not self.period:
+            return
+        for (phase, layer), made in self.births.items():
+            if layer is None or layer[0] == LOSS or layer[1] // self.period != MIDDLE:
+                continue
+            before = self.births.get((phase, (layer[0], layer[1] - self.period)), [])
+            if list(map(self.size, made)) != list(map(self.size, before[: len(made)])):
+                raise NotComposed(f"{phase}: layers {layer} and the one before differ")
+
+
+def _by_phase(items: Sequence[Item]) -> Iterator[tuple[str, list[Item]]]:
+    phases: dict[str, list[Item]] = {}
+    for item in items:
+        phases.setdefault(item.phase, []).append(item)
+    yield from phases.items()

@@ -1,0 +1,66 @@
+"""Replays that are kept beside a trace: read again instead of made again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.base.errors import ResourceError
+from launch.predict.memory import loading
+from launch.predict.memory.allocator_config import TORCH_DEFAULTS
+from launch.predict.memory.phases import RunEvents
+from launch.predict.traces import Trace, read_work
+from tests.unit.predict.test_estimate import RECORDED
+
+UNLIMITED = 1 << 60
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Trace:
+    for suffix in (".json", ".log"):
+        shutil.copy(RECORDED.with_suffix(suffix), tmp_path)
+    file = tmp_path / RECORDED.name
+    content = json.loads(file.read_text())
+    return Trace(tuple(content["peaks"]), read_work(content["work"]), file, keeps_replays=True)
+
+
+def run(trace: Trace, num_samples: int = 8) -> RunEvents:
+    return RunEvents(trace, num_samples, 24, loading.plain)
+
+
+def test_a_replay_is_made_once_for_all_that_it_is_of(trace):
+    first = run(trace)
+    made = first.replays(TORCH_DEFAULTS, UNLIMITED), first.allocated_bytes
+    resident = first.resident_bytes({}, False)
+    trace.file.with_suffix(".log").unlink()  # of which it is made
+    again = run(trace)
+    assert (again.replays(TORCH_DEFAULTS, UNLIMITED), again.allocated_bytes) == made
+    assert again.resident_bytes({}, False) == resident
+    for other in (run(trace, 4), again):
+        config = replace(TORCH_DEFAULTS, expandable_segments=other is again)
+        with pytest.raises(ResourceError, match="damaged"):
+            other.replays(config, UNLIMITED)
+
+
+def test_less_memory_than_it_takes_is_another_replay(trace):
+    (_, highest), *_ = sorted(
+        run(trace).replays(TORCH_DEFAULTS, UNLIMITED), key=lambda part: -part[1].peak_reserved_bytes
+    )
+    for _ in range(2):  # made, then read
+        limited = run(trace).replays(TORCH_DEFAULTS, highest.peak_reserved_bytes - 1)
+        most = max(replay.peak_reserved_bytes for _, replay in limited)
+        retries = sum(replay.retries for _, replay in limited)
+        assert retries or most == highest.peak_reserved_bytes
+
+
+def test_a_damaged_file_is_made_again(trace):
+    made = run(trace).replays(TORCH_DEFAULTS, UNLIMITED)
+    (file,) = trace.file.parent.glob("*.replay")
+    for content in ("", "[]]", '{"a": 1}', "[[1, 2]]"):
+        file.write_text(content)
+        assert run(trace).replays(TORCH_DEFAULTS, UNLIMITED) == made
+        assert json.loads(file.read_text())
