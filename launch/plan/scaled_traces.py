@@ -71,7 +71,7 @@ class _ScaledTrace(Trace):
     def _log(self) -> dict[str, Any]:
         log = super()._log()
         blocks = [[fixed, self.factor * sample, *rest] for fixed, sample, *rest in log["blocks"]]
-        return log | {"blocks": blocks}
+        return {**log, "blocks": blocks}
 
 
 def _scaled(trace: Trace, factor: int) -> Trace:
@@ -97,7 +97,10 @@ def _scaled(trace: Trace, factor: int) -> Trace:
         bytes_moved=_times(trace.work.bytes_moved, factor),
         offloaded=tuple(_times(size, factor) for size in trace.work.offloaded),
     )
-    return _ScaledTrace(tuple(moments), work, trace.file, keeps_replays=True, factor=factor)
+    log, keeps = trace.log, trace.keeps_replays
+    return _ScaledTrace(
+        tuple(moments), work, trace.file, log=log, keeps_replays=keeps, factor=factor
+    )
 
 
 def _times(count: Affine, factor: int) -> Affine:

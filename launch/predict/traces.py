@@ -11,10 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
 from launch.predict.memory.loading import Births, Load
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.sharding import BUCKET_ELEMENTS
-from launch.predict.step import sharded, sources, stored
+from launch.predict.step import peaks, sharded, sources, stored
 from launch.predict.step.recorded import NotComposed
 from launch.predict.step.sources import Question, Sources
 from launch.predict.target_counts import NO_TARGETS, BatchCounts, MostTargets
@@ -40,7 +40,7 @@ from launch.schema.phases import Phase
 from launch.schema.plan import Born, ModelSize, Peak
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affecting
-from launch.schema.recorded_step import STEP, RecordedStep, loaded
+from launch.schema.recorded_step import STEP, Log, RecordedStep, loaded
 
 # fixed, per sample, when it is born: bytes of a block. Of the buffer of a sum, rows, and behind it
 # the columns, multiprocessors and threads of partial_sums_bytes, or None. Last, if it grows with
@@ -54,6 +54,7 @@ LASTING: tuple[Born, ...] = (*LOADED, "engine", "state", "paged", "workspace")
 EVALUATED: tuple[Born, ...] = ("evaluation", "kept")
 # of a training micro-batch, and of an evaluation's
 _Counts = tuple[BatchCounts, BatchCounts | None]
+LOGS_IN_RAM = 4  # of a deep model some 20 MB each
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 
 
@@ -69,6 +70,8 @@ class Trace:
     eval_targets: MostTargets = NO_TARGETS
     first: Trace | None = None  # of the run's first step, if that was traced for itself
     why_whole: str = ""  # why the step was not composed of others
+    # composes launch.predict.step.stored's content once more, which a replay needs
+    log: Callable[[], Mapping[str, Any]] = dict
     keeps_replays: bool = False  # beside its file
 
     def peak(self, num_samples: int, eval_samples: int | None) -> Peak:
@@ -189,19 +192,13 @@ class Trace:
         batches = [*self._counts(num_samples, eval_samples), opened]
         return [self.file.stem, first.file.stem, *map(str, batches)]
 
-    def first_log(self) -> dict[str, Any]:
+    def first_log(self) -> Mapping[str, Any]:
         """The log of a run's first step."""
         log = self._log()
         return log.get("turns", {}).get("first", log)
 
-    def _log(self) -> dict[str, Any]:
-        file = self.file.with_suffix(".log")
-        try:
-            return trace_files.checked_log(json.loads(files.regular_bytes(file)))
-        except DAMAGE as error:
-            raise ResourceError(
-                f"{file}: damaged; remove {self.file}, and the step is traced again"
-            ) from error
+    def _log(self) -> Mapping[str, Any]:
+        return self.log()
 
 
 class _Turn:
@@ -342,6 +339,7 @@ class Traces:
         }
         self._cached: dict[str, Trace] = {}
         self._bases: dict[str, RecordedStep] = {}
+        self._logs: dict[str, Log] = {}  # of one process, the last ones
         # why a step could not be traced: its candidates are judged by states alone
         self.failure: str | None = None
 
@@ -355,7 +353,11 @@ class Traces:
         missing = {
             self.name(question): question for question in questions if self.get(question) is None
         }
-        waiting = missing if not self.failure else {}
+        self._compose(missing)
+
+    def _compose(self, waiting: dict[str, Question]) -> None:
+        """Compose these steps of records, which are made where there are none, and store their
+        traces."""
         composed_of = {name: self._sources(question) for name, question in waiting.items()}
         while waiting and not self.failure:
             self._record([base for name in waiting for base in composed_of[name].questions])
@@ -366,8 +368,7 @@ class Traces:
                 if why_not is None:
                     del waiting[name]
                     continue
-                own = sources.alone(question).outer
-                is_own = composed_of[name].outer == own
+                is_own = composed_of[name].outer == sources.alone(question).outer
                 composed_of[name] = sources.alone(question, why_not, all_layers=is_own)
 
     def _sources(self, question: Question) -> Sources:
@@ -405,9 +406,9 @@ class Traces:
         name = self._base_name(base)
         if name not in self._bases:
             try:
-                content = json.loads(files.regular_bytes(self._folder / f"{name}{STEP}"))
-                self._bases[name] = loaded(content)
-            except (*DAMAGE, IndexError):
+                text = files.regular_bytes(self._folder / f"{name}{STEP}").decode()
+                self._bases[name] = loaded(text)
+            except (OSError, ValueError):
                 return None
         return self._bases[name]
 
@@ -426,12 +427,31 @@ class Traces:
             return str(difference)
         if question.documents > 1:
             log = log.of_documents(question.documents)
-        strategy, tied = question.strategy, self._model.family.ties_head
-        step = log, self._recipe, strategy, tied, BUCKET_ELEMENTS
-        turns = {turn: sharded.shard_step(*step, turn) for turn in sharded.special_turns(strategy)}
-        why_whole = composed_of.why_whole
-        stored.write(self._folder / name, sharded.shard_step(*step), turns, why_whole)
+        of_rank = self._shared(question, log)
+        reduced = {"peaks": peaks.peaks(of_rank), "work": peaks.work(of_rank)}
+        reduced |= {"why_whole": composed_of.why_whole}
+        files.write_atomic(self._folder / f"{name}.json", json.dumps(reduced))
+        self._logs[name] = log
+        while len(self._logs) > LOGS_IN_RAM:
+            del self._logs[next(iter(self._logs))]
         return None
+
+    def _shared(self, question: Question, log: Log, turn: sharded.Turn = "steady") -> Log:
+        """The log of one rank."""
+        strategy, tied = question.strategy, self._model.family.ties_head
+        return sharded.shard_step(log, self._recipe, strategy, tied, BUCKET_ELEMENTS, turn)
+
+    def _content(self, question: Question) -> Mapping[str, Any]:
+        """The logs of a step as a replay needs them."""
+        name = self.name(question)
+        if name not in self._logs:
+            self._compose({name: question})
+        if name not in self._logs:
+            raise ResourceError(f"{self._folder}: a step cannot be traced again: {self.failure}")
+        log = self._logs[name]
+        turns = sharded.special_turns(question.strategy)
+        of_turns = {turn: self._shared(question, log, turn) for turn in turns}
+        return stored.content(self._shared(question, log), of_turns)
 
     def close(self) -> None:
         """End the child that answers questions; another question starts another child."""
@@ -448,14 +468,15 @@ class Traces:
             file = self._folder / f"{name}.json"
             try:
                 content = trace_files.checked(json.loads(files.regular_bytes(file)))
-                if file.with_suffix(".log").stat().st_size != content["log_bytes"]:
-                    return None
                 trace = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
-                why_whole = str(content["why_whole"])
-                trace = replace(trace, why_whole=why_whole, keeps_replays=True)
+                self._cached[name] = replace(
+                    trace,
+                    why_whole=str(content["why_whole"]),
+                    log=partial(self._content, question),
+                    keeps_replays=True,
+                )
             except DAMAGE:
                 return None
-            self._cached[name] = trace
         return with_targets(self._cached[name], of_any_rows(question))
 
     def name(self, question: Question) -> str:

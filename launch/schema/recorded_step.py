@@ -7,9 +7,10 @@ divides is a number of bytes per sample, or per target. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 STEP = ".step"  # of the names of recorded steps' files
 BATCH = 1009  # a prime that divides no usual width, vocabulary or length
@@ -144,64 +145,63 @@ class RecordedStep:
     period: int = 0  # layers of a unit, of which four were recorded; 0: all layers were
 
 
-def dumped(step: RecordedStep) -> dict[str, Any]:
-    """The content of a file: rows, whose phases and layers are numbers in lists of their own."""
+def dumped(step: RecordedStep) -> str:
+    """The text of a file: a digest, then rows whose phases and layers are numbers in lists of their
+    own."""
     log = step.log
-    phases = list(dict.fromkeys([*(e.phase for e in log.events), *(c.phase for c in log.calls)]))
-    layers = list(dict.fromkeys([*(e.layer for e in log.events), *(c.layer for c in log.calls)]))
-    place = {phase: number for number, phase in enumerate(phases)}
-    number = {layer: number for number, layer in enumerate(layers)}
-    return {
-        "depths": step.depths,
-        "period": step.period,
-        "batch": log.batch,
-        "phases": phases,
-        "layers": layers,
-        "blocks": [list(astuple(block)) for block in log.blocks],
-        "events": [
-            [e.block if e.birth else ~e.block, place[e.phase], number[e.layer]] for e in log.events
-        ],
-        "operators": [list(astuple(operator)) for operator in log.operators],
-        "calls": [[c.operator, place[c.phase], number[c.layer]] for c in log.calls],
-    }
+    placed = [*log.events, *log.calls]
+    phases = list(dict.fromkeys(each.phase for each in placed))
+    layers = list(dict.fromkeys(each.layer for each in placed))
+    phase_of = {phase: number for number, phase in enumerate(phases)}
+    layer_of = {layer: number for number, layer in enumerate(layers)}
+
+    def row(number: int, each: Event | Call) -> list[int]:
+        return [number, phase_of[each.phase], layer_of[each.layer]]
+
+    content = json.dumps(
+        {
+            "depths": step.depths,
+            "period": step.period,
+            "batch": log.batch,
+            "phases": phases,
+            "layers": layers,
+            "blocks": [list(astuple(block)) for block in log.blocks],
+            "events": [
+                row(event.block if event.birth else ~event.block, event) for event in log.events
+            ],
+            "operators": [list(astuple(operator)) for operator in log.operators],
+            "calls": [row(call.operator, call) for call in log.calls],
+        }
+    )
+    return f"{_digest(content)}\n{content}"
 
 
-def loaded(content: Mapping[str, Any]) -> RecordedStep:
-    """The step of a file. Raises ValueError, KeyError, TypeError or IndexError for a content of
-    another shape."""
-    phases = [str(phase) for phase in content["phases"]]
-    layers = [_layer(layer) for layer in content["layers"]]
-    blocks = []
-    for fixed, sample, kind, op, born, layer, stream, of_sum, *rest in content["blocks"]:
-        buffer = Sum(*map(int, of_sum)) if of_sum is not None else None
-        own = int(fixed), int(sample), str(kind), str(op), str(born)
-        blocks.append(Block(*own, _layer(layer), int(stream), buffer, *map(int, rest)))
-    operators = [
-        Operator(str(name), kind, str(dtype), _parts(flops), _parts(moved), int(launches))
-        for name, kind, dtype, flops, moved, launches in content["operators"]
-    ]
+def loaded(text: str) -> RecordedStep:
+    """The step of a file. Raises ValueError for a text that was damaged."""
+    digest, _, content = text.partition("\n")
+    if digest != _digest(content):
+        raise ValueError("another digest than that of the content")
+    step = json.loads(content)
+    phases, layers = step["phases"], [layer and (layer[0], layer[1]) for layer in step["layers"]]
+    blocks = [Block(*row) for row in step["blocks"]]
+    for block in blocks:
+        block.layer = block.layer and (block.layer[0], block.layer[1])
+        if block.sum:
+            block.sum = Sum(*cast(Any, block.sum))
     events = [
         Event(block if block >= 0 else ~block, block >= 0, phases[phase], layers[layer])
-        for block, phase, layer in content["events"]
+        for block, phase, layer in step["events"]
+    ]
+    operators = [
+        Operator(name, kind, dtype, tuple(flops), tuple(moved), launches)
+        for name, kind, dtype, flops, moved, launches in step["operators"]
     ]
     calls = [
-        Call(operator, phases[phase], layers[layer]) for operator, phase, layer in content["calls"]
+        Call(operator, phases[phase], layers[layer]) for operator, phase, layer in step["calls"]
     ]
-    if any(event.block >= len(blocks) for event in events):
-        raise ValueError("a block that is not there")
-    if any(not 0 <= call.operator < len(operators) for call in calls):
-        raise ValueError("an operator that is not there")
-    log = Log(blocks, events, operators, calls, int(content["batch"]))
-    return RecordedStep(log, tuple(map(int, content["depths"])), int(content["period"]))
+    log = Log(blocks, events, operators, calls, step["batch"])
+    return RecordedStep(log, tuple(step["depths"]), step["period"])
 
 
-def _layer(value: Any) -> Layer | None:
-    if value is None:
-        return None
-    stack, index = value
-    return int(stack), int(index)
-
-
-def _parts(values: Any) -> Parts:
-    fixed, sample, target, all_targets = map(float, values)
-    return fixed, sample, target, all_targets
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()

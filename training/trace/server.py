@@ -42,7 +42,7 @@ def _reply(request: dict[str, Any], folder: Path) -> None:
     for name, question in request["questions"].items():
         plan = _plan(recipe, model_size, tuple(request["lora_targets"]), question["strategy"])
         recorded = _recorded(recipe, plan, question)
-        write_atomic(folder / f"{name}{STEP}", json.dumps(dumped(recorded)))
+        write_atomic(folder / f"{name}{STEP}", dumped(recorded))
 
 
 @cache

@@ -1,29 +1,20 @@
-"""The files of a composed step: its log as a replay needs it, its peaks and its work."""
+"""The log of a composed step as a replay needs it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import astuple
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from launch.base.files import write_atomic
-from launch.predict.step import peaks
 from launch.predict.step.rewrite_log import FLAT, GRADIENTS, SLICE
 from launch.schema.plan import PAGED, Born
 from launch.schema.recorded_step import TRAINED, UPDATE, Block, Log
 
 
-def write(path: Path, log: Log, turns: Mapping[str, Log], why_whole: str) -> None:
-    """Write PATH.log with the full log and those of special turns, then PATH.json with peaks, work
-    and why the step was not composed, if it was not."""
-    full = json.dumps(_content(log) | {"turns": {turn: _content(turns[turn]) for turn in turns}})
-    reduced = {"peaks": peaks.peaks(log), "work": peaks.work(log), "log_bytes": len(full)}
-    reduced |= {"why_whole": why_whole}
-    write_atomic(path.with_suffix(".log"), full)
-    write_atomic(path.with_suffix(".json"), json.dumps(reduced))
+def content(log: Log, turns: Mapping[str, Log]) -> dict[str, Any]:
+    """The parts of a step's log, and of those of its special turns, that a replay needs."""
+    return _content(log) | {"turns": {turn: _content(turns[turn]) for turn in turns}}
 
 
 def _content(log: Log) -> dict[str, Any]:

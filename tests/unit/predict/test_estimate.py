@@ -4,7 +4,7 @@ RTX 3080."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,15 @@ FREE_BYTES, TIGHT_BYTES = int(19.5 * GIB), int(8.4 * GIB)
 CARD = machine(cards=(gpu(free_bytes=FREE_BYTES),))
 
 
+def recorded_trace(file: Path, content: Mapping[str, Any]) -> Trace:
+    """The trace of files as tests/data has them: peaks and work, and the log beside them."""
+
+    def log() -> dict[str, Any]:
+        return json.loads(file.with_suffix(".log").read_text(encoding="utf-8"))
+
+    return Trace(tuple(content["peaks"]), read_work(content["work"]), file, log=log)
+
+
 class Recorded(Traces):
     """One trace, whatever is asked for."""
 
@@ -43,7 +52,7 @@ class Recorded(Traces):
 
     def __init__(self, file: Path = RECORDED) -> None:
         content = json.loads(file.read_text(encoding="utf-8"))
-        self._trace = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
+        self._trace = recorded_trace(file, content)
 
     def fetch(self, questions: Sequence[Question]) -> None:
         pass
@@ -137,7 +146,7 @@ def test_an_evaluation_has_no_more_samples_than_rows_are_held_out():
 
 def test_states_of_the_first_update_keep_segments_of_the_first_step():
     content = json.loads(RECORDED.read_text(encoding="utf-8"))
-    trace = Trace(tuple(content["peaks"]), read_work(content["work"]), RECORDED)
+    trace = recorded_trace(RECORDED, content)
     parts = trace.run(8, 24)
     names = [phase for phase, _ in parts]
     assert names == ["load", "first_step", "step", "evaluation", "save", "step"]
@@ -177,10 +186,8 @@ def test_a_block_that_takes_the_place_of_another_ends_in_the_next_step(tmp_path)
         [8 * mib, 0, "step"],
     ]
     log = {"blocks": blocks, "events": [0, 1, ~0, 2, ~1], "update": 5, "streams": {"1": 1}}
-    file = tmp_path / "two.json"
-    file.with_suffix(".log").write_text(json.dumps(log))
     work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
-    parts = Trace((), read_work(work), file).run(1, None)
+    parts = Trace((), read_work(work), tmp_path, log=lambda: log).run(1, None)
     live: dict[int, int] = {}
     for phase, events in parts:
         for block, size_bytes in events:
@@ -209,13 +216,11 @@ def test_a_run_has_the_special_turns_of_its_step_where_they_are(tmp_path):
     log = turn(3)
     log["blocks"].append([5 * mib, 0, "evaluation"])
     log["events"] += [6, ~6]
-    file = tmp_path / "turns.json"
     work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
     log["turns"] = {"first": turn(7), "after evaluation": turn(4)}
-    file.with_suffix(".log").write_text(json.dumps(log))
 
     def peaks(eval_samples: int | None) -> list[tuple[str, int]]:
-        parts = Trace((), read_work(work), file).run(1, eval_samples)
+        parts = Trace((), read_work(work), tmp_path, log=lambda: log).run(1, eval_samples)
         replays = replay_parts([events for _, events in parts])
         return [
             (phase, replay.peak_allocated_bytes // mib)
@@ -230,11 +235,9 @@ def test_a_run_has_the_special_turns_of_its_step_where_they_are(tmp_path):
 def test_weights_that_are_copied_into_a_flat_tensor_leave_free_addresses_below_it(tmp_path):
     mib = 1 << 20
     log = {"blocks": [[40 * mib, 0, "trained"]], "events": [0], "update": 1, "streams": {}}
-    file = tmp_path / "flat.json"
-    file.with_suffix(".log").write_text(json.dumps(log))
     work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
     load = partial(loading.zero, flattened=(26 * mib, 14 * mib), element_bytes=2)
-    parts = Trace((), read_work(work), file).run(1, None, load)
+    parts = Trace((), read_work(work), tmp_path, log=lambda: log).run(1, None, load)
     sizes = [size_bytes // mib for _, size_bytes in parts[0][1] if size_bytes > 0]
     assert sizes == [26, 14, 40]  # in the order of their addresses
     peaks = [replay.peak_allocated_bytes // mib for replay in replay_parts(e for _, e in parts)]
@@ -245,10 +248,8 @@ def test_the_buffer_of_a_sum_is_a_function_of_its_rows(tmp_path):
     rows_a_sample, kernel = 512, [768, 108, 1536]
     blocks = [[8, 0, "start"], [0, rows_a_sample, "step", kernel, 0]]
     log = {"blocks": blocks, "events": [0, 1, ~1], "update": 3, "streams": {}}
-    file = tmp_path / "sum.json"
-    file.with_suffix(".log").write_text(json.dumps(log))
     work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
-    trace = Trace((), read_work(work), file)
+    trace = Trace((), read_work(work), tmp_path, log=lambda: log)
     sizes = {samples: max(size for _, size in trace.events(samples, None)) for samples in (1, 8)}
     assert sizes == {1: 8, 8: partial_sums_bytes(8 * rows_a_sample, *kernel)}
 

@@ -7,9 +7,8 @@ from array import array
 
 import pytest
 
-from launch.base.errors import CheckpointError, ResourceError
+from launch.base.errors import CheckpointError
 from launch.data import token_hashes
-from launch.predict.traces import Trace, read_work
 from launch.run_folder import manifest, sample_audit
 
 pytestmark = pytest.mark.unit
@@ -56,15 +55,3 @@ def test_a_fifo_among_tokenised_rows_is_a_fault(tmp_path):
     (tmp_path / "rows.arrow").unlink()
     os.mkfifo(tmp_path / "rows.arrow")
     assert "rows.arrow is not a regular file" in str(token_hashes.fault(tmp_path))
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", "[" * 5000, '{"blocks": [], "events": []}'])
-def test_a_damaged_log_of_a_trace_is_named_with_the_way_to_make_it_again(tmp_path, content):
-    work = {
-        **{"matmul_flops": {}, "attention_flops": {}, "offloaded": []},
-        **{"bytes_moved": [0], "num_kernels": 0, "num_matmuls": 0},
-    }
-    trace = Trace((), read_work(work), tmp_path / "0a.json")
-    (tmp_path / "0a.log").write_text(content)
-    with pytest.raises(ResourceError, match=r"0a\.log: damaged; remove .*0a\.json"):
-        trace.events(1, None)

@@ -3,7 +3,6 @@ that the CUDA build's own allocator had (benchmarks/cuda_build_memory.py)."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -147,8 +146,7 @@ def test_what_an_evaluation_has_gathered_is_there_until_a_checkpoint_is_saved(tm
         "update": 3,
         "streams": {"2": 2},
     }
-    (tmp_path / "kept.log").write_text(json.dumps(log))
-    trace = Trace((), None, tmp_path / "kept.json")  # pyright: ignore[reportArgumentType]
+    trace = Trace((), None, tmp_path, log=lambda: log)  # pyright: ignore[reportArgumentType]
     parts = trace.run(4, 4)
     replays = allocator.replay_parts([events for _, events in parts], GROWS)
     peaks = dict(zip([phase for phase, _ in parts], replays, strict=True))

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.base.errors import ResourceError
 from launch.predict import trace_files
 from launch.predict.traces import DAMAGE, Trace, read_work
 from tests.unit.predict.test_estimate import RECORDED
@@ -19,7 +18,6 @@ from tests.unit.predict.test_estimate import RECORDED
 pytestmark = pytest.mark.unit
 
 CONTENT = json.loads(RECORDED.read_text(encoding="utf-8"))
-LOG = json.loads(RECORDED.with_suffix(".log").read_text(encoding="utf-8"))
 WRONG = (None, 1.5, "text", [], {}, [1], True)
 
 
@@ -28,9 +26,6 @@ def few(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: few(part) for key, part in value.items()}
     return [few(part) for part in value[:4]] if isinstance(value, list) else value
-
-
-SHORT_LOG = {**few(LOG), "blocks": LOG["blocks"][:600]}
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -53,7 +48,6 @@ def damaged(content: Any, path: tuple[Any, ...], wrong: Any) -> Any:
 
 def test_what_is_whole_passes():
     assert trace_files.checked(CONTENT) is CONTENT
-    assert trace_files.checked_log(LOG) is LOG
 
 
 @settings(max_examples=300, deadline=None)
@@ -67,15 +61,3 @@ def test_a_trace_that_passes_can_be_used(path, wrong):
     if content["peaks"]:
         assert trace.peak(4, 4).allocated_bytes >= 0
     assert trace.work.bytes_moved.total(4, 2) is not None
-
-
-@settings(max_examples=300, deadline=None)
-@given(path=st.sampled_from([*places(SHORT_LOG)]), wrong=st.sampled_from(WRONG))
-def test_a_log_that_passes_can_be_replayed(tmp_path_factory, path, wrong):
-    file = tmp_path_factory.mktemp("trace") / "it.json"
-    file.with_suffix(".log").write_text(json.dumps(damaged(SHORT_LOG, path, wrong)))
-    trace = Trace(tuple(CONTENT["peaks"]), read_work(CONTENT["work"]), file)
-    try:
-        assert trace.run(4, 4)
-    except ResourceError as error:
-        assert f"{file.with_suffix('.log')}: damaged; remove {file}" in str(error)

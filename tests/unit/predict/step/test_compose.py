@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from benchmarks import composed
@@ -43,7 +41,11 @@ def of_llama(**values: object) -> composed.Mixture:
 def test_a_file_has_all_of_a_recorded_step(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = recorded(of_llama(parts=4), parts_apart=True)
-    assert loaded(json.loads(json.dumps(dumped(own)))) == own
+    text = dumped(own)
+    assert loaded(text) == own
+    for damaged in ("", text[:-1], text.replace("aten::mm", "aten::nm", 1), text[1:]):
+        with pytest.raises(ValueError, match="another digest"):
+            loaded(damaged)
 
 
 def test_layers_in_turns_are_not_composed_of_ways_that_hand_on_other_blocks(tmp_path, monkeypatch):
