@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,9 @@ def _parts(
 ) -> tuple[predict_parameters.Shapes, ModelFamily]:
     """The parameters of a config's model, and its family."""
     if config["model_type"] in predict_parameters.FAMILIES:
-        return predict_parameters.parameters_by_name(config), predict_parameters.family(config)
+        forward = model_families.read_forward(config, file, cache)
+        family = replace(predict_parameters.family(config), forward=forward)
+        return predict_parameters.parameters_by_name(config), family
     return model_families.read(config, file, cache)
 
 

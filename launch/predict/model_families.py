@@ -1,23 +1,51 @@
-"""The parameters and the family of a model that is not counted from its config: a child builds it
-on the meta device, once for each config and version of transformers."""
+"""The parameters and the family of a model that is not counted from its config, and the forward
+pass of one that is: a child builds it on the meta device, once for each config and version of
+transformers. configs/model_families.json has the forward passes of the counted families."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from launch.base import files, processes
 from launch.base.errors import ConfigError
+from launch.base.workspace import FILES
 from launch.predict.parameters import Shapes
-from launch.schema.plan import ModelFamily
+from launch.schema.plan import ForwardFacts, ModelFamily
 from launch.schema.result import ModelParts
 
-FORM = 2  # of a stored ModelParts; raised with each new field
+FORM = 3  # of a stored ModelParts; raised with each new field
+
+# version of transformers -> counted family -> its forward pass, by scripts/render_families.py
+COMMITTED = FILES / "configs" / "model_families.json"
+
+
+def read_forward(config: Mapping[str, Any], file: Path, cache: Path) -> ForwardFacts:
+    """The forward pass of a counted family: as committed for the installed transformers, or as a
+    child finds it. Where transformers is not installed, it is that of the last version.
+
+    Raises ConfigError for a config that another transformers cannot build."""
+    committed = _committed()
+    installed = [*committed][-1]
+    with suppress(PackageNotFoundError):
+        installed = version("transformers")
+    if installed not in committed:
+        return read(config, file, cache)[1].forward
+    return committed[installed][config["model_type"]]
+
+
+@functools.cache
+def _committed() -> dict[str, dict[str, ForwardFacts]]:
+    facts = files.read(COMMITTED, dict[str, dict[str, ForwardFacts]])
+    assert facts, f"{COMMITTED} is missing"
+    return facts
 
 
 def read(config: Mapping[str, Any], file: Path, cache: Path) -> tuple[Shapes, ModelFamily]:

@@ -20,6 +20,9 @@ from launch.schema.recipe import Recipe
 from launch.schema.training_section import Precision
 
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")  # the matrix of an output head
+# The logits that a model's forward() returns: the output head's result, a tensor that is computed
+# of it position by position, or another
+HeadResult = Literal["unchanged", "by position", "other"]
 MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pads a batch's length
 
 
@@ -28,8 +31,19 @@ MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pad
 
 
 @dataclass(frozen=True)
+class ForwardFacts:
+    """Facts on a model's forward pass that decide what levers it can have, as the model that
+    transformers builds shows them; the defaults are of a model that is not known."""
+
+    head: HeadResult = "other"
+    # each layer has an MLP, a module that makes a token's output of the token's input alone
+    tiles_mlp: bool = False
+    has_sdpa: bool = True
+
+
+@dataclass(frozen=True)
 class ModelFamily:
-    """Kinds of a model's parameters: linear layers, tied matrices."""
+    """Kinds of a model's parameters: linear layers, tied matrices; and of its forward pass."""
 
     model_type: str = ""
     # last names of the linear layers, without the output head
@@ -44,6 +58,7 @@ class ModelFamily:
     depth_keys: tuple[str, ...] = ()
     # every so many layers of a stack are alike; 0: layers differ, without such a period
     layer_period: int = 1
+    forward: ForwardFacts = ForwardFacts()
 
     @property
     def ties_head(self) -> bool:

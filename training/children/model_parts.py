@@ -23,7 +23,7 @@ from launch.schema.plan import ModelFamily, ModelSize
 from launch.schema.result import ModelParts
 from training.compat import transformers_private
 from training.model import build, four_bit
-from training.trace import layer_stacks
+from training.trace import forward_facts, layer_stacks
 
 # names that most configs have, tried first
 DEPTH_NAMES = (
@@ -53,6 +53,7 @@ def model_parts(config: dict[str, Any]) -> ModelParts:
     }
     has_conv1d = any(isinstance(module, Conv1D) for module in model.modules())
     depth_keys, period = _of_depth(model, config)
+    forward = forward_facts.read(model)
     linear, quantizable = _linear_layers(model)
     return ModelParts(
         {name: tuple(parameter.shape) for name, parameter in parameters.items()},
@@ -65,6 +66,7 @@ def model_parts(config: dict[str, Any]) -> ModelParts:
             has_conv1d,
             depth_keys,
             period,
+            forward,
         ),
     )
 

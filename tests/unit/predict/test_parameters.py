@@ -22,7 +22,7 @@ from transformers import (
 from transformers.training_args import OptimizerNames
 
 from launch.base.errors import ConfigError
-from launch.predict import optimizers, trained_parameters
+from launch.predict import model_families, optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
 from launch.schema.plan import ModelFamily, ModelSize
@@ -442,8 +442,9 @@ def test_a_family_that_is_counted_here_is_the_real_models(name):
     assert parts.parameters == predict_parameters.parameters_by_name(config)
     assert {*parts.family.linear} <= {*family.linear}  # a T5's are of both kinds of MLP
     assert {*parts.family.quantizable} == {*family.quantizable} & {*parts.family.linear}
+    forward = model_families.read_forward(config, Path(), Path())
     assert replace(parts.family, linear=(), quantizable=()) == replace(
-        family, linear=(), quantizable=()
+        family, linear=(), quantizable=(), forward=forward
     )
 
 

@@ -1,0 +1,152 @@
+"""Facts on the forward pass of a model that is built on the meta device: its MLPs, its attention,
+and the way from its output head to its logits. They are found by its modules and by a pass without
+its layers, not by the name of its type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from launch.schema.plan import ForwardFacts, HeadResult
+from training.levers import tiled_mlp
+from training.trace import layer_stacks
+
+# Two numbers that no model's width has, so that a dimension says what it counts
+ROWS, LENGTH = 3, 5
+# Operators that change no position and are not tagged as pointwise
+COPIES = ("_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh")
+
+
+def read(model: PreTrainedModel) -> ForwardFacts:
+    """The facts on a model's forward pass."""
+    return ForwardFacts(head_result(model), tiles_mlp(model), bool(model._supports_sdpa))
+
+
+def tiles_mlp(model: PreTrainedModel) -> bool:
+    """True if each layer has an MLP that makes a token's output of the token's input alone."""
+    num_layers = sum(len(stack) for stack in layer_stacks.stacks(model))
+    return 0 < num_layers <= len(list(tiled_mlp.mlps(model)))
+
+
+def head_result(model: PreTrainedModel) -> HeadResult:
+    """The logits that forward() returns, by the way from the output head to them."""
+    # A forward pass of each type fails in its own way: such a type has no lever on its head
+    with suppress(Exception):
+        total = torch.zeros((), device="meta")  # a loss in place of logits
+        with _Follower(total) as follower:
+            returned = _logits(model, total)
+        if returned is total and not follower.num_operators:
+            return "unchanged"
+    with suppress(Exception):
+        vocabulary = _head(model).weight.shape[0]
+        logits = torch.zeros(ROWS, LENGTH, vocabulary, device="meta")
+        with _Follower(logits) as follower:
+            returned = _logits(model, logits)
+        if follower.has(returned):
+            return "by position"
+    return "other"
+
+
+def _head(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings()
+
+
+def _logits(model: PreTrainedModel, result: torch.Tensor) -> Any:
+    """The logits of a forward pass whose output head gives a result. Raises ValueError for a model
+    whose head is not called once, with every position."""
+    calls: list[tuple[int, ...]] = []
+
+    def project(hidden: torch.Tensor) -> torch.Tensor:
+        calls.append(tuple(hidden.shape[:-1]))
+        return result
+
+    tokens = torch.zeros(ROWS, LENGTH, dtype=torch.long, device="meta")
+    inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    with _replaced(_head(model), project), _without_layers(model), torch.no_grad():
+        logits = model(**inputs, use_cache=False).logits
+    if calls != [(ROWS, LENGTH)]:
+        raise ValueError(f"the head was called with {calls}")
+    return logits
+
+
+@contextmanager
+def _without_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Let the models inside a model give hidden states of the head's width without computing
+    them."""
+    head = _head(model)
+    hidden = torch.zeros(ROWS, LENGTH, head.weight.shape[1], device="meta")
+    inner = [
+        module
+        for module in model.modules()  # some forward() calls a model inside its model
+        if isinstance(module, PreTrainedModel) and head not in set(module.modules())
+    ]
+    before = [module.forward for module in inner]
+    for module in inner:
+        module.forward = lambda *_, **__: _Hidden(last_hidden_state=hidden)
+    try:
+        yield
+    finally:
+        for module, forward in zip(inner, before, strict=True):
+            module.forward = forward
+
+
+@contextmanager
+def _replaced(module: Any, forward: Any) -> Iterator[None]:
+    before, module.forward = module.forward, forward
+    try:
+        yield
+    finally:
+        module.forward = before
+
+
+class _Hidden(BaseModelOutput):
+    """Hidden states, and nothing of all else that a model may give beside them."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _Follower(TorchDispatchMode):
+    """Follows a tensor through operators that compute each of its positions alone."""
+
+    def __init__(self, first: torch.Tensor) -> None:
+        super().__init__()
+        self._followed = [first]  # held, so that no later tensor has the same id
+        self.num_operators = 0  # that read or write a followed tensor
+
+    def has(self, tensor: Any) -> bool:
+        return any(tensor is each for each in self._followed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [each for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)]
+        followed = [each for each in tensors if self.has(each)]
+        self.num_operators += bool(followed)
+        others = (each for each in tensors if not self.has(each))
+        is_by_position = (
+            followed
+            and torch.is_tensor(out)
+            and out.shape == followed[0].shape
+            # a view of the same shape is all of it, in its order
+            and (torch.Tag.pointwise in func.tags or func.is_view or _name(func) in COPIES)
+            and all(set(each.shape[:-1]) <= {1} for each in others)
+        )
+        if is_by_position:
+            self._followed.append(out)
+        elif func._schema.is_mutable:  # it may write to a part of a followed tensor
+            self._followed.clear()
+        return out
+
+
+def _name(func: Any) -> str:
+    return func.overloadpacket.__name__
