@@ -22,13 +22,12 @@ from typing import Any
 
 from benchmarks import recording
 from benchmarks.families import FAMILIES
-from launch.plan import kernels
 from launch.predict.memory import allocator
 from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.step import sharded, sources
 from launch.predict.step.recorded import NotComposed
 from launch.predict.step.sources import Question
-from launch.schema.levers import AT_TARGETS, CHUNKED, TILED, Levers
+from launch.schema.levers import Levers
 from launch.schema.modes import LAUNCH_MODES
 from launch.schema.plan import DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -93,8 +92,8 @@ def mixtures(count: int) -> Iterator[Mixture]:
 def _mixture(seed: int) -> Mixture | None:
     draw = random.Random(seed)
     family = draw.choice(list(FAMILIES))
-    model_type = FAMILIES[family]["model_type"]
     period = 2 if "layer_types" in FAMILIES[family] else 1
+    forward = _model(family, period)[0].family.forward
     mixture = Mixture(
         seed,
         family,
@@ -102,9 +101,9 @@ def _mixture(seed: int) -> Mixture | None:
         draw.choice(list(PRECISIONS)),
         draw.choice(MODES),
         every_n_layers=draw.choice((0, 1, 2, 3, 4, 5, 6)),
-        parts=draw.choice(PARTS) if model_type in CHUNKED else 1,
-        at_targets=model_type in AT_TARGETS and draw.random() < 0.7,
-        shards=draw.choice(SHARDS) if model_type in TILED else 1,
+        parts=draw.choice(PARTS) if forward.head == "unchanged" else 1,
+        at_targets=forward.head != "other" and draw.random() < 0.7,
+        shards=draw.choice(SHARDS) if forward.tiles_mlp else 1,
         layers=period * draw.randint(5, 9),
         rows=draw.choice((1, 4)),
         accumulation=draw.choice((1, 2)),
@@ -138,7 +137,6 @@ def case_of(mixture: Mixture) -> tuple[Recipe, Plan, Question]:
     )
     size, targets = _model(mixture.family, mixture.layers)
     on_cpu, several = mixture.mode == "cpu", mixture.mode not in ("cpu", "single_gpu")
-    model_type = size.config["model_type"]
     strategy = Strategy(
         mode=mixture.mode,
         device="cpu" if on_cpu else "cuda",
@@ -151,7 +149,7 @@ def case_of(mixture: Mixture) -> tuple[Recipe, Plan, Question]:
         mixed_precision="bf16" if recipe.training.bf16 else "no",
         tf32=False,
         levers=Levers(
-            attn_implementation="eager" if model_type in kernels.EAGER_FAMILIES else "sdpa",
+            attn_implementation="sdpa" if size.family.forward.has_sdpa else "eager",
             every_n_layers=mixture.every_n_layers,
             num_output_chunks=mixture.parts,
             logits_at_targets=mixture.at_targets,

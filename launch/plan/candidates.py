@@ -93,14 +93,13 @@ def _as_asked(facts: Facts) -> Iterator[Candidate]:
 
 def _levers(facts: Facts, gpus: Sequence[Gpu], precision: Precision) -> Levers:
     """Those that the recipe asks for, with kernels that these cards and packages have."""
-    recipe, config, installed = facts.recipe, facts.model.size.config, facts.installed
+    recipe, size, installed = facts.recipe, facts.model.size, facts.installed
     no_packages = installed.no_flash_attn, installed.no_varlen_attn
-    model_type = config["model_type"]
     return replace(
         levers.asked(recipe),
-        logits_at_targets=target_counts.at_targets(recipe, model_type),
+        logits_at_targets=target_counts.at_targets(recipe, size.family),
         torch_compile=recipe.training.compiles and installed.no_compiler is None,
-        attn_implementation=kernels.attention(recipe, config, gpus, precision, *no_packages),
+        attn_implementation=kernels.attention(recipe, size, gpus, precision, *no_packages),
         use_liger_kernel=kernels.liger(recipe, gpus, installed.no_liger),
     )
 
@@ -397,7 +396,7 @@ def _may_chunk(recipe: Recipe, model: Model, candidate: Candidate) -> bool:
     row = levers.ROWS["num_output_chunks"]
     return (
         row.asked(recipe) is None
-        and row.refusal(candidate.levers, model.size.config["model_type"]) is None
+        and row.refusal(candidate.levers, model.size.family) is None
         and row.mode_refusal(candidate.launch_mode, row.tried[-1]) is None
     )
 

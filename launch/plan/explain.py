@@ -48,8 +48,8 @@ def switches(facts: Facts, candidate: Candidate) -> tuple[Switch, ...]:
         *(facts.installed.no_flash_attn, facts.installed.no_varlen_attn),
         *(facts.installed.no_compiler, facts.installed.no_every_n_layers),
     )
-    config = facts.model.size.config
-    of_kernels = kernels.switches(facts.recipe, config, candidate, gpus, *obstacles)
+    size = facts.model.size
+    of_kernels = kernels.switches(facts.recipe, size, candidate, gpus, *obstacles)
     rows = [*of_kernels, _logits(facts, candidate), *_rows(facts, candidate)]
     if settings := facts.allocator_settings(candidate):
         why = "rows differ in length or targets; another PYTORCH_ALLOC_CONF is taken instead"
@@ -65,9 +65,7 @@ def _logits(facts: Facts, candidate: Candidate) -> Switch:
     memory is planned."""
     asked = facts.recipe.training.logits_at_targets
     if not candidate.levers.logits_at_targets:
-        reason = target_counts.no_logits_at_targets(
-            facts.recipe, facts.model.size.config["model_type"]
-        )
+        reason = target_counts.no_logits_at_targets(facts.recipe, facts.model.size.family)
         why = reason if asked is None and reason else "asked for"
         return Switch("logits", "at all positions", why)
     most, rows = facts.most_targets(candidate), candidate.per_device_train_batch_size

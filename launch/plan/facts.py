@@ -72,7 +72,7 @@ def _model(
 ) -> Model:
     _check_length(recipe, config)
     _check_packing(recipe, family)
-    for line in levers.refused(recipe, config["model_type"]):
+    for line in levers.refused(recipe, family):
         raise ConfigError(line)
     states = optimizers.model_state(
         parameters,

@@ -18,25 +18,13 @@ from launch.probe import architectures
 from launch.schema.levers import ROWS, TRIED
 from launch.schema.machine import Gpu
 from launch.schema.model_sections import AttnImplementation
-from launch.schema.plan import Strategy, Switch
+from launch.schema.plan import ModelSize, Strategy, Switch
 from launch.schema.recipe import Recipe
 from launch.schema.training_section import LIGER_LOSSES, Precision
 
 FLASH, VARLEN = "flash_attention_2", "varlen_attn"
 # of those with _supports_flash_attn in transformers, the ones whose flattened rows are tested here
 FLASH_FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
-# model types without sdpa, after transformers 5.23
-EAGER_FAMILIES = frozenset(
-    (
-        *("big_bird", "bigbird_pegasus", "bloom", "codegen", "cpmant", "deepseek_v4"),
-        *("falcon_mamba", "flint", "fsmt", "gemma2", "git", "got_ocr2", "gpt_neo"),
-        *("gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa", "hy_v4"),
-        *("inkling2_text", "led", "longt5", "mamba", "mamba2", "megatron-bert", "mimo_v2_flash"),
-        *("mpt", "mvp", "nllb-moe", "openai-gpt", "pegasus_x", "prophetnet", "reformer"),
-        *("rembert", "roformer", "rwkv", "switch_transformers", "t5gemma", "trocr", "vaultgemma"),
-        *("xglm", "xlm", "xlnet", "xlstm"),
-    )
-)
 FLASH_WIDEST = 256  # numbers of a head: flash_attn's README
 VARLEN_MULTIPLE = 8  # of numbers of a head: mha_varlen_fwd in flash_attn/flash_api.cpp
 # numbers of a head whose backward needs more shared memory than cards of these capabilities have:
@@ -53,7 +41,7 @@ WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForc
 
 def attention(
     recipe: Recipe,
-    config: Mapping[str, Any],
+    model: ModelSize,
     gpus: Sequence[Gpu],
     precision: Precision,
     no_package: str | None,
@@ -65,17 +53,17 @@ def attention(
     `gpus`: none on a CPU. `no_package`, `no_torch`: the reason why flash_attn and torch's
     varlen_attn cannot be used; "": the packages of the machine are not known. Raises ConfigError
     and ResourceError for a named implementation that cannot run."""
-    asked, model_type = recipe.model.attn_implementation, config["model_type"]
-    if asked == "sdpa" and model_type in EAGER_FAMILIES:
+    asked, has_sdpa = recipe.model.attn_implementation, model.family.forward.has_sdpa
+    if asked == "sdpa" and not has_sdpa:
         raise ConfigError(
-            f"model.attn_implementation: sdpa, but transformers has no sdpa for {model_type}; leave"
-            " it out, or write eager"
+            "model.attn_implementation: sdpa, but transformers has no sdpa for"
+            f" {model.family.model_type}; leave it out, or write eager"
         )
     if asked not in (None, FLASH, VARLEN):
         return asked
     obstacles = {
-        FLASH: no_flash(recipe, config, gpus, precision, no_package),
-        VARLEN: no_varlen(recipe, config, gpus, precision, no_torch),
+        FLASH: no_flash(recipe, model, gpus, precision, no_package),
+        VARLEN: no_varlen(recipe, model, gpus, precision, no_torch),
     }
     if asked and (reason := obstacles[asked]):
         kind = ConfigError if reason not in (no_package, no_torch) else ResourceError
@@ -86,19 +74,19 @@ def attention(
     for name in (asked,) if asked else (FLASH, VARLEN):
         if obstacles[name] is None:
             return name
-    return "eager" if model_type in EAGER_FAMILIES else "sdpa"
+    return "sdpa" if has_sdpa else "eager"
 
 
 def no_flash(
     recipe: Recipe,
-    config: Mapping[str, Any],
+    model: ModelSize,
     gpus: Sequence[Gpu],
     precision: Precision,
     no_package: str | None,
 ) -> str | None:
     """The reason why attention is not flash_attn's; None if it is, or would be."""
     is_asked = recipe.model.attn_implementation == FLASH
-    reason = _no_kernels("flash_attn", recipe, config, gpus, precision, is_asked)
+    reason = _no_kernels("flash_attn", recipe, model, gpus, precision, is_asked)
     if reason is None and not is_asked and no_package == "":
         return "whether flash_attn is installed there is not known"
     return reason or no_package or None
@@ -106,7 +94,7 @@ def no_flash(
 
 def no_varlen(
     recipe: Recipe,
-    config: Mapping[str, Any],
+    model: ModelSize,
     gpus: Sequence[Gpu],
     precision: Precision,
     no_torch: str | None,
@@ -115,11 +103,11 @@ def no_varlen(
 
     Source: torch/nn/attention/varlen.py and flash_attn/flash_api.cpp of PyTorch 2.13."""
     is_asked = recipe.model.attn_implementation == VARLEN
-    if reason := _no_kernels(VARLEN, recipe, config, gpus, precision, is_asked):
+    if reason := _no_kernels(VARLEN, recipe, model, gpus, precision, is_asked):
         return reason
-    width = _head_width(config)
-    key, default = ATTENTION_DROPOUT.get(config["model_type"], ("attention_dropout", 0.0))
-    dropout = config.get(key, default)
+    width = _head_width(model.config)
+    key, default = ATTENTION_DROPOUT.get(model.config["model_type"], ("attention_dropout", 0.0))
+    dropout = model.config.get(key, default)
     small = next((gpu for gpu in gpus if gpu.architecture.startswith(LITTLE_SHARED_MEMORY)), None)
     obstacles = (
         (dropout, f"{VARLEN} has no dropout, and the model's {key} is {dropout}"),
@@ -139,13 +127,13 @@ def no_varlen(
 def _no_kernels(
     name: Literal["flash_attn", "varlen_attn"],
     recipe: Recipe,
-    config: Mapping[str, Any],
+    model: ModelSize,
     gpus: Sequence[Gpu],
     precision: Precision,
     is_asked: bool,
 ) -> str | None:
     """The reason why flash kernels cannot run, those of the package or those of PyTorch."""
-    model_type, width = config["model_type"], _head_width(config)
+    model_type, width = model.config["model_type"], _head_width(model.config)
     lacking = _lacking(gpus, name)
     obstacles = (
         (not gpus, f"{name} has kernels for GPUs only"),
@@ -221,7 +209,7 @@ def liger(recipe: Recipe, gpus: Sequence[Gpu], no_package: str | None) -> bool:
 
 def switches(
     recipe: Recipe,
-    config: Mapping[str, Any],
+    model: ModelSize,
     chosen: Strategy,
     gpus: Sequence[Gpu],
     no_flash_attn: str | None,
@@ -240,7 +228,7 @@ def switches(
     yield Switch(
         "attention",
         chosen.levers.attn_implementation,
-        _why_attention(recipe, config, chosen, gpus, no_flash_attn, no_varlen_attn),
+        _why_attention(recipe, model, chosen, gpus, no_flash_attn, no_varlen_attn),
     )
     if gpus:
         why = "asked for; memory and seconds are predicted without its kernels, the loss stays ours"
@@ -323,13 +311,13 @@ def _why_tf32(recipe: Recipe, chosen: Strategy, gpus: Sequence[Gpu]) -> str:
 
 def _why_attention(
     recipe: Recipe,
-    config: Mapping[str, Any],
+    model: ModelSize,
     chosen: Strategy,
     gpus: Sequence[Gpu],
     no_package: str | None,
     no_torch: str | None,
 ) -> str:
-    facts = recipe, config, gpus, chosen.mixed_precision
+    facts = recipe, model, gpus, chosen.mixed_precision
     without_flash = no_flash(*facts, no_package)
     if chosen.levers.flattens:
         source = "flash_attn is there"

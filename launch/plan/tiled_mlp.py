@@ -36,7 +36,7 @@ def tiled(facts: Facts, untiled: Judged) -> Candidate | None:
         or not candidate.levers.every_n_layers
         or (candidate.per_device_train_batch_size > 1 and not recipe.launch.exact_batch)
         or candidate.launch_mode.shards_parameters
-        or PARTS.refusal(candidate.levers, facts.model.size.config["model_type"])
+        or PARTS.refusal(candidate.levers, facts.model.size.family)
     ):
         return None
     tokens = candidate.per_device_train_batch_size * max(facts.question(candidate).lengths)

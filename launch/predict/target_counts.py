@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from launch.schema.levers import AT_TARGETS
+from launch.schema.levers import PLAIN, ROWS
+from launch.schema.plan import ModelFamily
 from launch.schema.recipe import Recipe
 from launch.schema.rows import MicroBatchSize
 
@@ -85,17 +86,17 @@ class MostTargets:
 NO_TARGETS = MostTargets(0)
 
 
-def at_targets(recipe: Recipe, model_type: str) -> bool:
+def at_targets(recipe: Recipe, family: ModelFamily) -> bool:
     """True if logits are computed at positions with a target alone: as the recipe says, or unless
     there is a reason against it."""
     asked = recipe.training.logits_at_targets
-    return no_logits_at_targets(recipe, model_type) is None if asked is None else asked
+    return no_logits_at_targets(recipe, family) is None if asked is None else asked
 
 
-def no_logits_at_targets(recipe: Recipe, model_type: str) -> str | None:
+def no_logits_at_targets(recipe: Recipe, family: ModelFamily) -> str | None:
     """The reason why the plan computes the logits of every position; None: it does not."""
-    if model_type not in AT_TARGETS:
-        return f"not tested with a {model_type}"
+    if reason := ROWS["logits_at_targets"].refusal(PLAIN, family):
+        return reason
     if recipe.training.compiles:
         return "torch.compile would compile anew for each number of targets"
     if recipe.task == "pretrain" and recipe.data.packing:

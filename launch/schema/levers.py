@@ -4,7 +4,7 @@ key of the recipe that asks for it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,27 +15,14 @@ from launch.schema.modes import LaunchMode
 from launch.schema.section import affects
 
 if TYPE_CHECKING:
+    from launch.schema.plan import ForwardFacts, ModelFamily
     from launch.schema.recipe import Recipe
 
 PLANNED = affects("memory", "step_time", "planned")
 KWARGS = "training.activation_checkpointing_kwargs"
 
-# Their forward returns what the output projection gives: tests/unit/training/test_logits.py.
-CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")
-# Their forward gives the output head's result on, position by position:
-# tests/modes/compat/test_target_families.py compares each with the logits of all positions.
-AT_TARGETS = (
-    *("apertus", "arcee", "bart", "biogpt", "bitnet", "blenderbot", "bloom", "codegen"),
-    *("cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm"),
-    *("glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite"),
-    *("granitemoe", "helium", "hunyuan_v1_dense", "llama", "longt5", "mbart", "minimax"),
-    *("mistral", "mixtral", "mpt", "mt5", "nemotron", "olmo", "olmo2", "olmo3", "olmoe"),
-    *("opt", "pegasus", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe"),
-    *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
-    *("switch_transformers", "t5", "umt5", "xglm"),
-)
-# The MLPs of their layers are modules that make a token's output of the token's input alone:
-# tests/modes/compat/test_tiled_families.py compares each with the MLP of all tokens at once.
+# Types of which launch.plan.less_saving knows the least that a card holds; which
+# models can have MLPs in parts says ForwardFacts.tiles_mlp.
 TILED = (
     *("apertus", "arcee", "bitnet", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4"),
     *("gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo"),
@@ -195,7 +182,7 @@ def read_levers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 # ---- rows
 
-Refused = Callable[[Levers, str], str | None]
+Refused = Callable[[Levers, "ModelFamily"], str | None]
 
 
 def _yaml(value: Any) -> str:
@@ -208,7 +195,7 @@ class Lever:
 
     `text` is of a value that is not the plain one; `asked` is what a recipe asks for, None where
     it leaves the lever open; `tried` are the values that a plan then tries, the fastest first;
-    `refusal` says why a training cannot have the lever, by its other levers and the model's type;
+    `refusal` says why a training cannot have the lever, by its other levers and the model's family;
     `mode_refusal` why a mode cannot, by the value."""
 
     name: str  # the field of Levers
@@ -223,7 +210,7 @@ class Lever:
     tried: tuple[Any, ...] = ()
     # why a value that a plan chose is right, and its result the same
     same: Callable[[Any], str] = lambda value: ""
-    refusal: Refused = lambda levers, model_type: None
+    refusal: Refused = lambda levers, family: None
     mode_refusal: Callable[[LaunchMode, Any], str | None] = lambda mode, value: None
     saved: Callable[[Any], float] = float  # memory, by a measure of its own
     # the keys that ask for a value, and what they say
@@ -269,14 +256,21 @@ def _asked_layers(recipe: Recipe) -> int | None:
     return n if training.activation_checkpointing else 0
 
 
-def _only(families: Sequence[str], works_for: str, compiles: str = "") -> Refused:
-    """The refusal of other types, and of torch.compile where it would compile what `compiles`
-    says."""
+def _liger(levers: Levers, family: ModelFamily) -> str | None:
+    """The refusal of types for which Liger has no kernels, or none that are tested here."""
+    if family.model_type in LIGER_FAMILIES:
+        return None
+    return f"the model is a {family.model_type}; there are {', '.join(LIGER_FAMILIES)}"
 
-    def refusal(levers: Levers, model_type: str) -> str | None:
-        if model_type not in families:
-            return f"the model is a {model_type}{works_for} {', '.join(families)}"
-        if compiles and levers.torch_compile:
+
+def _unless(can: Callable[[ForwardFacts], bool], lack: str, compiles: str) -> Refused:
+    """The refusal of a model that lacks what a lever needs, as `lack` says, and of torch.compile,
+    which would compile what `compiles` says."""
+
+    def refusal(levers: Levers, family: ModelFamily) -> str | None:
+        if not can(family.forward):
+            return f"the model is a {family.model_type}, {lack}"
+        if levers.torch_compile:
             return f"torch.compile would compile {compiles}; leave one out"
         return None
 
@@ -284,9 +278,14 @@ def _only(families: Sequence[str], works_for: str, compiles: str = "") -> Refuse
 
 
 NO_TILES = (
-    ", of which no part of the tokens can go through an MLP by itself (a mixture of experts, or an"
-    " MLP that is no module); it works for"
+    "of which no part of the tokens can go through an MLP by itself (a mixture of experts, or an"
+    " MLP that is no module)"
 )
+NO_PARTS = (
+    "whose forward pass computes with the logits, scales them or caps them, and so cannot return"
+    " the loss of their parts"
+)
+NOT_AT_TARGETS = "whose forward pass does not make each position's logits of that position alone"
 
 
 def _no_tiles_in(mode: LaunchMode, num_shards: int) -> str | None:
@@ -328,7 +327,7 @@ LEVERS = (
         text=lambda _: "Liger's kernels",
         off="transformers' modules",
         asked=lambda recipe: recipe.training.extras.get("use_liger_kernel"),
-        refusal=_only(LIGER_FAMILIES, "; there are"),
+        refusal=_liger,
         is_recorded=False,  # they need a card: recorded as transformers' own modules
     ),
     Lever(
@@ -381,7 +380,7 @@ LEVERS = (
         # more parts save little: then attention takes as much as an MLP
         tried=(1, 2, 4, 8),
         same=lambda _: "each MLP makes the same of a part of the tokens at a time",
-        refusal=_only(TILED, NO_TILES, "each part"),
+        refusal=_unless(lambda model: model.tiles_mlp, NO_TILES, "each part"),
         mode_refusal=_no_tiles_in,
     ),
     Lever(
@@ -395,7 +394,7 @@ LEVERS = (
         asked=lambda recipe: recipe.training.num_output_chunks,
         tried=(1, 8),  # as many as torchtune's default
         same=lambda _: "the loss is the same sum, its logits made in parts",
-        refusal=_only(CHUNKED, "; logits in parts work for", "each part"),
+        refusal=_unless(lambda model: model.head == "unchanged", NO_PARTS, "each part"),
         mode_refusal=_no_parts_in,
     ),
     Lever(
@@ -407,7 +406,9 @@ LEVERS = (
         text=lambda _: "logits at targets",
         off="logits at all positions",
         asked=lambda recipe: recipe.training.logits_at_targets,
-        refusal=_only(AT_TARGETS, "; it works for", "anew for each number of targets"),
+        refusal=_unless(
+            lambda model: model.head != "other", NOT_AT_TARGETS, "anew for each number of targets"
+        ),
     ),
     Lever(
         name="optim",
@@ -440,9 +441,9 @@ def typed(levers: Levers) -> dict[str, Any]:
     return asking
 
 
-def refused(recipe: Recipe, model_type: str) -> Iterator[str]:
+def refused(recipe: Recipe, family: ModelFamily) -> Iterator[str]:
     """Yield a line for each lever that a recipe asks for and its training cannot have."""
     levers = asked(recipe)
     for row in LEVERS:
-        if row.of(levers) != row.plain and (reason := row.refusal(levers, model_type)):
+        if row.of(levers) != row.plain and (reason := row.refusal(levers, family)):
             yield f"{row.key}: {_yaml(row.of(levers))}, but {reason}"

@@ -1,4 +1,4 @@
-"""Logits at targets alone, in small models of every type for which a plan takes them."""
+"""Logits at targets alone, and in parts, in small models of types for which a plan takes them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from launch.data.rows import IGNORED
-from launch.schema.levers import AT_TARGETS
+from tests.modes.compat.families_by_name import AT_TARGETS
 from training.data.batches import TARGET_TENSORS, targets
 from training.levers.logits import LossHead, target_loss_sum
+from training.trace import forward_facts
 
+# Some of the types that have the lever since their models are asked for it
+GAINED = (
+    *("cohere2_moe", "ctrl", "doge", "ernie4_5_moe", "falcon", "glm4_moe", "gpt_neox_japanese"),
+    *("lfm2", "llama4_text", "marian", "plbart", "qwen3_next", "rwkv", "vaultgemma"),
+)
+# Their forward() scales or caps logits, or adds a bias to them; with the values of SMALL
+BY_POSITION = (
+    *("bart", "blenderbot", "cohere", "cohere2", "cohere2_moe", "gemma2", "gemma3_text", "granite"),
+    *("granitemoe", "marian", "mbart", "pegasus", "plbart", "vaultgemma"),
+)
 VOCABULARY, ROWS, LENGTH = 97, 3, 23
 # values of a small model, of those keys that its config has
 SMALL: dict[str, Any] = {
@@ -40,7 +51,7 @@ SMALL: dict[str, Any] = {
 def network(kind: str) -> Any:
     torch.manual_seed(0)
     keys = AutoConfig.for_model(kind)
-    values = {key: value for key, value in SMALL.items() if hasattr(keys, key)}
+    values = {key: value for key, value in SMALL.items() if _is_settable(keys, key)}
     if getattr(keys, "layer_types", None) is None:
         values.pop("layer_types", None)
     config = AutoConfig.for_model(kind, **values)
@@ -48,25 +59,39 @@ def network(kind: str) -> Any:
     return family.from_config(config).eval()
 
 
-@pytest.mark.parametrize("kind", AT_TARGETS)
+def _is_settable(config: Any, key: str) -> bool:
+    return hasattr(config, key) and not isinstance(getattr(type(config), key, None), property)
+
+
+@pytest.mark.parametrize("kind", (*AT_TARGETS, *GAINED))
 def test_the_loss_and_every_gradient_are_those_of_all_positions(kind: str) -> None:
+    """At targets, and in parts too where forward() returns the head's result."""
+    with torch.device("meta"):
+        head_result = forward_facts.head_result(network(kind))
+    assert head_result == ("by position" if kind in BY_POSITION else "unchanged")
+    for num_chunks in (1, 4) if head_result == "unchanged" else (1,):
+        check(kind, num_chunks)
+
+
+def check(kind: str, num_chunks: int) -> None:
     random = torch.Generator().manual_seed(1)
     ids, labels = torch.randint(5, VOCABULARY, (2, ROWS, LENGTH), generator=random).unbind()
     labels[:, :4], labels[1, 9:] = IGNORED, IGNORED
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     whole, at_targets = network(kind), network(kind)
     shift = not whole.config.is_encoder_decoder
     if not shift:
         inputs["decoder_input_ids"] = labels.clamp(min=0)
     expected = target_loss_sum(whole(**inputs).logits, labels, shift)
     expected.backward()
-    head = LossHead(at_targets, 1, shift)
+    head = LossHead(at_targets, num_chunks, shift)
     named = dict(zip(TARGET_TENSORS, targets(labels.numpy(), shift), strict=True))
     with head.for_loss(labels, named):
         logits = at_targets(**inputs).logits
         found = head.loss_sum(logits)
     found.backward()
-    assert logits.shape == (1, len(named["target_ids"]), VOCABULARY)
+    num_targets = len(named["target_ids"])
+    assert logits.shape == ((1, num_targets, VOCABULARY) if num_chunks == 1 else ())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     for (name, one), other in zip(
         whole.named_parameters(), at_targets.named_parameters(), strict=True

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks.families import BART, FAMILIES, T5
-from launch.plan import kernels
 from launch.schema.plan import ModelSize, Plan
 from launch.schema.recipe import Recipe
 from tests.modes.trace.test_trace import LENGTH, extends_to_the_whole_model, recipe_of
@@ -27,7 +26,7 @@ def planned(config: dict[str, Any], **sections: Any) -> tuple[Recipe, Plan]:
     parts = model_parts(config)
     size = ModelSize("deep", config, 0, 0, family=parts.family)
     targets = parts.family.linear if recipe.lora else ()
-    attention = "eager" if config["model_type"] in kernels.EAGER_FAMILIES else "sdpa"
+    attention = "sdpa" if parts.family.forward.has_sdpa else "eager"
     strategy = plan.strategy.with_levers(attn_implementation=attention)
     return recipe, replace(plan, shape=size, lora_targets=targets, strategy=strategy)
 

@@ -16,7 +16,7 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.plan import kernels
 from launch.probe import packages
 from launch.report import plan_lines
-from launch.schema.plan import Plan
+from launch.schema.plan import ForwardFacts, ModelFamily, ModelSize, Plan
 from tests.builders import gpu, machine, plan, recipe_of
 
 pytestmark = pytest.mark.unit
@@ -27,6 +27,11 @@ THERE, GONE = {"no_flash_attn": None}, {"no_flash_attn": "the package flash_attn
 
 def row(chosen: Plan, name: str) -> tuple[str, str]:
     return next((one.runs, one.why) for one in chosen.switches if one.name == name)
+
+
+def model_of(config: dict[str, Any], **forward: Any) -> ModelSize:
+    family = ModelFamily(config["model_type"], forward=ForwardFacts(**forward))
+    return ModelSize("m", config, 0, 0, family=family)
 
 
 def attention(
@@ -159,7 +164,7 @@ def test_where_varlen_attn_cannot_run_it_is_sdpa_and_named_it_is_refused(
             model={"shape": "llama-tiny", "attn_implementation": name},
         )
         no_flash, no_torch = given["no_flash_attn"], given.get("no_varlen_attn", "")
-        facts = recipe, config, cards, "bf16" if recipe.training.bf16 else "no"
+        facts = recipe, model_of(config), cards, "bf16" if recipe.training.bf16 else "no"
         reason = kernels.no_varlen(*facts, no_torch)
         if name is None:
             assert kernels.attention(*facts, no_flash, no_torch) == "sdpa"
@@ -174,7 +179,7 @@ def test_where_varlen_attn_cannot_run_it_is_sdpa_and_named_it_is_refused(
 
 def test_heads_that_a_smaller_card_cannot_train_are_trained_on_a_larger_one():
     config = {"model_type": "llama", "head_dim": 208, "num_attention_heads": 2}
-    facts = recipe_of(training=HALF), config
+    facts = recipe_of(training=HALF), model_of(config)
     for architecture, runs in (("8.0", "varlen_attn"), ("9.0", "varlen_attn"), ("12.0", "sdpa")):
         card = (gpu(architecture=architecture),)
         assert kernels.attention(*facts, card, "bf16", "gone", None) == runs
@@ -187,7 +192,7 @@ def test_another_that_is_named_is_obeyed(name):
 
 
 def test_a_family_without_sdpa_is_planned_with_eager_attention_and_refused_with_sdpa():
-    gemma = {"model_type": "gemma2", "hidden_size": 64, "num_attention_heads": 4}
+    gemma = model_of({"model_type": "gemma2"}, has_sdpa=False)
     assert kernels.attention(recipe_of(), gemma, (), "no", None) == "eager"
     named = recipe_of(model={"shape": "llama-tiny", "attn_implementation": "sdpa"})
     with pytest.raises(ConfigError, match=r"transformers has no sdpa for gemma2; leave it out"):

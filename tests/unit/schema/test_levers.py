@@ -12,11 +12,12 @@ from pydantic import TypeAdapter
 from launch.schema import levers
 from launch.schema.levers import LEVERS, PLAIN, ROWS, Levers
 from launch.schema.modes import LAUNCH_MODES
-from launch.schema.plan import Strategy
+from launch.schema.plan import ForwardFacts, ModelFamily, Strategy
 from launch.schema.recipe_keys import affected_by
 from tests.builders import plan, recipe_of
 
 ROOT = Path(__file__).resolve().parents[3]
+LLAMA = ModelFamily("llama", forward=ForwardFacts("unchanged", tiles_mlp=True))
 STRATEGY = replace(plan().strategy, levers=PLAIN)
 
 
@@ -91,11 +92,20 @@ def test_the_keys_that_ask_for_values_are_those_of_a_recipe():
 
 def test_what_a_training_cannot_have_is_refused_by_the_key_that_asks_for_it():
     asks = recipe_of(training={"num_output_chunks": 4, "torch_compile": True})
-    (line,) = levers.refused(asks, "llama")
+    (line,) = levers.refused(asks, LLAMA)
     assert line == (
         "training.num_output_chunks: 4, but torch.compile would compile each part; leave one out"
     )
-    assert list(levers.refused(recipe_of(), "llama")) == []
+    assert list(levers.refused(recipe_of(), LLAMA)) == []
+    asks = recipe_of(training={"num_output_chunks": 4, "tiled_mlp_num_shards": 2})
+    assert list(levers.refused(asks, LLAMA)) == []
+    scaled = ModelFamily("cohere", forward=ForwardFacts("by position", tiles_mlp=False))
+    assert [line.partition(" (")[0] for line in levers.refused(asks, scaled)] == [
+        "training.tiled_mlp_num_shards: 2, but the model is a cohere, of which no part of the"
+        " tokens can go through an MLP by itself",
+        "training.num_output_chunks: 4, but the model is a cohere, whose forward pass computes with"
+        " the logits, scales them or caps them, and so cannot return the loss of their parts",
+    ]
     refuse = ROWS["tiled_mlp_num_shards"].mode_refusal
     refusing = {name for name, mode in LAUNCH_MODES.items() if refuse(mode, 2)}
     assert refusing == {"deepspeed_zero3", "deepspeed_zero3_offload", "fsdp2"}

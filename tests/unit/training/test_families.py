@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-import transformers
 from transformers.models.auto import modeling_auto
 
-from launch.plan.kernels import EAGER_FAMILIES
 from launch.predict.model_types import ENCODERS, installed
 
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -20,12 +17,3 @@ def test_encoders_are_those_that_fill_masks_and_nothing_else():
 
 def test_the_types_of_language_models_are_read_from_the_source_of_transformers():
     assert installed() == {*CAUSAL, *SEQUENCE_TO_SEQUENCE}
-
-
-@pytest.mark.parametrize(
-    "model_type",
-    ["llama", "qwen3", "opt", "gpt_neox", "gemma2", "gpt_oss", "bloom", "gptj", "mpt", "gpt_neo"],
-)
-def test_families_without_sdpa_are_those_of_transformers(model_type):
-    model = getattr(transformers, CAUSAL[model_type])
-    assert model._supports_sdpa != (model_type in EAGER_FAMILIES)
