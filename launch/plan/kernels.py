@@ -23,16 +23,13 @@ from launch.schema.recipe import Recipe
 from launch.schema.training_section import LIGER_LOSSES, Precision
 
 FLASH, VARLEN = "flash_attention_2", "varlen_attn"
-# of those with _supports_flash_attn in transformers, the ones whose flattened rows are tested here
-FLASH_FAMILIES = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 FLASH_WIDEST = 256  # numbers of a head: flash_attn's README
 VARLEN_MULTIPLE = 8  # of numbers of a head: mha_varlen_fwd in flash_attn/flash_api.cpp
 # numbers of a head whose backward needs more shared memory than cards of these capabilities have:
 # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in sdp_utils.cpp
 WIDE_HEADS = range(193, 225)
 LITTLE_SHARED_MEMORY = ("8.6", "8.7", "8.8", "8.9", "12.")
-# the key of a config, and what transformers takes where it is missing
-ATTENTION_DROPOUT = {"gpt2": ("attn_pdrop", 0.1)}
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")  # keys of a config
 WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForce RTX 30
 
 
@@ -106,11 +103,11 @@ def no_varlen(
     if reason := _no_kernels(VARLEN, recipe, model, gpus, precision, is_asked):
         return reason
     width = _head_width(model.config)
-    key, default = ATTENTION_DROPOUT.get(model.config["model_type"], ("attention_dropout", 0.0))
-    dropout = model.config.get(key, default)
+    named = (model.config[key] for key in ATTENTION_DROPOUT if key in model.config)
+    dropout = next(named, model.family.forward.attention_dropout)
     small = next((gpu for gpu in gpus if gpu.architecture.startswith(LITTLE_SHARED_MEMORY)), None)
     obstacles = (
-        (dropout, f"{VARLEN} has no dropout, and the model's {key} is {dropout}"),
+        (dropout, f"{VARLEN} has no dropout, and the model's attention has {dropout}"),
         (
             width % VARLEN_MULTIPLE,
             f"{VARLEN} takes heads of a multiple of {VARLEN_MULTIPLE}, these have {width}",
@@ -138,7 +135,7 @@ def _no_kernels(
     obstacles = (
         (not gpus, f"{name} has kernels for GPUs only"),
         (
-            model_type not in FLASH_FAMILIES,
+            not model.family.forward.flattens,
             f"rows of {model_type} are not flattened for {name}",
         ),
         (lacking, f"{name} has no kernels for {lacking}"),

@@ -21,7 +21,7 @@ from launch.predict.parameters import Shapes
 from launch.schema.plan import ForwardFacts, ModelFamily
 from launch.schema.result import ModelParts
 
-FORM = 3  # of a stored ModelParts; raised with each new field
+FORM = 4  # of a stored ModelParts; raised with each new field
 
 # version of transformers -> counted family -> its forward pass, by scripts/render_families.py
 COMMITTED = FILES / "configs" / "model_families.json"

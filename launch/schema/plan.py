@@ -39,6 +39,9 @@ class ForwardFacts:
     # each layer has an MLP, a module that makes a token's output of the token's input alone
     tiles_mlp: bool = False
     has_sdpa: bool = True
+    # its attention computes a row of documents from their starts and positions alone
+    flattens: bool = False
+    attention_dropout: float = 0.0  # in training, where the config does not name it
 
 
 @dataclass(frozen=True)

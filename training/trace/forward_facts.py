@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from launch.schema.plan import ForwardFacts, HeadResult
+from training.compat import transformers_private
 from training.levers import tiled_mlp
 from training.trace import layer_stacks
 
@@ -23,10 +24,20 @@ ROWS, LENGTH = 3, 5
 # Operators that change no position and are not tagged as pointwise
 COPIES = ("_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh")
 
+# Arguments of attention that a kernel for rows of documents takes, or that say the same again
+OF_ROWS_OF_DOCUMENTS = (
+    *("dropout", "scaling", "sliding_window", "position_ids", "is_causal"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+)
+RECORDED = "recorded_arguments"  # by this name transformers knows _Attention
+
 
 def read(model: PreTrainedModel) -> ForwardFacts:
     """The facts on a model's forward pass."""
-    return ForwardFacts(head_result(model), tiles_mlp(model), bool(model._supports_sdpa))
+    flattens, dropout = flattened_attention(model)
+    return ForwardFacts(
+        head_result(model), tiles_mlp(model), bool(model._supports_sdpa), flattens, dropout
+    )
 
 
 def tiles_mlp(model: PreTrainedModel) -> bool:
@@ -52,6 +63,96 @@ def head_result(model: PreTrainedModel) -> HeadResult:
         if follower.has(returned):
             return "by position"
     return "other"
+
+
+def flattened_attention(model: PreTrainedModel) -> tuple[bool, float]:
+    """(True if attention computes a row of documents from their starts and positions alone, its
+    dropout in training). Each layer then gives the starts to transformers' interface of attention,
+    heads of one width, and nothing that kernels for such rows lack; no other module mixes
+    positions."""
+    if (
+        model.config.is_encoder_decoder
+        or not model._supports_flash_attn
+        or any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
+    ):
+        return False, 0.0
+    starts = torch.zeros(ROWS, dtype=torch.int32, device="meta")
+    attention = _Attention(starts)
+    # A forward pass of each type fails in its own way: such a type keeps its mask
+    with suppress(Exception), _recording(model, attention):
+        row = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
+        positions = torch.zeros_like(row)
+        with _Follower(positions) as follower, torch.no_grad():
+            model(
+                input_ids=row,
+                position_ids=positions,
+                **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts),
+                **dict.fromkeys(("max_length_q", "max_length_k"), LENGTH),
+                use_cache=False,
+            )
+        num_layers = sum(len(stack) for stack in layer_stacks.stacks(model))
+        if len(attention.fits) == num_layers and follower.num_operators:
+            return all(attention.fits) and len(attention.widths) == 1, attention.dropout
+    return False, 0.0
+
+
+class _Attention:
+    """An implementation of attention that computes nothing, and notes what it is given."""
+
+    def __init__(self, starts: torch.Tensor) -> None:
+        self._starts = starts
+        self.fits: list[bool] = []  # of each call: kernels for rows of documents can compute it
+        self.widths: set[int] = set()  # numbers of a head
+        self.dropout = 0.0
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        more = {
+            name
+            for name, argument in options.items()
+            if not isinstance(argument, bool | None) and name not in OF_ROWS_OF_DOCUMENTS
+        }
+        is_causal = options.get("is_causal")
+        self.fits.append(
+            attention_mask is None
+            and options.get("cu_seq_lens_q") is self._starts
+            and options.get("max_length_q") == LENGTH
+            and bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+            and query.shape[0] == 1
+            and query.shape[-1] == value.shape[-1]
+            and not more
+        )
+        self.widths.add(query.shape[-1])
+        self.dropout = max(self.dropout, options.get("dropout") or 0.0)
+        return query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
+
+
+@contextmanager
+def _recording(model: Any, attention: _Attention) -> Iterator[None]:
+    """Let a model in training compute attention by an implementation. In 16 bits: some experts
+    compute in no other type."""
+    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    planned = transformers_private.attention(model)
+    dtype, is_training = model.dtype, model.training
+    AttentionInterface.register(RECORDED, attention)
+    transformers_private.set_attention(model, RECORDED)
+    for module in inner:  # it would read the tokens
+        module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
+    model.to(torch.bfloat16).train()
+    try:
+        yield
+    finally:
+        for module in inner:
+            del module.warn_if_padding_and_no_attention_mask
+        transformers_private.set_attention(model, planned)
+        model.to(dtype).train(is_training)
 
 
 def _head(model: PreTrainedModel) -> Any:

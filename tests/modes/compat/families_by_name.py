@@ -3,6 +3,7 @@ may lose it."""
 
 from __future__ import annotations
 
+FLATTENED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
 CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")
 AT_TARGETS = (
     *("apertus", "arcee", "bart", "biogpt", "bitnet", "blenderbot", "bloom", "codegen"),

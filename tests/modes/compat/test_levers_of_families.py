@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.families import FAMILIES
 from launch.schema.levers import PLAIN, ROWS
-from tests.modes.compat.families_by_name import AT_TARGETS, CHUNKED, TILED
+from tests.modes.compat.families_by_name import AT_TARGETS, CHUNKED, FLATTENED, TILED
 from training.children.model_parts import model_parts
 
 BY_NAME = {
@@ -25,3 +25,4 @@ def test_a_family_has_the_levers_that_it_had_and_a_refusal_says_what_it_lacks(na
             assert reason is None
         elif reason is not None:
             assert reason.startswith(f"the model is a {family.model_type}, ")
+    assert family.forward.flattens or family.model_type not in FLATTENED

@@ -30,7 +30,10 @@ def row(chosen: Plan, name: str) -> tuple[str, str]:
 
 
 def model_of(config: dict[str, Any], **forward: Any) -> ModelSize:
-    family = ModelFamily(config["model_type"], forward=ForwardFacts(**forward))
+    name = config["model_type"]
+    dropout = 0.1 if name == "gpt2" else 0.0
+    known = {"flattens": name != "t5", "attention_dropout": dropout, **forward}
+    family = ModelFamily(name, forward=ForwardFacts(**known))
     return ModelSize("m", config, 0, 0, family=family)
 
 
@@ -140,8 +143,8 @@ ADA = {"architecture": "8.9"}
         ({"vendor": "amd", "architecture": "gfx942"}, TORCH, {}, {}, "varlen_attn has no kernels"),
         ({}, TORCH, {"training": {}}, {}, "computes in 16 bits only"),
         ({}, TORCH, {}, {"model_type": "t5"}, "of t5"),
-        ({}, TORCH, {}, {"attention_dropout": 0.1}, "the model's attention_dropout is 0.1"),
-        ({}, TORCH, {}, {"model_type": "gpt2", "n_embd": 64}, "the model's attn_pdrop is 0.1"),
+        ({}, TORCH, {}, {"attention_dropout": 0.1}, "the model's attention has 0.1"),
+        ({}, TORCH, {}, {"model_type": "gpt2", "n_embd": 64}, "the model's attention has 0.1"),
         ({}, TORCH, {}, {"head_dim": 20}, "heads of a multiple of 8, these have 20"),
         ({}, TORCH, {}, {"head_dim": 264}, "heads of at most 256, these have 264"),
         (ADA, TORCH, {}, {"head_dim": 208}, "no backward for heads of 208 on RTX 3080"),

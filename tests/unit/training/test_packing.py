@@ -108,6 +108,12 @@ FAMILIES = {
     "qwen2": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
     "mistral": {"num_key_value_heads": 2, "sliding_window": 6},
+    # some of the types whose rows are flattened since their models are asked for it
+    "gemma": {"num_key_value_heads": 2, "head_dim": 8},
+    "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
+    "gpt_neox": {},
+    "olmo2": {"num_key_value_heads": 2, "pad_token_id": 0},
+    "starcoder2": {"num_key_value_heads": 2, "residual_dropout": 0.0, "embedding_dropout": 0.0},
 }
 
 

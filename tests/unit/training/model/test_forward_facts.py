@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from launch.predict.model_families import COMMITTED
 from scripts import render_families
@@ -24,9 +24,15 @@ LLAMA = {
 }
 
 
-def llama() -> Any:
+def of_type(name: str, **values: Any) -> Any:
+    config = AutoConfig.for_model(name, **values)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA))
+        return auto.from_config(config)
+
+
+def llama(**values: Any) -> Any:
+    return of_type("llama", **LLAMA, **values)
 
 
 def with_logits(change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -86,6 +92,26 @@ def test_a_head_that_is_not_called_once_with_all_positions_is_another_head():
     model.lm_head.__class__ = Head
     assert forward_facts.head_result(model) == "other"
     assert model.lm_head.forward == without_the_last  # put back
+
+
+def test_rows_are_flattened_where_attention_needs_no_more_than_the_starts_of_documents():
+    assert forward_facts.flattened_attention(llama()) == (True, 0.0)
+    assert forward_facts.flattened_attention(llama(attention_dropout=0.2)) == (True, 0.2)
+    both_ways = llama()
+    both_ways.model.layers[1].self_attn.is_causal = False
+    with_convolution = llama()
+    with_convolution.model.layers[0].shift = torch.nn.Conv1d(32, 32, 3)
+    for model in (both_ways, with_convolution, of_type("t5", num_layers=2, d_model=32)):
+        assert forward_facts.flattened_attention(model) == (False, 0.0)
+    capped = of_type("gemma2", **LLAMA, head_dim=8, num_key_value_heads=2)
+    assert not forward_facts.flattened_attention(capped)[0]
+
+
+def test_the_model_is_left_as_it_was():
+    model = llama()
+    before = model.training, model.dtype, model.config.to_dict()
+    forward_facts.read(model)
+    assert (model.training, model.dtype, model.config.to_dict()) == before
 
 
 def test_a_layer_without_an_mlp_of_its_own_input_is_not_tiled():
