@@ -175,7 +175,7 @@ def case_of(mixture: Mixture) -> tuple[Recipe, Plan, Question]:
 
 @cache
 def _model(family: str, layers: int) -> tuple[ModelSize, tuple[str, ...]]:
-    from training.children.model_parts import model_parts
+    from training.trace.model_parts import model_parts
 
     config = dict(FAMILIES[family])
     depths = [key for key in config if key.endswith("_layers")]
@@ -279,9 +279,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=NUM_MIXTURES)
     args = parser.parse_args()
-    from training.trace import server
+    from training import worker
 
-    server.import_trace()
+    worker.prepare()
+    worker.import_trace()
     rows = []
     for mixture in mixtures(args.first):
         row = row_of(mixture)

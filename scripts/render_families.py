@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from launch.base import files
 from launch.predict.model_families import COMMITTED
 from launch.predict.parameters import FAMILIES
-from training.children.model_parts import model_parts
+from training.trace.model_parts import model_parts
 
 
 def forward_passes() -> dict[str, Any]:

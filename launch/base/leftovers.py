@@ -9,8 +9,7 @@ from pathlib import Path
 
 from launch.base import processes
 
-# the process that made it: of files.write_atomic(), of a tracing child's folder
-MADE_BY = re.compile(r"\.(\d+)\.tmp\Z|\Atmp-(\d+)-")
+MADE_BY = re.compile(r"\.(\d+)\.tmp\Z")  # the process, in a name of files.write_atomic()
 UNTOUCHED_S = 60.0  # on a shared folder, a process of another machine may have made it
 # Folders for sockets of Python's multiprocessing, whose names say nothing of their processes
 SOCKET_FOLDERS, NO_SOCKET_S = "pymp-*", 3600.0
@@ -21,7 +20,7 @@ def sweep(folder: Path) -> None:
     """Remove what processes that are gone have left in a folder and in those below it."""
     for path in list(folder.rglob("*")):
         maker = MADE_BY.search(path.name)
-        if maker and not processes.is_alive(int(maker[1] or maker[2])):
+        if maker and not processes.is_alive(int(maker[1])):
             _remove(path, UNTOUCHED_S)
 
 

@@ -9,31 +9,24 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import psutil
-from pydantic import TypeAdapter
 
-from launch.base import environment
-from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError
-from launch.base.text import shown
-from launch.base.workspace import CODE
+from launch.base.errors import ResourceError
 
 POLL_S = 0.2  # between two checks of a run
 UNKILLABLE_S = 10.0  # after SIGKILL
 THREADS = 4  # of one process, beside those of which there is one for each CPU
 THREAD_STACK_BYTES = 64 << 10  # else each takes 8 MiB of what `ulimit -v` allows
 PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 1  # prctl(2)
-REFUSALS = {error.exit_code: error for error in (ConfigError, DataError, ResourceError)}
 SIZES = re.compile(rb"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 # smaps: is it code, the path of a file with an inode, resident pages, those of them that are copies
 MAPPED_FILE = re.compile(
@@ -220,41 +213,6 @@ def limit_of_processes() -> str:
         f"`ulimit -u`, which counts all processes and threads of this user, is {shown}: raise it"
         " (`ulimit -u 4096`), or a container's --pids-limit, or end other programs of this user"
     )
-
-
-def ask_child(program: str, argv: Sequence[str], question: bytes, what: str) -> bytes:
-    """Start a program of training/children, and return what it prints with reply(). `what` it does
-    stands in errors. Raises its refusal, and ResourceError if it was killed."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", f"training.children.{program}", *argv],
-        input=question,
-        env=environment.passed(os.environ) | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        check=False,
-    )
-    if done.returncode in REFUSALS:
-        raise REFUSALS[done.returncode](done.stdout.decode(errors="replace"))
-    if not done.returncode:
-        return done.stdout
-    sys.stderr.write(shown(done.stderr.decode(errors="replace")))
-    if done.returncode < 0:
-        raise ResourceError(
-            f"the process that {what} was ended by {signal.Signals(-done.returncode).name}, see"
-            " above: it took all memory, or a file that it reads is damaged"
-        )
-    raise LaunchError(f"the process that {what} ended with {done.returncode}, see above")
-
-
-def reply(work: Callable[[], Any]) -> int:
-    """Print the result of `work` as JSON, or its refusal, for ask_child(); the exit code."""
-    settle_process()
-    try:
-        result = work()
-    except LaunchError as error:
-        sys.stdout.buffer.write(str(error).encode())
-        return error.exit_code
-    sys.stdout.buffer.write(TypeAdapter(type(result)).dump_json(result))
-    return 0
 
 
 def boot_id() -> str:

@@ -13,6 +13,7 @@ from typing import Literal
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES
+from launch.data.worker import WORKER
 from launch.plan import candidates, planner
 from launch.plan import facts as plan_facts
 from launch.plan.scaled_traces import ScaledTraces
@@ -117,7 +118,7 @@ def fits(
     shared: ScaledTraces | None = None
     expands = architectures.expands_segments(machine.gpus, "")
     installed = Installed(may_expand=expands, import_memory=of_imports)
-    try:
+    with WORKER:
         for model in models:
             config, parameters, family = model_config.read(
                 ModelSection(shape=model), root=FILES, cache=traces.parent
@@ -148,9 +149,6 @@ def fits(
                         if fit.chosen is not None:
                             break
                     yield fit
-    finally:
-        if shared is not None:
-            shared.close()
 
 
 def _fit(fit: Fit, facts: Facts) -> Fit:

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.base import files, processes
+from pydantic import TypeAdapter
+
+from launch.base import files
 from launch.base.errors import ConfigError
 from launch.base.workspace import FILES
 from launch.data import chat_templates, token_cache
+from launch.data.worker import WORKER, AddTokens
 from launch.predict import model_config
 from launch.predict import parameters as predict_parameters
 from launch.predict.parameters import Shapes
@@ -157,11 +160,8 @@ def _of_folder(folder: Path, section: TokenizerSection, cache: Path) -> NewToken
     file = cache / "new_tokens" / f"{name}.json"
     if (stored := files.read_or_none(file, NewTokens)) is not None:
         return stored
-    argv = [str(folder), *filter(None, [section.chat_template])]
-    question = json.dumps(tokens).encode()
-    printed = processes.ask_child("new_tokens", argv, question, f"loads the tokenizer of {folder}")
+    request = AddTokens(folder, section.chat_template, tuple(tokens))
+    reply = WORKER.reply(request, f"loads the tokenizer of {folder}")
     file.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomic(file, printed.decode())
-    result = files.read(file, NewTokens)
-    assert result is not None
-    return result
+    files.write_atomic(file, reply.decode())
+    return TypeAdapter(NewTokens).validate_json(reply)

@@ -27,7 +27,7 @@ class ScaledTraces(Traces):
     """Traces of TRACED_LENGTH, and of its multiples in proportion."""
 
     def of(self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]) -> ScaledTraces:
-        return ScaledTraces(recipe, model, lora_targets, self._folder, self._say, self._child)
+        return ScaledTraces(recipe, model, lora_targets, self._folder, self._say)
 
     def fetch(self, questions: Sequence[Question]) -> None:
         super().fetch([_traced(question) for question in questions])
@@ -39,11 +39,6 @@ class ScaledTraces(Traces):
         if trace is None or factor == 1:
             return trace
         return with_targets(_scaled(trace, factor), of_any_rows(question))
-
-    def _unused(self) -> set[str]:
-        """Only packages that no training uses: methods share a child, which takes longer to start
-        than to trace a step."""
-        return {"datasets"}
 
 
 def _traced(question: Question) -> Question:

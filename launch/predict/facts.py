@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.data.token_cache import TokenCache
+from launch.data.worker import WORKER, Worker
 from launch.predict import parameters as predict_parameters
 from launch.predict import target_counts
 from launch.predict.history.calibration import NO_MARGIN, Margin
@@ -310,9 +310,9 @@ class Facts:
         if self.traces is not None:
             self.traces.fetch(list(questions))
 
-    def asking(self) -> AbstractContextManager[Traces | None]:
-        """Hold the tracing child while steps are traced; end it afterwards."""
-        return closing(self.traces) if self.traces is not None else nullcontext()
+    def asking(self) -> Worker:
+        """Keep the child with torch while a plan is made; end it afterwards."""
+        return WORKER
 
     def trace(self, candidate: Strategy) -> Trace | None:
         """The trace of a step of the longest rows, if it is stored."""

@@ -14,9 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from launch.base import files, processes
+from pydantic import TypeAdapter
+
+from launch.base import files
 from launch.base.errors import ConfigError
 from launch.base.workspace import FILES
+from launch.data.worker import WORKER, ReadParts
 from launch.predict.parameters import Shapes
 from launch.schema.plan import ForwardFacts, ModelFamily
 from launch.schema.result import ModelParts
@@ -59,13 +62,11 @@ def read(config: Mapping[str, Any], file: Path, cache: Path) -> tuple[Shapes, Mo
     parts = files.read_or_none(stored, ModelParts)
     if parts is None:
         try:
-            printed = processes.ask_child(
-                "model_parts", [], text.encode(), f"builds the model of {file}"
-            )
+            request = ReadParts(json.loads(text))
+            reply = WORKER.reply(request, f"builds the model of {file}")
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from error
         stored.parent.mkdir(parents=True, exist_ok=True)
-        files.write_atomic(stored, printed.decode())
-        parts = files.read(stored, ModelParts)
-    assert parts is not None
+        files.write_atomic(stored, reply.decode())
+        parts = TypeAdapter(ModelParts).validate_json(reply)
     return parts.parameters, parts.family

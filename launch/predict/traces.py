@@ -1,4 +1,4 @@
-"""Traces of training steps, composed of what training.trace.server records and stored by content;
+"""Traces of training steps, composed of what training.worker records and stored by content;
 peaks at any micro-batch.
 
 What a trace depends on is its name: model, precision, length, optimizer..., the versions of the
@@ -13,15 +13,16 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from launch.base import files
-from launch.base.errors import ResourceError
+from launch.base import files, leftovers
+from launch.base.errors import LaunchError, ResourceError
 from launch.base.workspace import CODE
+from launch.data.worker import WORKER, RecordSteps, Step, WorkerEnded
 from launch.predict import trace_files
 from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
@@ -33,8 +34,6 @@ from launch.predict.step.recorded import NotComposed
 from launch.predict.step.sources import Question, Sources
 from launch.predict.target_counts import NO_TARGETS, BatchCounts, MostTargets
 from launch.predict.time.timing import Affine, WorkCost
-from launch.predict.trace_client import TracingChild
-from launch.probe import packages
 from launch.schema.machine import cudnn_is_last
 from launch.schema.phases import Phase
 from launch.schema.plan import Born, ModelSize, Peak
@@ -55,6 +54,7 @@ EVALUATED: tuple[Born, ...] = ("evaluation", "kept")
 # of a training micro-batch, and of an evaluation's
 _Counts = tuple[BatchCounts, BatchCounts | None]
 LOGS_IN_RAM = 4  # of a deep model some 20 MB each
+TIMEOUT_S = 300  # of one request
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 
 
@@ -326,11 +326,9 @@ class Traces:
         lora_targets: Sequence[str],
         folder: Path,
         say: Any = lambda line: None,
-        child: TracingChild | None = None,
     ) -> None:
         self._recipe, self._model, self._lora_targets = recipe, model, tuple(lora_targets)
         self._folder, self._say = folder, say
-        self._child = child or TracingChild(folder)
         values = recipe.model_dump(mode="json")
         self._deciding = {
             section: affecting(values[section], section, "memory")
@@ -344,8 +342,8 @@ class Traces:
         self.failure: str | None = None
 
     def of(self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]) -> Traces:
-        """The traces of another recipe, kept in the same place, made by the same child."""
-        return Traces(recipe, model, lora_targets, self._folder, self._say, self._child)
+        """The traces of another recipe, kept in the same place."""
+        return Traces(recipe, model, lora_targets, self._folder, self._say)
 
     def fetch(self, questions: Sequence[Question]) -> None:
         """Have these steps traced, as far as their traces are not stored. Close when there are no
@@ -389,17 +387,22 @@ class Traces:
             f"tracing {len(missing)} step(s) of {self._model.name}, at"
             f" {', '.join(map(str, lengths))} tokens{depth_words}: kept for later plans"
         )
-        request = {
-            "recipe": self._recipe.model_dump(mode="json"),
-            "shape": asdict(self._model),
-            "lora_targets": self._lora_targets,
-            "unused_packages": sorted(self._unused()),
-            "questions": {
-                name: {**asdict(base), "is_single": base.is_single}
-                for name, base in missing.items()
-            },
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            leftovers.sweep(self._folder)
+        except OSError as error:
+            raise ResourceError(
+                f"{self._folder}: cannot keep traces there ({error.strerror}); make it writable, or"
+                " name another folder with LOWMEM_TRACES"
+            ) from error
+        steps = {
+            name: Step(**vars(base), is_single=base.is_single) for name, base in missing.items()
         }
-        self.failure = self._child.ask(request)
+        asked = self._folder, self._recipe, self._model, self._lora_targets, steps
+        try:
+            WORKER.ask(RecordSteps(*asked), TIMEOUT_S)
+        except (WorkerEnded, LaunchError) as reason:
+            self.failure = str(reason)
 
     def _recorded(self, base: Question) -> RecordedStep | None:
         """The recorded step, if it is stored."""
@@ -452,14 +455,6 @@ class Traces:
         turns = sharded.special_turns(question.strategy)
         of_turns = {turn: self._shared(question, log, turn) for turn in turns}
         return stored.content(self._shared(question, log), of_turns)
-
-    def close(self) -> None:
-        """End the child that answers questions; another question starts another child."""
-        self._child.close()
-
-    def _unused(self) -> set[str]:
-        """Packages that no trace of the recipe needs: engines' steps are computed, not run."""
-        return set(packages.unused(self._recipe, None))
 
     def get(self, question: Question) -> Trace | None:
         """The trace, if it is stored."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from launch.base import processes
 from launch.base.errors import DataError
 from launch.data.conversation import Sample, text_of
 from launch.data.files import shards
 from launch.data.rows import BadRows, Slice, samples_of
 from launch.data.token_cache import TokenCache
+from launch.data.worker import WORKER, EncodeRows
 from launch.schema.rows import ShownRows
 
 NUM_READ = 1000  # rows that are read for the counts of ShownRows
@@ -31,12 +31,11 @@ def encoded(
     """The first rows of files, or the row at a line; counts of the first `num_read` rows of each.
 
     Raises DataError and ResourceError as tokenising would."""
-    argv = [*map(str, (num_rows, line or 0, num_read, *files))]
-    question = TypeAdapter(TokenCache).dump_json(tokens)
+    request = EncodeRows(tokens, num_rows, line, num_read, tuple(files))
     tokenizer = tokens.recipe.tokenizer.path or tokens.recipe.model.path
     of_folder = f" with the tokenizer of {tokenizer}" if tokenizer else ""
-    printed = processes.ask_child("show_rows", argv, question, f"encodes the first rows{of_folder}")
-    return TypeAdapter(ShownRows).validate_json(printed)
+    reply = WORKER.reply(request, f"encodes the first rows{of_folder}")
+    return TypeAdapter(ShownRows).validate_json(reply)
 
 
 def check(tokens: TokenCache) -> None:

@@ -1,23 +1,15 @@
-"""The largest micro-batches of a run, from the order of its rows and their lengths. No torch.
-
-As a program it prints a list of LargestMicroBatches as JSON: `python -m
-training.data.largest_batches FOLDER` with the Divisions of the rows in this token cache as its
-input."""
+"""The largest micro-batches of a run, from the order of its rows and their lengths. No torch."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from pydantic import TypeAdapter
 
-from launch.base import processes
-from launch.data import token_cache
 from launch.schema.rows import Division, LargestMicroBatches, MicroBatchSize
 from training.data import stored_rows
 from training.data.sample_order import SampleOrder
@@ -139,20 +131,3 @@ def _of_mixtures(sizes: Sequence[MicroBatchSize]) -> list[MicroBatchSize]:
     if not sizes:
         return []
     return _selected(np.array(sorted(map(astuple, set(sizes))), dtype=np.int64))
-
-
-def main() -> int:
-    processes.settle_process()
-    folder = Path(sys.argv[1])
-    divisions = TypeAdapter(list[Division]).validate_json(sys.stdin.buffer.read())
-    rows = {
-        part: row_sizes(token_cache.token_files(folder, part))
-        for part in {division.part for division in divisions}
-    }
-    answers = [largest(rows[division.part], division) for division in divisions]
-    sys.stdout.buffer.write(TypeAdapter(list[LargestMicroBatches]).dump_json(answers))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,20 +5,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from launch.base import environment, files
+from launch.base import files
 from launch.base.workspace import CODE
+from launch.data.worker import WORKER, FindLargest, WorkerEnded
 from launch.schema.rows import Division, LargestMicroBatches
-
-CHILD = (sys.executable, "-P", "-m", "training.data.largest_batches")
-
 
 # of a training whose order is made while a plan waits: two seconds
 MOST_EPOCHS, MOST_ROWS = 500, 2_000_000
@@ -48,19 +43,13 @@ class LargestBatches:
                 " advance"
             )
             return
-        done = subprocess.run(
-            [*CHILD, str(self._tokens)],
-            input=json.dumps([asdict(each) for each in missing]).encode(),
-            env=environment.passed(os.environ) | {"PYTHONPATH": str(CODE)},
-            capture_output=True,
-            check=False,
-        )
-        if done.returncode:
-            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-            self.failure = f"the tokenised rows in {self._tokens} could not be read: {last}"
+        try:
+            reply = WORKER.ask(FindLargest(self._tokens, tuple(missing)))
+        except WorkerEnded as ended:
+            self.failure = f"the tokenised rows in {self._tokens} could not be read: {ended}"
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        for division, largest in zip(missing, json.loads(done.stdout), strict=True):
+        for division, largest in zip(missing, json.loads(reply), strict=True):
             files.write_json(self._file(division), largest)
 
     def get(self, division: Division) -> LargestMicroBatches | None:

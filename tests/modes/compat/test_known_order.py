@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launch.data.worker import WORKER
 from launch.plan import facts as plan_facts
 from launch.predict import estimate, model_config
 from launch.predict.facts import Facts
@@ -74,7 +74,7 @@ def folder(tmp_path_factory) -> Path:
 def test_a_plan_is_for_the_largest_micro_batch_of_the_run(folder, attention):
     facts, candidate = facts_of(folder, attention), candidate_of(attention)
     assert facts.traces is not None
-    with closing(facts.traces):
+    with WORKER:
         facts.fetch([candidate])
         known = estimate.judge(facts, candidate)
         steps = traced_steps.of(facts, candidate)
@@ -111,7 +111,7 @@ def test_a_micro_batch_without_padding_is_planned_without_a_mask(tmp_path):
     write(tmp_path, "train", ROWS, 2, is_pair=False, lengths=(40, 88))
     facts, candidate = facts_of(tmp_path, "sdpa"), candidate_of("sdpa")
     candidate = replace(candidate, per_device_train_batch_size=2)
-    with closing(facts.traces or nullcontext()):
+    with WORKER:
         facts.fetch([candidate])
         steps = traced_steps.of(facts, candidate)
         assert [step.question.is_padded for step in steps] == [True, False]

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.families import FAMILIES
 from launch.schema.levers import PLAIN, ROWS
 from tests.modes.compat.families_by_name import AT_TARGETS, CHUNKED, FLATTENED, TILED
-from training.children.model_parts import model_parts
+from training.trace.model_parts import model_parts
 
 BY_NAME = {
     "tiled_mlp_num_shards": TILED,

@@ -12,8 +12,8 @@ from benchmarks.families import BART, FAMILIES, T5
 from launch.schema.plan import ModelSize, Plan
 from launch.schema.recipe import Recipe
 from tests.modes.trace.test_trace import LENGTH, extends_to_the_whole_model, recipe_of
-from training.children.model_parts import model_parts
 from training.trace import layer_stacks
+from training.trace.model_parts import model_parts
 
 LORA = {"lora": {"r": 8}}
 TURNS = {"layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 5}  # of 15 layers

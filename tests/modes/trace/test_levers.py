@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from launch.base.errors import ConfigError
+from launch.data.worker import WORKER
 from launch.plan import candidates, fit, less_saving, planner, search, tiled_mlp
 from launch.plan import facts as plan_facts
 from launch.plan.planner import Choice
@@ -23,7 +24,6 @@ from launch.predict import estimate, model_config
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts
 from launch.predict.memory.allocator_config import EXPANDABLE
-from launch.predict.trace_client import TracingChild
 from launch.predict.traces import Traces
 from launch.probe import described
 from launch.schema.machine import GIB, MIB
@@ -39,52 +39,22 @@ DATA = DataFormat(
 )
 
 
-class LastingChild(TracingChild):
-    """A child that all plans of a module ask: its imports take longer than a trace."""
-
-    packages: object = None  # that it has left out
-
-    def ask(self, request: Mapping[str, Any]) -> str | None:
-        if request["unused_packages"] != self.packages:
-            self.end()
-        self.packages = request["unused_packages"]
-        return super().ask(request)
-
-    def close(self) -> None:
-        """A plan that ends does not end it."""
-
-    def end(self) -> None:
-        super().close()
-
-
-@dataclass(frozen=True)
-class TraceCache:
-    """The place of traces, and the child that makes them."""
-
-    folder: Path
-    child: TracingChild
-
-
-def cache_in(folder: Path) -> Iterator[TraceCache]:
-    child = LastingChild(folder)
-    yield TraceCache(folder, child)
-    child.end()
-
-
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TraceCache]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """For tests whose choices are the same whatever has been traced before."""
-    yield from cache_in(tmp_path_factory.mktemp("traces"))
+    with WORKER:  # one child of all plans: its imports take longer than a trace
+        yield tmp_path_factory.mktemp("traces")
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[TraceCache]:
+def own(tmp_path: Path) -> Iterator[Path]:
     """For tests that say what is traced."""
-    yield from cache_in(tmp_path / "traces")
+    with WORKER:
+        yield tmp_path / "traces"
 
 
 def planning(
-    cache: TraceCache,
+    cache: Path,
     free_gib: float,
     no_every_n_layers: str | None = None,
     attention: str | None = "sdpa",
@@ -128,9 +98,7 @@ def planning(
         lengths = {"tokens": 1000 * LENGTH, "lengths": [(LENGTH, LENGTH)]}
         counts |= {**lengths, "most_targets": list(most_targets)}
         facts = builders.changed(facts, counts=counts, lengths=(LENGTH, LENGTH))
-    traces = Traces(
-        recipe, facts.model.size, facts.model.lora_targets, cache.folder, child=cache.child
-    )
+    traces = Traces(recipe, facts.model.size, facts.model.lora_targets, cache)
     return builders.changed(
         facts,
         traces=traces,
@@ -140,12 +108,12 @@ def planning(
     )
 
 
-def chosen(cache: TraceCache, free_gib: float, *given: Any, **more: Any) -> Choice:
+def chosen(cache: Path, free_gib: float, *given: Any, **more: Any) -> Choice:
     """The plan of planning()."""
     return planner.choose(planning(cache, free_gib, *given, **more))
 
 
-def what_nothing_fits_by(cache: TraceCache, free_gib: float, **more: Any) -> str:
+def what_nothing_fits_by(cache: Path, free_gib: float, **more: Any) -> str:
     """By what each candidate of planning() exceeds a budget. Ways out, each of which would be
     traced, are those of test_advice."""
     facts = planning(cache, free_gib, **more)
@@ -179,10 +147,10 @@ def test_a_single_sample_checkpoints_fewer_layers_than_more_rows_that_fit(own):
     seconds = [each.seconds_per_step for each in (of_rows, *singles)]
     assert all(slow > quick * AS_FAST for slow, quick in itertools.pairwise(seconds))
     # two rows that fit without checkpointing are not slower than one: they alone are traced
-    traced = set(own.folder.glob("*.json"))
+    traced = set(own.glob("*.json"))
     plan = chosen(own, 10, exact_batch=False, **long).plan
     assert plan.strategy.per_device_train_batch_size == 2
-    assert len(set(own.folder.glob("*.json")) - traced) == 1
+    assert len(set(own.glob("*.json")) - traced) == 1
 
 
 def test_a_transformers_that_cannot_leave_layers_out_checkpoints_all_and_the_plan_says_so(cache):
@@ -360,15 +328,13 @@ def test_mlps_in_parts_are_not_traced_where_logits_are_the_peak(cache):
     assert not any("MLPs in" in line for line in plan.table)
 
 
-def with_lora(cache: TraceCache, length: int, cards: int, shape: str = "qwen2.5-7b") -> Facts:
+def with_lora(cache: Path, length: int, cards: int, shape: str = "qwen2.5-7b") -> Facts:
     """LoRA of a model on cards of 24 GB."""
     recipe = fit.recipe_of(shape, "lora", length, half=False, gpus=cards)
     on = described.from_words("RTX 4090", cards, 64)
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=builders.CACHE)
     facts = plan_facts.build(recipe, on, config, parameters, family, DATA)
-    traces = Traces(
-        recipe, facts.model.size, facts.model.lora_targets, cache.folder, child=cache.child
-    )
+    traces = Traces(recipe, facts.model.size, facts.model.lora_targets, cache)
     return builders.changed(facts, traces=traces)
 
 
@@ -501,9 +467,7 @@ def test_a_card_holds_at_least_what_candidates_are_left_out_by(
             candidate.with_levers(every_n_layers=2),
             candidate.with_levers(every_n_layers=1, tiled_mlp_num_shards=2),
         ]
-        traces = Traces(
-            other, facts.model.size, facts.model.lora_targets, own.folder, child=own.child
-        )
+        traces = Traces(other, facts.model.size, facts.model.lora_targets, own)
         facts = builders.changed(facts, traces=traces)
         facts.fetch(ways)
         for way in ways:

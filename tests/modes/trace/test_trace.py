@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils import flop_counter
 from transformers import TrainerCallback
 
 from benchmarks import composed
+from launch.data.worker import WORKER
 from launch.plan import facts as plan_facts
 from launch.plan import planner
 from launch.predict import model_config
@@ -458,7 +458,7 @@ def test_a_question_is_answered_once_and_read_again(tmp_path: Path, monkeypatch)
     said: list[str] = []
     traces = Traces(recipe, plan.shape, plan.lora_targets, tmp_path / "traces", said.append)
     question = Question(plan.strategy, (LENGTH, LENGTH))
-    with closing(traces):
+    with WORKER:
         traces.fetch([question])
     assert traces.failure is None
     assert len(said) == 1
@@ -485,7 +485,7 @@ def test_a_trace_whose_files_are_missing_or_cut_short_is_made_again(tmp_path, is
     def traced() -> tuple[Any, list[str]]:
         said: list[str] = []
         traces = Traces(recipe, plan.shape, plan.lora_targets, tmp_path, said.append)
-        with closing(traces):
+        with WORKER:
             traces.fetch([question])
             answer = traces.get(question)
             assert answer is not None
@@ -532,7 +532,7 @@ def test_a_step_that_cannot_be_traced_is_said_and_judged_by_states(tmp_path):
     recipe, plan = recipe_of("llama-tiny")
     broken = replace(plan.shape, config={**plan.shape.config, "hidden_act": "no such function"})
     traces = Traces(recipe, broken, (), tmp_path / "traces")
-    with closing(traces):
+    with WORKER:
         traces.fetch([Question(plan.strategy, (LENGTH, LENGTH))])
     assert traces.failure is not None
     assert "no such function" in traces.failure

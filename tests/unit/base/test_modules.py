@@ -26,8 +26,9 @@ def test_objects_of_imports_are_visited_by_no_collection_of_all_objects():
 def test_a_trace_of_4_bit_weights_imports_no_compiler_of_torch():
     code = """
 import sys
-from training.trace import server
-server.import_trace()
+from training import worker
+worker.prepare()
+worker.import_trace()
 print("bitsandbytes" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

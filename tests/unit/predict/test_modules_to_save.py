@@ -19,10 +19,10 @@ from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
 from launch.schema.plan import ModelSize
 from tests import builders
-from training.children.model_parts import model_parts
 from training.compat.transformers_private import Network
 from training.model import build, four_bit
 from training.model.build import with_lora
+from training.trace.model_parts import model_parts
 
 SIZES = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}

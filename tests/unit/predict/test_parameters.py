@@ -26,8 +26,8 @@ from launch.predict import model_families, optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
 from launch.schema.plan import ModelFamily, ModelSize
-from training.children.model_parts import model_parts
 from training.model import build, four_bit
+from training.trace.model_parts import model_parts
 
 pytestmark = pytest.mark.unit
 

@@ -50,7 +50,7 @@ WORDS = {
     "samples": "sample_audit, dataset, num_samples",
     "imports": "import_memory, modules",
     "keys": "cache_keys, or whose keys they are",
-    "answer": "trace server, reply",
+    "answer": "worker, reply",
     "live_bytes": "recorder",
     "depth": "repeat_layers",
     "shared_out": "sharded",

@@ -57,6 +57,7 @@ LAYERS = {
         "loop",
         "run",
         "trace",
+        "worker",
         "children",
     ),
 }

@@ -7,9 +7,9 @@ from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
 from launch.base.errors import ConfigError
 from launch.schema.model_sections import TokenizerSection
-from training.children.model_parts import model_parts
 from training.data import tokenizer
 from training.model import build
+from training.trace.model_parts import model_parts
 
 SMALL = {"vocab_size": 600, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 BART = {

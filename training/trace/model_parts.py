@@ -1,12 +1,8 @@
-"""Build the model of a config on the meta device, and print its ModelParts as JSON:
-`python -m training.children.model_parts` with the config as its input. A config of which
-transformers makes no model is named instead, with the exit code of a ConfigError."""
+"""The parts of the model that transformers builds from a config, on the meta device."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
-import sys
 from collections import defaultdict
 from contextlib import suppress
 from itertools import product
@@ -16,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from launch.base import processes
 from launch.base.errors import ConfigError
 from launch.schema.model_sections import ModelSection, QuantizationSection
 from launch.schema.plan import ModelFamily, ModelSize
@@ -123,7 +118,3 @@ def _linear_layers(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, 
     if any(share and share != is_linear[name].keys() for name, share in shares.items()):
         return linear, None
     return linear, tuple(name for name, share in shares.items() if share)
-
-
-if __name__ == "__main__":
-    sys.exit(processes.reply(lambda: model_parts(json.load(sys.stdin))))
