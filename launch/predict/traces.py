@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -390,6 +391,7 @@ class Traces:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             leftovers.sweep(self._folder)
+            tempfile.TemporaryFile(dir=self._folder).close()
         except OSError as error:
             raise ResourceError(
                 f"{self._folder}: cannot keep traces there ({error.strerror}); make it writable, or"

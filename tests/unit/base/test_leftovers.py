@@ -30,12 +30,11 @@ def aged(path, seconds):
 def test_what_a_process_that_is_gone_has_left_is_removed_and_nothing_else(tmp_path, gone):
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
-    left = [checkpoints / f".commits.json.{gone}.tmp", tmp_path / f"tmp-{gone}-x1"]
-    others = [checkpoints / f".plan.json.{os.getpid()}.tmp", tmp_path / f"tmp-{os.getpid()}-x2"]
+    left = [checkpoints / f".commits.json.{gone}.tmp", tmp_path / f".a.json.{gone}.tmp"]
+    others = [checkpoints / f".plan.json.{os.getpid()}.tmp", tmp_path / f"tmp-{gone}-x2"]
     others += [tmp_path / "tmp-notes-x", checkpoints / "a.12.tmp.json", tmp_path / "commits.json"]
     for path in (*left, *others):
         path.mkdir() if path.name.startswith("tmp-") else path.write_text("[]")
-    (left[1] / "stderr").write_text("")
     leftovers.sweep(tmp_path)
     assert all(path.exists() for path in left), "a process of another machine may be writing"
     for path in (*left, *others):
