@@ -103,11 +103,11 @@ def no_varlen(
     if reason := _no_kernels(VARLEN, recipe, model, gpus, precision, is_asked):
         return reason
     width = _head_width(model.config)
-    named = (model.config[key] for key in ATTENTION_DROPOUT if key in model.config)
-    dropout = next(named, model.family.forward.attention_dropout)
+    key = next((key for key in ATTENTION_DROPOUT if key in model.config), "attention dropout")
+    dropout = model.config.get(key, model.family.forward.attention_dropout)
     small = next((gpu for gpu in gpus if gpu.architecture.startswith(LITTLE_SHARED_MEMORY)), None)
     obstacles = (
-        (dropout, f"{VARLEN} has no dropout, and the model's attention has {dropout}"),
+        (dropout, f"{VARLEN} has no dropout, and the model's {key} is {dropout}"),
         (
             width % VARLEN_MULTIPLE,
             f"{VARLEN} takes heads of a multiple of {VARLEN_MULTIPLE}, these have {width}",

@@ -9,13 +9,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from launch.schema.plan import ForwardFacts, HeadResult
-from training.compat import transformers_private
+from training.compat import forward_private, torch_private, transformers_private
+from training.compat.forward_private import tree_leaves
+from training.compat.torch_private import TorchDispatchMode
 from training.levers import tiled_mlp
 from training.trace import layer_stacks
 
@@ -29,14 +29,19 @@ OF_ROWS_OF_DOCUMENTS = (
     *("dropout", "scaling", "sliding_window", "position_ids", "is_causal"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 )
-RECORDED = "recorded_arguments"  # by this name transformers knows _Attention
+# By these names transformers knows _Attention, which gets no mask, and _Masked
+RECORDED, MASKED = "recorded_arguments", "recorded_masks"
 
 
 def read(model: PreTrainedModel) -> ForwardFacts:
     """The facts on a model's forward pass."""
     flattens, dropout = flattened_attention(model)
     return ForwardFacts(
-        head_result(model), tiles_mlp(model), bool(model._supports_sdpa), flattens, dropout
+        head_result(model),
+        tiles_mlp(model),
+        forward_private.supports(model, "sdpa"),
+        flattens,
+        dropout,
     )
 
 
@@ -68,18 +73,18 @@ def head_result(model: PreTrainedModel) -> HeadResult:
 def flattened_attention(model: PreTrainedModel) -> tuple[bool, float]:
     """(True if attention computes a row of documents from their starts and positions alone, its
     dropout in training). Each layer then gives the starts to transformers' interface of attention,
-    heads of one width, and nothing that kernels for such rows lack; no other module mixes
-    positions."""
+    heads of one width, each window that its mask has, and nothing that kernels for such rows lack;
+    no other module mixes positions."""
     if (
         model.config.is_encoder_decoder
-        or not model._supports_flash_attn
+        or not forward_private.supports(model, "flash_attn")
         or any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
     ):
         return False, 0.0
     starts = torch.zeros(ROWS, dtype=torch.int32, device="meta")
-    attention = _Attention(starts)
+    attention, masked = _Attention(starts), _Masked()
     # A forward pass of each type fails in its own way: such a type keeps its mask
-    with suppress(Exception), _recording(model, attention):
+    with suppress(Exception), _recording(model, attention, masked):
         row = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
         positions = torch.zeros_like(row)
         with _Follower(positions) as follower, torch.no_grad():
@@ -92,7 +97,11 @@ def flattened_attention(model: PreTrainedModel) -> tuple[bool, float]:
             )
         num_layers = sum(len(stack) for stack in layer_stacks.stacks(model))
         if len(attention.fits) == num_layers and follower.num_operators:
-            return all(attention.fits) and len(attention.widths) == 1, attention.dropout
+            fits = all(attention.fits) and len(attention.widths) == 1
+            transformers_private.set_attention(model, MASKED)
+            with torch.no_grad():
+                model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False)
+            return fits and all(masked.agree), attention.dropout
     return False, 0.0
 
 
@@ -131,17 +140,51 @@ class _Attention:
         )
         self.widths.add(query.shape[-1])
         self.dropout = max(self.dropout, options.get("dropout") or 0.0)
-        return query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1]), None
+        return _output(query, value), None
+
+
+class _Masked:
+    """An implementation of attention that computes nothing, and notes if the windows of masks are
+    those that it is given."""
+
+    def __init__(self) -> None:
+        self._windows: list[tuple[torch.Tensor, int | None]] = []  # mask, window
+        self.agree: list[bool] = []  # of each call
+
+    def mask(self, local_size: int | None = None, **_: Any) -> torch.Tensor:
+        """A mask that holds nothing."""
+        mask = torch.empty(1, 1, LENGTH, LENGTH, device="meta")
+        self._windows.append((mask, local_size))
+        return mask
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        window = next((window for mask, window in self._windows if mask is attention_mask), None)
+        self.agree.append(window == options.get("sliding_window"))
+        return _output(query, value), None
+
+
+def _output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1])
 
 
 @contextmanager
-def _recording(model: Any, attention: _Attention) -> Iterator[None]:
-    """Let a model in training compute attention by an implementation. In 16 bits: some experts
-    compute in no other type."""
+def _recording(model: Any, attention: _Attention, masked: _Masked) -> Iterator[None]:
+    """Let a model in training compute attention by the first implementation, in 16 bits: some
+    experts compute in no other type."""
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     planned = transformers_private.attention(model)
     dtype, is_training = model.dtype, model.training
     AttentionInterface.register(RECORDED, attention)
+    AttentionInterface.register(MASKED, masked)
+    AttentionMaskInterface.register(MASKED, masked.mask)
     transformers_private.set_attention(model, RECORDED)
     for module in inner:  # it would read the tokens
         module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
@@ -244,7 +287,7 @@ class _Follower(TorchDispatchMode):
         )
         if is_by_position:
             self._followed.append(out)
-        elif func._schema.is_mutable:  # it may write to a part of a followed tensor
+        elif torch_private.schema(func).is_mutable:  # it may write to a part of a followed tensor
             self._followed.clear()
         return out
 

@@ -6,9 +6,28 @@ import pytest
 
 from benchmarks.families import FAMILIES
 from launch.schema.levers import PLAIN, ROWS
-from tests.modes.compat.families_by_name import AT_TARGETS, CHUNKED, FLATTENED, TILED
 from training.trace.model_parts import model_parts
 
+# model types that had a lever by lists of names, before each model was asked for it
+FLATTENED = ("gpt2", "llama", "mistral", "qwen2", "qwen3")
+CHUNKED = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "t5")
+AT_TARGETS = (
+    *("apertus", "arcee", "bart", "biogpt", "bitnet", "blenderbot", "bloom", "codegen"),
+    *("cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm"),
+    *("glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite"),
+    *("granitemoe", "helium", "hunyuan_v1_dense", "llama", "longt5", "mbart", "minimax"),
+    *("mistral", "mixtral", "mpt", "mt5", "nemotron", "olmo", "olmo2", "olmo3", "olmoe"),
+    *("opt", "pegasus", "persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe"),
+    *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    *("switch_transformers", "t5", "umt5", "xglm"),
+)
+TILED = (
+    *("apertus", "arcee", "bitnet", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4"),
+    *("gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo"),
+    *("gpt_neox", "gptj", "granite", "helium", "hunyuan_v1_dense", "llama", "longt5"),
+    *("mistral", "mt5", "nemotron", "olmo", "olmo2", "olmo3", "persimmon", "phi", "phi3"),
+    *("qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2", "t5", "umt5"),
+)
 BY_NAME = {
     "tiled_mlp_num_shards": TILED,
     "num_output_chunks": CHUNKED,

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from launch.data.rows import IGNORED
-from tests.modes.compat.families_by_name import AT_TARGETS
+from tests.modes.compat.test_levers_of_families import AT_TARGETS
 from training.data.batches import TARGET_TENSORS, targets
 from training.levers.logits import LossHead, target_loss_sum
 from training.trace import forward_facts

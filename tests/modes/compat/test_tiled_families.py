@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.modes.compat.families_by_name import AT_TARGETS, TILED
+from tests.modes.compat.test_levers_of_families import AT_TARGETS, TILED
 from tests.modes.compat.test_target_families import LENGTH, ROWS, VOCABULARY, network
 from training.levers import tiled_mlp
 from training.trace import forward_facts

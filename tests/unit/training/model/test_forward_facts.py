@@ -105,6 +105,11 @@ def test_rows_are_flattened_where_attention_needs_no_more_than_the_starts_of_doc
         assert forward_facts.flattened_attention(model) == (False, 0.0)
     capped = of_type("gemma2", **LLAMA, head_dim=8, num_key_value_heads=2)
     assert not forward_facts.flattened_attention(capped)[0]
+    # its mask alone has the window
+    values = {**LLAMA, "num_key_value_heads": 2, "num_local_experts": 4}
+    for window, flattens in ((None, True), (16, False)):
+        model = of_type("phimoe", **values, sliding_window=window)
+        assert forward_facts.flattened_attention(model)[0] == flattens
 
 
 def test_the_model_is_left_as_it_was():
