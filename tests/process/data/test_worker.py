@@ -36,6 +36,8 @@ from tests.unit.predict.memory.test_largest_batches import write
 from training.data import largest_batches, tokenizer
 from training.trace.model_parts import model_parts
 
+pytestmark = pytest.mark.modes
+
 COLUMNS = {"prompt": "prompt", "response": "response"}
 DIVISION = Division("train", 2, 1, 1, False, 8, False, num_steps=5)
 
