@@ -24,7 +24,7 @@ from launch.predict.parameters import Shapes
 from launch.schema.plan import ForwardFacts, ModelFamily
 from launch.schema.result import ModelParts
 
-FORM = 4  # of a stored ModelParts; raised with each new field
+FORM = 5  # of a stored ModelParts; raised with each new field
 
 # version of transformers -> counted family -> its forward pass, by scripts/render_families.py
 COMMITTED = FILES / "configs" / "model_families.json"
