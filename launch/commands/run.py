@@ -21,6 +21,7 @@ from launch.base.workspace import Workspace
 from launch.commands import ending, recipe_arguments, tune
 from launch.commands.attempts import MAX_PLANS, Attempts, Start
 from launch.commands.recipe_arguments import RecipeArguments
+from launch.data.worker import WORKER
 from launch.plan import facts as plan_facts
 from launch.plan import planner, resolve
 from launch.plan.planner import Choice
@@ -230,6 +231,7 @@ def _choose(start: Start, dry_run: bool, new_run: Callable[[], RunDir]) -> Choic
     what will be free when they have ended. Raises DoesNotFit."""
     machines = [start.facts.machine]
     if start.facts.recipe.launch.waits:
+        WORKER.close()  # its memory is free when the run begins
         now = probe_machine.with_memory_of_now(start.facts.machine, start.workspace.root)
         machines = admission.machines_to_wait_for(now, start.facts.recipe)
     for machine in machines:
