@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from launch.base import modules, processes
-from launch.base.errors import LaunchError
+from launch.base.errors import LaunchError, ResourceError
 from launch.base.files import write_atomic
 from launch.data import token_cache, token_hashes, worker
 from launch.data.token_cache import TokenCache
@@ -170,7 +170,13 @@ def _record(request: worker.RecordSteps) -> None:
             each.parts_apart,
             each.all_layers,
         )
-        write_atomic(request.folder / f"{name}{STEP}", dumped(recorded))
+        try:
+            write_atomic(request.folder / f"{name}{STEP}", dumped(recorded))
+        except OSError as error:
+            raise ResourceError(
+                f"{request.folder}: a trace cannot be kept there ({error.strerror}); make room, or"
+                " name another folder with LOWMEM_TRACES"
+            ) from error
 
 
 @cache

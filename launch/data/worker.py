@@ -99,8 +99,10 @@ class WorkerEnded(Exception):
     """The child has ended, or gave no answer in time. Its text is the last line that it wrote."""
 
     def __init__(self, stderr: str, code: int = 0) -> None:
-        lines = stderr.strip().splitlines() or [f"the child with torch ended with {code}"]
-        super().__init__(lines[-1])
+        lines = stderr.strip().splitlines()
+        if code < 0:  # it could not say why: its last line is of something else
+            lines = [f"the child with torch was ended by {signal.Signals(-code).name}"]
+        super().__init__(lines[-1] if lines else f"the child with torch ended with {code}")
         self.stderr, self.code = stderr, code
 
 

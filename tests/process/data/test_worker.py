@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 from itertools import groupby
 from pathlib import Path
@@ -122,3 +123,21 @@ def test_a_refusal_is_raised_here_and_what_ended_a_child_is_said(requests, tmp_p
             worker.reply(requests[2], "reads")
         with pytest.raises(WorkerEnded, match=r"took more than 0.01 s"):
             worker.ask(requests[3], timeout_s=0.01)
+
+
+def test_a_child_that_a_signal_ended_is_named_by_it_and_not_by_its_last_line():
+    ended = WorkerEnded("Please install a package\n", -signal.SIGKILL)
+    assert str(ended) == "the child with torch was ended by SIGKILL"
+    assert ended.stderr == "Please install a package\n"
+
+
+def test_a_folder_that_takes_no_record_is_named(requests, tmp_path):
+    (record,) = (request for request in requests if isinstance(request, RecordSteps))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))  # of files of the child too
+    worker = Worker()
+    try:
+        with worker, pytest.raises(ResourceError, match=f"{tmp_path}: a trace cannot be kept"):
+            worker.ask(record)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -61,3 +61,17 @@ def test_a_trace_that_passes_can_be_used(path, wrong):
     if content["peaks"]:
         assert trace.peak(4, 4).allocated_bytes >= 0
     assert trace.work.bytes_moved.total(4, 2) is not None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"peaks": []},
+        {"peaks": [peak for peak in CONTENT["peaks"] if peak["section"] == "evaluation"]},
+        {"work": CONTENT["work"] | {"num_kernels": 10**400}},
+        {"work": CONTENT["work"] | {"bytes_moved": [float("nan"), 0.0, 0.0]}},
+    ],
+)
+def test_a_step_without_peaks_or_with_numbers_that_nothing_has_is_damaged(changed):
+    with pytest.raises(ValueError, match=r"no moment of a step|a number that"):
+        trace_files.checked(CONTENT | changed)
