@@ -1,4 +1,4 @@
-"""Composed steps beside steps that were recorded whole.
+"""Composed steps beside the same steps, recorded with all their layers and levers.
 
 Each mixture of levers is one that no record has: some layers compute their activations again, the
 logits are made in parts, or both, with MLPs in parts or not; of every family of
@@ -206,14 +206,14 @@ def logs_of(mixture: Mixture) -> tuple[Log, Log]:
 
     composed = composed_of.composed(recorded)
     batch = 1 if question.is_single else BATCH
-    whole = step.step(recipe, plan, question.lengths, question.is_padded, batch, target)
-    return composed, whole
+    expected = step.step(recipe, plan, question.lengths, question.is_padded, batch, target)
+    return composed, expected
 
 
-def difference(composed: Log, whole: Log) -> str:
+def difference(composed: Log, expected: Log) -> str:
     """The first event in which two logs differ; "" if none does. The order in which blocks are
     freed at a time is left out: it may be that of a table of addresses."""
-    ours, theirs = _canonical(composed), _canonical(whole)
+    ours, theirs = _canonical(composed), _canonical(expected)
     pairs = zip(ours, theirs, strict=False)
     for index, (own, other) in enumerate(pairs):
         if own != other:
@@ -263,13 +263,13 @@ def row_of(mixture: Mixture) -> dict[str, Any]:
     tied = plan.shape.family.ties_head
     turns = ("steady", *sharded.special_turns(plan.strategy))
     for turn in turns:
-        composed, whole = (
+        composed, expected = (
             sharded.shard_step(log, recipe, plan.strategy, tied, BUCKET_ELEMENTS, turn)
             for log in logs
         )
-        if differs := difference(composed, whole):
+        if differs := difference(composed, expected):
             row["difference"] = f"{turn}: {differs}"
-        ours, theirs = bytes_of(composed), bytes_of(whole)
+        ours, theirs = bytes_of(composed), bytes_of(expected)
         apart = (abs(own - other) for own, other in zip(ours, theirs, strict=True))
         row["bytes"] = max(row.get("bytes", 0), *apart)
     return row
@@ -308,7 +308,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         ["mixtures", str(len(rows))],
         ["composed", str(len(composed))],
         ["the same events, and so 0 bytes apart", str(sum(map(is_same, composed)))],
-        *([f"recorded whole: {why}", str(times)] for why, times in reasons.most_common()),
+        *(
+            [f"recorded with all its levers: {why}", str(times)]
+            for why, times in reasons.most_common()
+        ),
     ]
     return recording.table(["steps", "number"], lines)
 

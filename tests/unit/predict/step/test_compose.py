@@ -79,9 +79,9 @@ def test_what_is_not_composed_is_named(values, why):
 
 def test_of_records_that_are_there_none_is_made_again():
     question = composed.case_of(of_llama(every_n_layers=3))[2]
-    whole = sources.of(question, False, lambda base: False)
-    assert whole.others is not None
-    assert not whole.others.parts_apart
+    at_once = sources.of(question, False, lambda base: False)
+    assert at_once.others is not None
+    assert not at_once.others.parts_apart
     in_parts = sources.of(question, False, lambda base: base.parts_apart)
     assert in_parts.others is not None
     assert in_parts.others.parts_apart
