@@ -5,8 +5,9 @@ logits are made in parts, or both, with MLPs in parts or not; of every family of
 benchmarks.families, method, precision and engine, on a card or on a CPU. It is composed of records
 of few layers, as a plan does, and recorded with all its layers and levers. Both logs are shared out
 to a rank; all their events must be the same, and so the bytes that an allocator allocates and
-reserves. A mixture that cannot be composed is named with the reason. Seeds decide the mixtures;
-`make test` runs the first 12.
+reserves; and the price of the step, which looks at units alone, must say the same bytes and work. A
+mixture that cannot be composed is named with the reason. Seeds decide the mixtures; `make test`
+runs the first 12.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from benchmarks import recording
 from benchmarks.families import FAMILIES
 from launch.predict.memory import allocator
 from launch.predict.sharding import BUCKET_ELEMENTS
-from launch.predict.step import sharded, sources
-from launch.predict.step.recorded import NotComposed
+from launch.predict.step import peaks, sharded, sources
+from launch.predict.step.price import Price
+from launch.predict.step.recorded import PASSES, NotComposed, Recorded
 from launch.predict.step.sources import Question
 from launch.schema.levers import Levers
 from launch.schema.modes import LAUNCH_MODES
@@ -51,6 +53,8 @@ MODES = (
 )
 PARTS, SHARDS = (1, 1, 2, 3, 5, 16, 32, 64), (1, 1, 1, 2, 4)
 LENGTH = 64  # tokens of a row
+# of bytes, of these tiny steps: what layers of another way free, lists of gradients' addresses
+PRICE_ERROR = 0.015
 COUNTS = 3, 7  # samples, and targets of a part of the logits, of which bytes are compared
 
 
@@ -187,8 +191,9 @@ def _model(family: str, layers: int) -> tuple[ModelSize, tuple[str, ...]]:
     return ModelSize("deep", config, 0, 0, family=parts.family), parts.family.linear
 
 
-def logs_of(mixture: Mixture) -> tuple[Log, Log]:
-    """The composed log and the recorded one, of one process. Raises NotComposed."""
+def logs_of(mixture: Mixture) -> tuple[Log, Log, Price]:
+    """The composed log and the recorded one, of one process, and the price of the step. Raises
+    NotComposed."""
     from training.trace import step
     from training.trace.cuda_semantics import Target
 
@@ -198,6 +203,7 @@ def logs_of(mixture: Mixture) -> tuple[Log, Log]:
     if composed_of.why_whole:
         raise NotComposed(composed_of.why_whole)
 
+    @cache
     def recorded(base: Question) -> Any:
         of_base = replace(plan, strategy=base.strategy)
         batch = 1 if base.is_single else BATCH
@@ -207,7 +213,42 @@ def logs_of(mixture: Mixture) -> tuple[Log, Log]:
     composed = composed_of.composed(recorded)
     batch = 1 if question.is_single else BATCH
     expected = step.step(recipe, plan, question.lengths, question.is_padded, batch, target)
-    return composed, expected
+    price = Price(composed_of.composer(lambda base: Recorded(recorded(base))))
+    return composed, expected, price
+
+
+def priced(composed: Log, price: Price) -> dict[str, Any]:
+    """The bytes of a price over those of the composed step, the least and the most of its forward
+    and backward passes at three sizes of a micro-batch; and whether its work is the same."""
+    moments, expected, ratios = price.moments(), peaks.peaks(composed), []
+    for rows, targets in ((1, 1), COUNTS, (64, 8)):
+        for section in PASSES:
+            ours = max(_at(top, rows, targets) for of, top in moments if of == section)
+            parts = (each["parts"].values() for each in expected if each["section"] == section)
+            theirs = max(sum(_at(sizes, rows, targets) for sizes in each) for each in parts)
+            ratios.append(ours / theirs)
+    work, own = dict(_numbers(peaks.work(composed))), dict(_numbers(price.work()))
+    is_same_work = own.keys() == work.keys() and all(
+        abs(own[name] - number) <= 1e-6 * abs(number) for name, number in work.items()
+    )
+    looked_at = price.num_looked_at / len(composed.events)
+    return {"least": min(ratios), "most": max(ratios), "work": is_same_work, "looked_at": looked_at}
+
+
+def _at(sizes: Sequence[int], rows: int, targets: int) -> int:
+    return sizes[0] + rows * sizes[1] + targets * sizes[2]
+
+
+def _numbers(work: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers of a record of work, by name."""
+    if isinstance(work, dict):
+        for key, value in work.items():
+            yield from _numbers(value, f"{name} {key}")
+    elif isinstance(work, list):
+        for index, value in enumerate(work):
+            yield from _numbers(value, f"{name} {index}")
+    else:
+        yield name.strip(), float(work)
 
 
 def difference(composed: Log, expected: Log) -> str:
@@ -257,7 +298,8 @@ def row_of(mixture: Mixture) -> dict[str, Any]:
     row: dict[str, Any] = {"mixture": mixture.words}
     recipe, plan, _ = case_of(mixture)
     try:
-        logs = logs_of(mixture)
+        *logs, price = logs_of(mixture)
+        row["price"] = priced(logs[0], price)
     except NotComposed as reason:
         return row | {"not_composed": str(reason)}
     tied = plan.shape.family.ties_head
@@ -287,27 +329,43 @@ def main() -> int:
     for mixture in mixtures(args.first):
         row = row_of(mixture)
         rows.append(row)
-        if "bytes" not in row or row["bytes"] or "difference" in row:
+        if not is_same(row):
             print(row, flush=True)
     print(text := table(rows))
     if args.first == NUM_MIXTURES:
-        kept = [row for row in rows if "bytes" not in row or row["bytes"]]
-        recording.write(RESULT, {"composed": len(rows) - len(kept), "rows": kept}, text)
+        others = [row for row in rows if not is_same(row)]
+        recording.write(RESULT, {"composed": len(rows) - len(others), "rows": others}, text)
     return 0 if all(is_same(row) for row in rows if "bytes" in row) else 1
 
 
 def is_same(row: Mapping[str, Any]) -> bool:
-    return row.get("bytes") == 0 and "difference" not in row
+    price = row.get("price", {"work": False})
+    is_priced = (
+        price["work"] and 1 - PRICE_ERROR <= price["least"] <= price["most"] <= 1 + PRICE_ERROR
+    )
+    return row.get("bytes") == 0 and "difference" not in row and is_priced
+
+
+def is_exact(price: Mapping[str, Any]) -> bool:
+    return price["least"] > 1 - 1e-4 and price["most"] < 1 + 1e-4
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The numbers of mixtures that were composed, and why others were not."""
     composed = [row for row in rows if "bytes" in row]
+    prices = [row["price"] for row in composed]
     reasons = Counter(row["not_composed"] for row in rows if "not_composed" in row)
     lines = [
         ["mixtures", str(len(rows))],
         ["composed", str(len(composed))],
-        ["the same events, and so 0 bytes apart", str(sum(map(is_same, composed)))],
+        ["the same events, and so 0 bytes apart", str(sum(row["bytes"] == 0 for row in composed))],
+        ["priced with the same work", str(sum(row["price"]["work"] for row in composed))],
+        [
+            "bytes of the price over those of the step, least",
+            f"{min(each['least'] for each in prices):.5f}",
+        ],
+        ["the same, most", f"{max(each['most'] for each in prices):.5f}"],
+        ["within 1 in 10,000", str(sum(is_exact(each) for each in prices))],
         *(
             [f"recorded with all its levers: {why}", str(times)]
             for why, times in reasons.most_common()

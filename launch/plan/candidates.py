@@ -1,22 +1,22 @@
-"""Candidates for a plan: modes and ranks, splits of the batch, and the waves in which they are
-tried."""
+"""Candidates for a plan: modes and ranks, splits of the batch, levers that save memory, and the
+order in which they are preferred."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
 from launch.plan import kernels
 from launch.predict import sharding, target_counts
-from launch.predict.facts import Facts, Installed, Model, Wishes
+from launch.predict.facts import Facts, Installed, Wishes
 from launch.predict.oom_history import CLEARLY_BELOW
 from launch.probe import architectures
 from launch.recipe.strict_yaml import show
 from launch.schema import levers
-from launch.schema.levers import Levers
+from launch.schema.levers import Lever, Levers
 from launch.schema.machine import Gpu, Link, Machine
 from launch.schema.modes import LAUNCH_MODES, Mode
 from launch.schema.plan import Strategy as Candidate
@@ -255,150 +255,103 @@ def _unavailable(candidate: Candidate, installed: Installed) -> str | None:
     return f"{candidate.mode}{CANNOT_RUN}{obstacle}"
 
 
-def waves(facts: Facts, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
-    """Yield the waves of candidates in the order of the search: the result of an earlier tuning,
-    then any split of a batch that was left open, then the recipe's own batch and its splits."""
-    if (tuned := facts.history.tuned) is not None:
-        yield [
-            replace(
-                candidate.with_levers(**{row.name: row.of(tuned.levers) for row in levers.TRIED}),
-                per_device_train_batch_size=tuned.per_device_train_batch_size,
-                gradient_accumulation_steps=tuned.gradient_accumulation_steps,
-                per_device_eval_batch_size=facts.recipe.training.per_device_eval_batch_size
-                or _eval_batch(tuned.per_device_train_batch_size),
-            )
-            for candidate in possible
-            if (candidate.mode, candidate.num_processes, candidate.effective_batch_size)
-            == (tuned.mode, tuned.num_processes, tuned.effective_batch_size)
-        ]
-    if facts.wishes.free_batch and facts.traces is not None:
-        yield from free_waves(facts.recipe, facts.model, possible)
-    yield from _waves_of_batch(facts, possible)
-
-
-def free_waves(
-    recipe: Recipe, model: Model, possible: Sequence[Candidate]
-) -> Iterator[list[Candidate]]:
-    """Yield every split of the effective batch: first of modes whose ranks hold full copies, then
-    of sharded and offloaded ones."""
-    for is_whole in (True, False):
-        group = [candidate for candidate in possible if candidate.launch_mode.is_whole == is_whole]
-        yield _splits_of_all(recipe, model, group, any_size=True)
-
-
-def _waves_of_batch(facts: Facts, possible: Sequence[Candidate]) -> Iterator[list[Candidate]]:
-    """Yield the recipe's own batch, then smaller micro-batches of full copies, then of sharded and
-    offloaded ones, then those whose activations are offloaded.
-
-    A later wave is not traced if an earlier one has a candidate that fits. Under mixed precision
-    full copies come first: they keep float32 weights and autocast, while DeepSpeed and FSDP2
-    compute everything in 16 bits."""
-    recipe, model = facts.recipe, facts.model
-    copies = [candidate for candidate in possible if candidate.launch_mode.is_whole]
-    sharded = _sharded(possible)
-    offloaded = [candidate for candidate in possible if candidate.launch_mode.offloads]
-    if recipe.training.bf16 or recipe.training.fp16:
-        yield copies
-        yield sharded
-    else:
-        yield [*copies, *sharded]
-    if facts.traces is None:
-        yield offloaded
-        if facts.history.oom.ran_out:
-            yield _splits_of_all(recipe, model, possible)
-        return
-    of_copies = _splits_of_all(recipe, model, copies)
-    yield [split for split in of_copies if split.per_device_train_batch_size > 1]
-    single_samples = [split for split in of_copies if split.per_device_train_batch_size == 1]
-    last = [*single_samples, *offloaded, *_splits_of_all(recipe, model, [*sharded, *offloaded])]
-    yield last
-    yield [
-        candidate.with_levers(activation_offloading=True)
-        for candidate in dict.fromkeys([*of_copies, *last])
-        if _may_offload(recipe, facts.installed, candidate)
-    ]
-
-
-def _sharded(possible: Sequence[Candidate]) -> list[Candidate]:
-    """Those whose ranks share the states on their devices."""
-    modes = ((candidate, candidate.launch_mode) for candidate in possible)
-    return [candidate for candidate, mode in modes if not (mode.is_whole or mode.offloads)]
-
-
-def sharded_splits(facts: Facts, possible: Sequence[Candidate]) -> list[Candidate]:
-    """Sharded candidates and their splits, without those of a single sample; none if tuning or a
-    free batch decides."""
-    if facts.history.tuned is not None or facts.wishes.free_batch or facts.traces is None:
-        return []
-    return [
-        split
-        for candidate in _sharded(possible)
-        for split in (candidate, *splits(facts.recipe, facts.model, candidate))
-        if split.per_device_train_batch_size > 1
-    ]
-
-
-def _splits_of_all(
-    recipe: Recipe, model: Model, group: Sequence[Candidate], any_size: bool = False
-) -> list[Candidate]:
-    return [split for candidate in group for split in splits(recipe, model, candidate, any_size)]
-
-
-def splits(
-    recipe: Recipe, model: Model, candidate: Candidate, any_size: bool = False
-) -> Iterator[Candidate]:
-    """Yield the same effective batch in smaller micro-batches (`any_size`: in all), the largest
-    first. Checkpointing and output chunks are tried where the recipe leaves them open."""
-    training = recipe.training
+def splits(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield a candidate with the recipe's own batch, and the same effective batch in smaller
+    micro-batches (if any batch will do, in all), the largest first; before them, the one that was
+    tuned."""
     asked = candidate.per_device_train_batch_size
     per_rank = asked * candidate.gradient_accumulation_steps
-    own = candidate.levers
-    checkpoints = (0, 1)
-    if levers.ROWS["every_n_layers"].asked(recipe) is not None:
-        checkpoints = (own.every_n_layers,)
-    is_open = _may_chunk(recipe, model, candidate)
-    chunks = levers.ROWS["num_output_chunks"].tried if is_open else (own.num_output_chunks,)
-    for micro_batch in range(per_rank if any_size else asked, 0, -1):
-        if per_rank % micro_batch or (recipe.launch.exact_batch and micro_batch != asked):
-            continue
-        for every_n, num_chunks in itertools.product(checkpoints, chunks):
-            split = replace(
-                candidate.with_levers(every_n_layers=every_n, num_output_chunks=num_chunks),
+    eval_batch = facts.recipe.training.per_device_eval_batch_size
+    if (tuned := facts.history.tuned) and _tunes(tuned, candidate):
+        yield replace(
+            candidate.with_levers(**{row.name: row.of(tuned.levers) for row in levers.TRIED}),
+            per_device_train_batch_size=tuned.per_device_train_batch_size,
+            gradient_accumulation_steps=tuned.gradient_accumulation_steps,
+            per_device_eval_batch_size=eval_batch or _eval_batch(tuned.per_device_train_batch_size),
+        )
+    sizes = range(per_rank if facts.wishes.free_batch else asked, 0, -1)
+    for micro_batch in sizes:
+        if micro_batch == asked:
+            yield candidate
+        elif not (per_rank % micro_batch or facts.recipe.launch.exact_batch):
+            yield replace(
+                candidate,
                 per_device_train_batch_size=micro_batch,
                 gradient_accumulation_steps=per_rank // micro_batch,
-                per_device_eval_batch_size=training.per_device_eval_batch_size
-                or _eval_batch(micro_batch),
+                per_device_eval_batch_size=eval_batch or _eval_batch(micro_batch),
             )
-            if any_size or split != candidate:
-                yield split
 
 
-def most_frugal(facts: Facts, candidate: Candidate) -> list[Candidate]:
-    """The smallest of its splits, or itself if a single sample cannot be split; and the same with
-    activations on the host, which takes less of the card and more of the host."""
-    smallest = [candidate, *splits(facts.recipe, facts.model, candidate)][-1]
-    if not _may_offload(facts.recipe, facts.installed, smallest):
-        return [smallest]
-    return [smallest, smallest.with_levers(activation_offloading=True)]
-
-
-def _may_offload(recipe: Recipe, installed: Installed, candidate: Candidate) -> bool:
-    """True if the plan may move what is checkpointed to the host."""
-    return (
-        candidate.levers.every_n_layers > 0
-        and candidate.device == "cuda"
-        and recipe.training.activation_checkpointing_kwargs.offload is None
-        and installed.no_every_n_layers is None
+def _tunes(tuned: Candidate, candidate: Candidate) -> bool:
+    """True if a tuning was of this mode, ranks and effective batch."""
+    return all(
+        getattr(tuned, name) == getattr(candidate, name)
+        for name in ("mode", "num_processes", "effective_batch_size")
     )
 
 
-def _may_chunk(recipe: Recipe, model: Model, candidate: Candidate) -> bool:
-    row = levers.ROWS["num_output_chunks"]
-    return (
-        row.asked(recipe) is None
-        and row.refusal(candidate.levers, model.size.family) is None
-        and row.mode_refusal(candidate.launch_mode, row.tried[-1]) is None
+def _way(candidate: Candidate) -> tuple[Any, ...]:
+    """The split of a batch, and the levers that a plan tries."""
+    tried = (row.of(candidate.levers) for row in levers.TRIED)
+    return candidate.per_device_train_batch_size, *tried
+
+
+def preference(facts: Facts, candidate: Candidate, is_own: bool) -> int:
+    """The order in which candidates are looked at: what was tuned; the recipe's own batch and
+    levers (`is_own`), under mixed precision by full copies, which keep float32 weights and
+    autocast, while DeepSpeed and FSDP2 compute everything in 16 bits; all others; those that the
+    plan lets keep activations in host RAM."""
+    recipe, tuned, is_whole = facts.recipe, facts.history.tuned, candidate.launch_mode.is_whole
+    if tuned and _tunes(tuned, candidate) and _way(tuned) == _way(candidate):
+        return 0
+    if candidate.levers.activation_offloading and not levers.asked(recipe).activation_offloading:
+        return 4
+    if facts.wishes.free_batch and facts.traces is not None:
+        return 2 if is_whole else 3
+    computes_alike = is_whole or not (
+        recipe.training.bf16 or recipe.training.fp16 or candidate.launch_mode.offloads
     )
+    return 1 if is_own and computes_alike else 2
+
+
+def more_saving(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield the same with one lever at the next value that saves more memory, of levers that the
+    recipe leaves open."""
+    for row in levers.TRIED:
+        for value in _more_saving_values(facts, candidate, row)[:1]:
+            yield candidate.with_levers(**{row.name: value})
+
+
+def most_frugal(facts: Facts, candidate: Candidate) -> Candidate:
+    """The same with every open lever at the value that saves most."""
+    for row in levers.TRIED:
+        if values := _more_saving_values(facts, candidate, row):
+            candidate = candidate.with_levers(**{row.name: max(values, key=row.saved)})
+    return candidate
+
+
+def _more_saving_values(facts: Facts, candidate: Candidate, row: Lever) -> list[Any]:
+    """Values of a lever that save more than the candidate's, in the order in which they are
+    tried."""
+    if row.asked(facts.recipe) is not None:
+        return []
+    rows, family = candidate.per_device_train_batch_size, facts.model.size.family
+    around = levers.Around(
+        candidate.device,
+        rows,
+        rows * max(facts.question(candidate).lengths),
+        facts.recipe.launch.exact_batch,
+        facts.installed.no_every_n_layers,
+    )
+    own = row.saved(row.of(candidate.levers))
+    return [
+        value
+        for value in row.tried
+        if row.saved(value) > own
+        and row.tries(value, candidate.levers, around)
+        and row.mode_refusal(candidate.launch_mode, value) is None
+        and row.refusal(replace(candidate.levers, **{row.name: value}), family) is None
+    ]
 
 
 def _eval_batch(micro_batch: int) -> int:

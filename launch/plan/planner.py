@@ -127,11 +127,12 @@ def is_hopeless(facts: Facts, with_step: bool = True) -> bool:
     """Return True if the states of every candidate exceed a budget; `with_step`: the states and the
     least memory of its smallest allowed micro-batch."""
     possible, _ = candidates.possible(facts)
-    return all(
-        estimate.hopeless(facts, frugal, with_step)
-        for candidate in possible
-        for frugal in candidates.most_frugal(facts, candidate)
-    )
+    possible = [each for each in possible if not estimate.by_states(facts, each).misses]
+    if not with_step:
+        return not possible
+    smallest = (list(candidates.splits(facts, each))[-1] for each in possible)
+    frugal = (candidates.most_frugal(facts, each) for each in smallest)
+    return all(estimate.at_least(facts, each).misses for each in frugal)
 
 
 def _choose_for(facts: Facts) -> Choice:

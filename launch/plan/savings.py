@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from launch.base.text import size
-from launch.plan import less_saving
 from launch.predict import estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts
@@ -32,6 +31,7 @@ def savings(facts: Facts, chosen: Judged, judged: Sequence[Judged]) -> Iterator[
             (_bytes(each) - _bytes(chosen), each)
             for each in judged
             if each.time
+            and each.by != "price"
             and [name for name, of in _ways(each.candidate).items() if of != own[name]] == [way]
         ]
         more = min((pair for pair in others if pair[0] > 0), key=_of_bytes, default=None)
@@ -57,8 +57,8 @@ def _of_one(facts: Facts, chosen: Judged, other: Strategy, way: str) -> Iterator
     if facts.trace(other) is not None:
         judged = estimate.judge(facts, other, exact=False)
         yield _line(chosen, _bytes(judged) - _bytes(chosen), judged, way, names)
-    elif (least := less_saving.at_backward(facts, other)) is not None:
-        saved = least.allocated_bytes - _bytes(chosen)
+    elif (least := estimate.at_least(facts, other)).by == "price":
+        saved = _bytes(least) - _bytes(chosen)
         if saved > 0:
             yield f"{' instead of '.join(names)}: at least {size(saved)} less"
 

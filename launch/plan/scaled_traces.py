@@ -32,13 +32,25 @@ class ScaledTraces(Traces):
     def fetch(self, questions: Sequence[Question]) -> None:
         super().fetch([_traced(question) for question in questions])
 
+    def is_recorded(self, question: Question) -> bool:
+        return super().is_recorded(_traced(question))
+
+    def record(self, question: Question) -> None:
+        super().record(_traced(question))
+
     def get(self, question: Question) -> Trace | None:
-        traced = _traced(question)
-        trace = super().get(traced)
-        factor = question.lengths[0] // traced.lengths[0]
-        if trace is None or factor == 1:
-            return trace
-        return with_targets(_scaled(trace, factor), of_any_rows(question))
+        return _longer(question, super().get(_traced(question)))
+
+    def price(self, question: Question) -> Trace | None:
+        return _longer(question, super().price(_traced(question)))
+
+
+def _longer(question: Question, trace: Trace | None) -> Trace | None:
+    """The trace of a question, by that of the step in its place."""
+    factor = question.lengths[0] // _traced(question).lengths[0]
+    if trace is None or factor == 1:
+        return trace
+    return with_targets(_scaled(trace, factor), of_any_rows(question))
 
 
 def _traced(question: Question) -> Question:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
-from launch.plan import candidates, less_saving, tiled_mlp
-from launch.plan.less_saving import NOT_RECOMPUTED
+from launch.plan import candidates
 from launch.predict import budgets, estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts
@@ -18,12 +16,13 @@ from launch.schema.machine import Machine
 from launch.schema.plan import Strategy as Candidate
 
 TABLE_ROWS = 10
+MOST_RANKED = 8
 
 AS_FAST = 1.05  # smaller ratios of predicted seconds are no difference
 
-MOST_TRACED = 3  # of the candidates that fit by interpolation, where the first of them do not
-
-MUCH_SLOWER = 1.25  # times the quickest candidate, whether that fits or not
+# of a step with checkpointing: the forward pass that it repeats is a third at most, where backward
+# makes no gradients of weights, and so takes as long as forward
+NOT_RECOMPUTED = 2 / 3
 
 
 def _behind(loser: Judged, chosen: Judged) -> str:
@@ -47,12 +46,12 @@ def search(
             continue
         group = [candidate for candidate in possible if candidate.num_processes == count]
         verdicts: list[tuple[Judged, str]] = []
-        other = search_waves(facts, group, verdicts)
+        other = fastest(facts, group, verdicts)
         judged += verdicts
         if other is not None and (chosen is None or other.seconds * AS_FAST < chosen.seconds):
             chosen = other
     if len(counts) > 1 and chosen is not None:
-        judged[:] = _verdicts(judged, chosen)
+        judged[:] = _verdicts([each for each, _ in judged], chosen)
     return chosen
 
 
@@ -67,252 +66,164 @@ def _may_be_faster(machine: Machine, num_processes: int, chosen: Judged) -> bool
     return busy_s * chosen.candidate.num_processes / num_processes < chosen.seconds
 
 
-def _verdicts(judged: Sequence[tuple[Judged, str]], chosen: Judged) -> Iterator[tuple[Judged, str]]:
-    for each, verdict in judged:
-        yield (
-            each,
-            verdict if each.misses else "chosen" if each is chosen else _behind(each, chosen),
-        )
-
-
-def search_waves(
-    facts: Facts,
-    possible: Sequence[Candidate],
-    judged: list[tuple[Judged, str]],
-) -> Judged | None:
-    """Choose the fastest candidate of the first wave in which one fits. Where full copies fit only
-    in much slower pieces, sharded candidates are of their wave."""
-    sharded = candidates.sharded_splits(facts, possible)
-    waves = candidates.waves(facts, possible)
-    winners = (fastest(facts, wave, judged, sharded) for wave in waves)
-    return next((winner for winner in winners if winner is not None), None)
-
-
-def _is_much_slower(copy: Judged, judged: Sequence[Judged]) -> bool:
-    """True if full copies that fit are much slower than the quickest candidate, whether that fits
-    or not, or than themselves without recomputation, which may have been too large to be traced."""
-    if copy.time is None:
-        return True
-    busy_s = copy.time.compute_s + copy.time.memory_s
-    recomputed_s = (1 - NOT_RECOMPUTED) * copy.candidate.levers.checkpointed_share * busy_s
-    traced_s = (loser.seconds for loser in judged if loser.time)
-    return copy.seconds > MUCH_SLOWER * min(copy.seconds - recomputed_s, *traced_s)
+def _verdicts(judged: Sequence[Judged], chosen: Judged) -> Iterator[tuple[Judged, str]]:
+    for each in judged:
+        if each is chosen:
+            yield each, "chosen"
+        else:
+            yield each, f"does not fit: {each.misses}" if each.misses else _behind(each, chosen)
 
 
 def fastest(
-    facts: Facts,
-    wave: Sequence[Candidate],
-    judged: list[tuple[Judged, str]],
-    sharded: Sequence[Candidate] = (),
-    alone: bool = False,
+    facts: Facts, possible: Sequence[Candidate], judged: list[tuple[Judged, str]]
 ) -> Judged | None:
-    """Choose the fastest of a wave that fits. All are added to `judged` with a verdict. The wave
-    also has those that are `sharded` if its full copies are much slower than they could be.
-    `alone`: no candidates are added that save less than those of the wave.
+    """Choose the fastest way to run these candidates that fits: their batch in any split, with any
+    levers that the recipe leaves open. All that were looked at are added to `judged` with a
+    verdict.
 
-    Without predicted times the order of the wave decides. The allocator is replayed only for those
-    that may win. Of candidates that are about equally fast the first of the wave wins, which is
-    nearest to the recipe; if any batch will do (wishes.free_batch), one without checkpointing
-    and chunks."""
-    refuted: dict[Candidate, Judged] = {}  # by a replay of the allocator
-    while True:
-        needed = _needed(facts, wave, refuted)
-        rough = _with_tiled_mlp(facts, needed, refuted)
-        if not alone:
-            rough = _with_less_saving(facts, wave, rough, refuted)
-        order = _order(rough, facts.wishes.free_batch)
-        first = next((each for each in order if each.misses is None), None)
-        if first is None:
-            judged += [(each, f"does not fit: {each.misses}") for each in order]
-            return None
-        if sharded and first.candidate.launch_mode.is_whole:
-            losers = [each for each, _ in judged]
-            if _is_much_slower(first, [*losers, *order]):
-                wave, sharded = list(dict.fromkeys([*wave, *sharded])), ()
-                continue
-        chosen = estimate.judge(facts, first.candidate)
-        if chosen.misses is None:
-            break
-        refuted[first.candidate] = chosen
-    for each in order:
-        if each is first:
-            judged.append((chosen, "chosen"))
-        elif each.misses is None:
-            judged.append((each, _behind(each, chosen)))
-        else:
-            judged.append((each, f"does not fit: {each.misses}"))
+    Without predicted times their order decides. Of candidates that are about equally fast the first
+    wins, which is nearest to the recipe; if any batch will do (wishes.free_batch), one without
+    checkpointing and chunks."""
+    front = Front(facts, possible)
+    chosen = next(front.fitting(), None)
+    seen = front.judged()
+    if chosen is None:
+        judged += [(each, f"does not fit: {each.misses}") for each in seen]
+    else:
+        judged += _verdicts(seen, chosen)
     return chosen
 
 
-def _order(rough: Sequence[Judged], free_batch: bool) -> list[Judged]:
-    """The order in which candidates are taken: those that are about as fast as the fastest that
-    fits, then the others by seconds."""
-    order = sorted(rough, key=lambda each: (each.time is None, each.seconds))
-    fitting = [each for each in order if each.misses is None]
-    near = [each for each in fitting if each.seconds <= fitting[0].seconds * AS_FAST]
-    if free_batch:
-        near.sort(key=lambda each: (_is_indirect(each.candidate), each.seconds))
-    else:
-        near = [each for each in rough if each in near]
-    return [*near, *(each for each in order if each not in near)]
+@dataclass
+class _Open:
+    """A candidate that may still be chosen."""
+
+    candidate: Candidate  # before its evaluation batch and workers are reduced
+    place: tuple[Any, ...]  # in the order of nearness to the recipe
+    preference: int
+    judged: Judged
+    num_recorded: int  # recorded steps when it was judged
 
 
-def _needed(
-    facts: Facts,
-    wave: Sequence[Candidate],
-    refuted: Mapping[Candidate, Judged],
-) -> list[Judged]:
-    """Judge a wave roughly, mode by mode, without those that would only be slower: a candidate that
-    checkpoints, or makes logits in parts, where the same without it fits; and one of a mode whose
-    communication alone keeps it from being chosen. They are not traced, nor are those whose least
-    memory exceeds a budget."""
-    judged: dict[Candidate, Judged] = {}
-    place = {mode: number for number, mode in enumerate(dict.fromkeys(each.mode for each in wave))}
+@dataclass
+class Front:
+    """The candidates that a search has come to. Each is judged by ever more: its price, its step, a
+    replay of the allocator. Only the fastest is looked at more closely; one that does not fit is
+    followed by those that save more memory by one lever's next value."""
 
-    def level_of(candidate: Candidate) -> tuple[int, int]:
-        return place[candidate.mode], _savings(candidate)
+    facts: Facts
+    possible: Sequence[Candidate]
+    _open: dict[Candidate, _Open] = field(default_factory=dict)
+    _lost: dict[Candidate, Judged] = field(default_factory=dict)
 
-    for _, level in groupby(sorted(wave, key=level_of), key=level_of):
+    def __post_init__(self) -> None:
+        for candidate in self.possible:
+            by_states = estimate.by_states(self.facts, candidate)
+            if by_states.misses:
+                self._lost[candidate] = by_states
+                continue
+            for split in candidates.splits(self.facts, candidate):
+                self._add(split, by_states)
+
+    def _add(self, candidate: Candidate, of_less: Judged) -> None:
+        """Add a candidate; until it is judged itself, it takes as long as one that saves less."""
+        if candidate not in self._open:
+            preference = candidates.preference(self.facts, candidate, candidate in self.possible)
+            judged = replace(of_less, candidate=candidate, misses=None, by="states")
+            self._open[candidate] = _Open(candidate, self._place(candidate), preference, judged, -1)
+
+    def _place(self, candidate: Candidate) -> tuple[Any, ...]:
+        """The order of nearness to the recipe: by mode, micro-batch, and levers."""
+        own = candidate.mode, candidate.num_processes
+        modes = [(each.mode, each.num_processes) for each in self.possible]
+        saved = (row.saved(row.of(candidate.levers)) for row in TRIED)
+        return modes.index(own), -candidate.per_device_train_batch_size, *saved
+
+    def judged(self) -> list[Judged]:
+        """All that were looked at, each by the most that was."""
+        open_ = (each.judged for each in self._open.values())
+        seen = (each for each in open_ if each.by != "states" or each.misses or self._is_blind)
+        return [*seen, *self._lost.values()]
+
+    def fitting(self) -> Iterator[Judged]:
+        """Yield those that fit, exactly predicted, the fastest first."""
+        done: set[Candidate] = set()
+        while True:
+            front = self._first(done)
+            if front is None:
+                return
+            if self._is_blind:
+                front.judged = estimate.judge(self.facts, _evaluated(self.facts, front.candidate))
+            if front.judged.by == "replay" or (self._is_blind and not front.judged.misses):
+                done.add(front.candidate)
+                yield front.judged
+                continue
+            if not self._is_blind:
+                front.judged, front.num_recorded = self._closer(front)
+            if front.judged.misses and self._may_fit_by_levers(front):
+                for candidate in candidates.more_saving(self.facts, front.candidate):
+                    self._add(candidate, front.judged)
+
+    @property
+    def _is_blind(self) -> bool:
+        """True if no step can be traced: states and the order decide."""
+        return self.facts.traces is None or self.facts.traces.failure is not None
+
+    def _may_fit_by_levers(self, front: _Open) -> bool:
+        """True if levers may make a candidate fit that does not: they save a card's memory."""
+        facts, lost = self.facts, front.judged
+        on_card = lost.candidate.device == "cuda"
+        if on_card and budgets.misses_host(facts, lost.candidate, lost.memory):
+            return False
+        least = estimate.at_least(facts, candidates.most_frugal(facts, front.candidate))
+        if least.misses and least.candidate not in self._open:
+            self._lost[least.candidate] = least
+        return not least.misses
+
+    def _first(self, done: set[Candidate]) -> _Open | None:
+        """The fastest that may fit; once one is known to fit, of all that may be about as fast the
+        nearest to the recipe."""
         open_ = [
-            candidate
-            for candidate in level
-            if not any(
-                less in judged and judged[less].misses is None for less in _less_saving(candidate)
-            )
-            and not _is_slower(facts, candidate, judged)
+            each
+            for each in self._open.values()
+            if not each.judged.misses and each.candidate not in done
         ]
-        hopeless = {
-            candidate: less_saving.hopeless(facts, _evaluated(facts, candidate))
-            for candidate in open_
-        }
-        facts.fetch(candidate for candidate in open_ if hopeless[candidate] is None)
-        for candidate in open_:
-            each = hopeless[candidate] or _roughly(facts, candidate)
-            judged[candidate] = refuted.get(each.candidate, each)
-    return [judged[candidate] for candidate in wave if candidate in judged]
+        preference = min((each.preference for each in open_), default=0)
+        open_ = [each for each in open_ if each.preference == preference]
+        fitting = (each.judged.seconds for each in open_ if each.judged.by == "replay")
+        fastest_s = min(fitting, default=None)
+        if fastest_s is None:
+            return min(open_, key=lambda each: (each.judged.seconds, each.place), default=None)
+        near = [each for each in open_ if each.judged.seconds <= AS_FAST * fastest_s]
+        if self.facts.wishes.free_batch:
+            return min(near, key=lambda each: (_is_indirect(each.candidate), each.judged.seconds))
+        return min(near, key=lambda each: each.place)
 
+    def _closer(self, front: _Open) -> tuple[Judged, int]:
+        """Judge a candidate by more than before."""
+        facts, candidate = self.facts, front.candidate
+        traces = facts.traces
+        assert traces is not None
+        if front.judged.by == "step":
+            return estimate.judge(facts, front.judged.candidate), len(traces.recorded)
+        if front.num_recorded != len(traces.recorded):
+            facts.order([candidate])
+            judged = estimate.at_least(facts, candidate)
+            if judged.by != "states" or judged.misses:
+                return judged, len(traces.recorded)
+        question = facts.question(candidate)
+        if not traces.is_recorded(question):
+            traces.record(question)
+            return estimate.at_least(facts, candidate), len(traces.recorded)
+        facts.fetch([candidate])
+        if facts.trace(candidate) is None:
+            return front.judged, len(traces.recorded)
+        return self._by_step(candidate), len(traces.recorded)
 
-def _is_slower(
-    facts: Facts,
-    candidate: Candidate,
-    judged: Mapping[Candidate, Judged],
-) -> bool:
-    """True if an untraced candidate cannot be chosen, whatever its trace says: it has the work of
-    another mode of the same engine, of which recomputation is a part, and its own communication and
-    offloading. By these it is slower than one that fits, or not clearly faster than one of a mode
-    that comes before its own (if any batch will do, that one does not come before it)."""
-    fitting = {other: each for other, each in judged.items() if each.time and each.misses is None}
-    if not fitting or facts.trace(candidate) is not None:
-        return False
-    earlier = {other for other in fitting if other.mode != candidate.mode}
-    limit_s = min(each.seconds * AS_FAST for each in fitting.values())
-    if earlier and not facts.wishes.free_batch:
-        limit_s = min(limit_s, min(fitting[other].seconds for other in earlier) / AS_FAST)
-    engine = candidate.launch_mode.engine
-    alike = [
-        other
-        for other, each in judged.items()
-        if each.time and other.mode != candidate.mode and other.launch_mode.engine == engine
-    ]
-    at_least_s = (least_s(facts, candidate, other) for other in alike)
-    return max(at_least_s, default=0.0) > limit_s
-
-
-def least_s(facts: Facts, candidate: Candidate, other: Candidate) -> float:
-    """Seconds of a step of an untraced candidate, at least, by the work of a traced one of the same
-    engine, of which a part may be recomputation that the candidate does without."""
-    if other.levers.every_n_layers and not candidate.levers.every_n_layers:
-        return estimate.at_least_s(facts, candidate, other, NOT_RECOMPUTED)
-    least = estimate.at_least_s(facts, candidate, other, 1)
-    if other.levers.num_output_chunks > candidate.levers.num_output_chunks:
-        least -= less_saving.logits_s(facts, candidate)
-    return least
-
-
-def _savings(candidate: Candidate) -> int:
-    """The number of ways in which a candidate saves memory at the cost of time."""
-    return (candidate.levers.every_n_layers > 0) + (candidate.levers.num_output_chunks > 1)
-
-
-def _less_saving(candidate: Candidate) -> list[Candidate]:
-    """The same candidate without one or both of those ways."""
-    levers = candidate.levers
-    pairs = itertools.product({0, levers.every_n_layers}, {1, levers.num_output_chunks})
-    less = (candidate.with_levers(every_n_layers=n, num_output_chunks=parts) for n, parts in pairs)
-    return [each for each in less if each != candidate]
-
-
-def _roughly(facts: Facts, candidate: Candidate) -> Judged:
-    """Judge a traced candidate without a replay of the allocator."""
-    reduced = _with_fewer_workers(facts, _evaluated(facts, candidate))
-    return estimate.judge(facts, reduced, exact=False)
-
-
-def _with_tiled_mlp(
-    facts: Facts, rough: Sequence[Judged], refuted: Mapping[Candidate, Judged]
-) -> list[Judged]:
-    """Add candidates whose MLPs compute a part of the tokens at a time, where the same without does
-    not fit and nothing that fits is about as fast."""
-    quickest = min((each.seconds for each in rough if each.misses is None), default=math.inf)
-    added: dict[Candidate, Judged] = {}
-    for untiled in sorted(rough, key=lambda each: each.seconds):
-        if not untiled.misses or untiled.time is None or untiled.seconds * AS_FAST >= quickest:
-            continue
-        candidate = tiled_mlp.tiled(facts, untiled)
-        if candidate is None:
-            continue
-        judged = _traced(facts, candidate, refuted)
-        if judged is None:
-            continue
-        added[untiled.candidate] = judged
-        if judged.misses is None:
-            quickest = min(quickest, judged.seconds)
-    pairs = ([each, added.get(each.candidate)] for each in rough)
-    return [each for pair in pairs for each in pair if each is not None]
-
-
-def _with_less_saving(
-    facts: Facts,
-    wave: Sequence[Candidate],
-    rough: Sequence[Judged],
-    refuted: Mapping[Candidate, Judged],
-) -> list[Judged]:
-    """Add candidates of single samples, and of fewer checkpointed layers, that by interpolation fit
-    and are faster than what fits."""
-    fitting = [each for each in rough if each.misses is None and each.time]
-    quickest = min(fitting, key=lambda each: each.seconds, default=None)
-    if quickest is None:
-        return list(rough)
-    most_rows = max(each.per_device_train_batch_size for each in wave)
-    has_most = quickest.candidate.per_device_train_batch_size == most_rows
-    if has_most and not _savings(quickest.candidate):
-        return list(rough)
-    added: list[Judged] = []
-    below_s = quickest.seconds / AS_FAST
-    between = less_saving.by_interpolation(facts, wave, below_s)
-    num_traced = 0
-    for candidate in between:
-        if num_traced == MOST_TRACED:
-            break
-        num_traced += facts.trace(candidate) is None
-        judged = _traced(facts, candidate, refuted)
-        if judged is None:
-            continue
-        added.append(judged)
-        if judged.misses is None:
-            break
-    return [*rough, *added]
-
-
-def _traced(
-    facts: Facts, candidate: Candidate, refuted: Mapping[Candidate, Judged]
-) -> Judged | None:
-    """Judge one more candidate roughly; None if its step cannot be traced."""
-    facts.fetch([candidate])
-    if facts.trace(candidate) is None:
-        return None
-    judged = _roughly(facts, candidate)
-    return refuted.get(judged.candidate, judged)
+    def _by_step(self, candidate: Candidate) -> Judged:
+        """Judge a traced candidate without a replay of the allocator."""
+        reduced = _with_fewer_workers(self.facts, _evaluated(self.facts, candidate))
+        return estimate.judge(self.facts, reduced, exact=False)
 
 
 def _is_indirect(candidate: Candidate) -> bool:
@@ -357,19 +268,15 @@ def _with_fewer_workers(facts: Facts, candidate: Candidate) -> Candidate:
 
 
 def ranked(facts: Facts) -> list[Judged]:
-    """Rank every split of the effective batch that fits, the fastest first; none without traces."""
+    """The fastest splits of the effective batch that fit, the fastest first; none without
+    traces."""
     facts = replace(facts, wishes=replace(facts.wishes, free_batch=True))
     possible, _ = candidates.possible(facts)
-    judged: list[tuple[Judged, str]] = []
     if facts.traces is None:
         return []
     with facts.asking():
-        for wave in candidates.free_waves(facts.recipe, facts.model, possible):
-            judged.clear()
-            if fastest(facts, wave, judged) is not None:
-                break
-    fitting = [each for each, _ in judged if each.misses is None and each.time]
-    return sorted(fitting, key=lambda each: each.seconds)
+        fitting = list(islice(Front(facts, possible).fitting(), MOST_RANKED))
+    return sorted((each for each in fitting if each.time), key=lambda each: each.seconds)
 
 
 def table_order(judged: Sequence[tuple[Judged, str]]) -> list[tuple[Judged, str]]:

@@ -144,25 +144,18 @@ def ways_to_fit(facts: Facts) -> Iterator[str]:
 
 
 def _most_frugal_fit(facts: Facts, recipe: Recipe) -> Judged | None:
-    """The fastest candidate that fits in the smallest split of each; full copies come first, and
-    those that keep activations on the device."""
+    """The fastest candidate that fits in the smallest split of each, with what saves most on the
+    device; full copies come first."""
     facts = plan_facts.with_recipe(facts, recipe)
     try:
         possible, _ = candidates.possible(facts)
     except (ConfigError, ResourceError):  # this machine cannot start it
         return None
     if facts.traces is not None:
+        smallest = [list(candidates.splits(facts, each))[-1] for each in possible]
+        frugal = [candidates.most_frugal(facts, each) for each in smallest]
         possible = [
-            frugal for candidate in possible for frugal in candidates.most_frugal(facts, candidate)
+            each.with_levers(activation_offloading=own.levers.activation_offloading)
+            for each, own in zip(frugal, smallest, strict=True)
         ]
-    for is_whole, on_host in itertools.product((True, False), (False, True)):
-        wave = [
-            candidate
-            for candidate in possible
-            if candidate.launch_mode.is_whole == is_whole
-            and candidate.levers.activation_offloading == on_host
-        ]
-        chosen = fastest(facts, wave, [], alone=True)
-        if chosen is not None:
-            return chosen
-    return None
+    return fastest(facts, possible, [])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from launch.base.text import size
 from launch.predict import budgets, sharding
@@ -39,7 +40,14 @@ LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers
 KEPT_TENSORS_A_LAYER = 8
 INSIDE_MLP = 2  # of them, that an MLP in parts does not keep
 
+# of a price, at least: where layers differ, what one frees for another is not followed
+# (benchmarks/results/composed.md)
+SEAMS = 0.985
+
 NO_PHASES = MemoryPhases()
+# what a candidate is judged by: its model states; what its step holds at least, and its work, by
+# the records of steps like it; its own step; a replay of the allocator in a run of such steps
+Basis = Literal["states", "price", "step", "replay"]
 
 
 @dataclass(frozen=True)
@@ -53,28 +61,54 @@ class Judged:
     misses: str | None
     excess: float = 0.0  # times the budget that it exceeds most
     phases: MemoryPhases = NO_PHASES  # of the exact prediction of a traced step
+    by: Basis = "states"
 
     @property
     def seconds(self) -> float:
         return self.time.step_s if self.time else 0.0
 
 
-def hopeless(facts: Facts, candidate: Strategy, with_step: bool = False) -> Judged | None:
-    """The candidate judged by what no trace changes, where that alone exceeds a budget: model
-    states on the device; on the host what processes import, build and save. `with_step`: with the
-    least that a step holds of its rows as well."""
+def by_states(facts: Facts, candidate: Strategy) -> Judged:
+    """The candidate judged by what no step changes: model states on the device; on the host what
+    processes import, build and save. What ran out of memory before rules out steps alone."""
+    oom = replace(facts.history.oom, ran_out=())
+    facts = replace(facts, history=replace(facts.history, oom=oom))
     memory = _states(facts.recipe, facts.model, candidate)
-    if with_step:
-        parts = {"states": memory.model_state_bytes}
-        parts["activations"] = _least_activation_bytes(facts, candidate)
-        memory = replace(memory, peak=Peak("forward", "", parts))
     if facts.traces is not None:
         fewest = candidate
         if facts.recipe.training.dataloader_num_workers is None:
             fewest = replace(candidate, dataloader_num_workers=0)
         memory, _ = host_job.with_host(facts, fewest, memory, None)
-    judged = _judged(facts, candidate, memory, None)
-    return judged if judged.misses else None
+    return _judged(facts, candidate, memory, None)
+
+
+def at_least(facts: Facts, candidate: Strategy) -> Judged:
+    """The candidate judged by what its step holds at least of its longest rows, without composing
+    it: by its price where there is one, else by the least that any model holds."""
+    states, price = _states(facts.recipe, facts.model, candidate), facts.price(candidate)
+    rows = candidate.per_device_train_batch_size
+    peak = Peak("forward", "", {"activations": _least_activation_bytes(facts, candidate)})
+    state_bytes = states.model_state_bytes
+    if candidate.gradient_accumulation_steps == 1:  # no gradients of a micro-batch before
+        state_bytes -= states.gradients_bytes
+    if price is not None and price.moments:
+        highest = price.peak(rows, None)
+        if candidate.levers.every_n_layers > 1:
+            parts = {name: int(SEAMS * part) for name, part in highest.parts.items()}
+            highest = replace(highest, parts=parts)
+        if candidate.launch_mode.is_whole:
+            more_bytes = max(highest.allocated_bytes - state_bytes, 0)
+            highest = replace(highest, parts={"activations": more_bytes})
+        peak = max(peak, highest, key=lambda each: each.allocated_bytes)
+    peak = replace(peak, parts={"states": state_bytes, **peak.parts})
+    memory = replace(states, peak=peak, outside_bytes=_outside(facts, candidate)[0])
+    if candidate.device == "cpu":
+        memory, _ = host_job.with_host(facts, candidate, memory, price, (rows, None))
+    time = price and _time(facts, candidate, price, facts.mean_split(candidate))
+    judged = _judged(facts, candidate, memory, time)
+    is_over = memory.device_bytes > judged.budget_bytes or candidate.device == "cpu"
+    misses = f"at least {judged.misses}" if judged.misses and is_over else judged.misses
+    return replace(judged, misses=misses, by="price" if price else "states")
 
 
 def _least_activation_bytes(facts: Facts, candidate: Strategy) -> int:
@@ -130,7 +164,8 @@ def judge(facts: Facts, candidate: Strategy, exact: bool = True) -> Judged:
         facts, candidate, memory, _time(facts, candidate, trace, facts.mean_split(candidate))
     )
     on_device = memory_phases.highest([phases.device for _, phases in predictions])
-    return replace(judged, phases=replace(of_highest, device=on_device))
+    phases = replace(of_highest, device=on_device)
+    return replace(judged, phases=phases, by="replay" if exact else "step")
 
 
 def share_of_longest(facts: Facts, candidate: Strategy) -> float:
@@ -142,18 +177,6 @@ def share_of_longest(facts: Facts, candidate: Strategy) -> float:
     return (
         _time(facts, candidate, trace, split).step_s / _time(facts, candidate, trace, None).step_s
     )
-
-
-def at_least_s(facts: Facts, candidate: Strategy, other: Strategy, least_share: float) -> float:
-    """Seconds of a step of a candidate that was not traced, at least, by the work of a traced one
-    of the same engine, of which it has `least_share` or more."""
-    trace = facts.trace(other)
-    assert trace is not None, f"{other} was traced"
-    # targets are counted in the parts of the logits that were traced
-    like = candidate.with_levers(num_output_chunks=other.levers.num_output_chunks)
-    time = _time(facts, like, trace, facts.mean_split(candidate))
-    busy_s = time.compute_s + time.memory_s
-    return time.step_s - time.launch_s - (1 - least_share) * busy_s
 
 
 def _time(facts: Facts, candidate: Strategy, trace: Trace, split: StepSplit | None) -> TimeEstimate:
@@ -254,12 +277,7 @@ def _with_peak(
     if candidate.device == "cpu":
         on_device = _on_cpu(candidate, run, by_phase["load"]) if run else DevicePhases()
         return memory, MemoryPhases(on_device, on_host)
-    outside, of_context = memory_context.context_bytes(
-        facts.machine.gpus[0], facts.installed.import_memory.card
-    )
-    outside_source = f"context {size(outside)}, {of_context}"
-    if candidate.backend == "nccl":
-        outside += NCCL_BYTES if candidate.num_processes == 2 else NCCL_MORE_BYTES
+    outside, outside_source = _outside(facts, candidate)
     reserved, of_step = memory.allocated_bytes, memory.step_allocated_bytes
     on_device = DevicePhases()
     if run is not None:
@@ -294,6 +312,19 @@ def _with_peak(
         0,
     )
     return replace(memory, margin_bytes=margin), MemoryPhases(on_device, on_host)
+
+
+def _outside(facts: Facts, candidate: Strategy) -> tuple[int, str]:
+    """Bytes of a card that are not its allocator's, and where their number is from."""
+    if candidate.device == "cpu":
+        return 0, ""
+    outside, of_context = memory_context.context_bytes(
+        facts.machine.gpus[0], facts.installed.import_memory.card
+    )
+    source = f"context {size(outside)}, {of_context}"
+    if candidate.backend == "nccl":
+        outside += NCCL_BYTES if candidate.num_processes == 2 else NCCL_MORE_BYTES
+    return outside, source
 
 
 def _in_blocks(

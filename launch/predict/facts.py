@@ -318,11 +318,18 @@ class Facts:
         """The trace of a step of the longest rows, if it is stored."""
         question = self.question(candidate)
         trace = self.traces.get(question) if self.traces is not None else None
-        if trace is None:
-            return None
-        return with_targets(
-            trace, self.most_targets(candidate), self.evaluated_targets(candidate, question)
-        )
+        return trace and self._of_rows(trace, candidate, question)
+
+    def price(self, candidate: Strategy) -> Trace | None:
+        """The work of such a step, and what it holds at least, by the steps that are recorded so
+        far; None where nothing is known of it."""
+        question = self.question(candidate)
+        price = self.traces.price(question) if self.traces is not None else None
+        return price and self._of_rows(price, candidate, question)
+
+    def _of_rows(self, trace: Trace, candidate: Strategy, question: Question) -> Trace:
+        evaluated = self.evaluated_targets(candidate, question)
+        return with_targets(trace, self.most_targets(candidate), evaluated)
 
     def most_targets(self, candidate: Strategy) -> MostTargets:
         """The largest training micro-batches."""

@@ -24,13 +24,13 @@ from launch.base import files, leftovers
 from launch.base.errors import LaunchError, ResourceError
 from launch.base.workspace import CODE
 from launch.data.worker import WORKER, RecordSteps, Step, WorkerEnded
-from launch.predict import trace_files
 from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
 from launch.predict.memory.loading import Births, Load
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.step import peaks, sharded, sources, stored
+from launch.predict.step.price import RecordedSteps
 from launch.predict.step.recorded import NotComposed
 from launch.predict.step.sources import Question, Sources
 from launch.predict.target_counts import NO_TARGETS, BatchCounts, MostTargets
@@ -40,14 +40,13 @@ from launch.schema.phases import Phase
 from launch.schema.plan import Born, ModelSize, Peak
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affecting
-from launch.schema.recorded_step import STEP, Log, RecordedStep, loaded
+from launch.schema.recorded_step import STEP, Log, RecordedStep, content_of, loaded, with_digest
 
 # fixed, per sample, when it is born: bytes of a block. Of the buffer of a sum, rows, and behind it
 # the columns, multiprocessors and threads of partial_sums_bytes, or None. Last, if it grows with
 # them: per target of a part of the logits.
 LoggedBlock = Sequence[Any]
-# of a file that is missing, cut short or no trace
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+DAMAGE = (OSError, ValueError)  # of a file that is missing or was changed
 # until the run ends
 LOADED: tuple[Born, ...] = ("trained", "slice", "start")
 LASTING: tuple[Born, ...] = (*LOADED, "engine", "state", "paged", "workspace")
@@ -339,6 +338,8 @@ class Traces:
         self._cached: dict[str, Trace] = {}
         self._bases: dict[str, RecordedStep] = {}
         self._logs: dict[str, Log] = {}  # of one process, the last ones
+        self._prices: dict[str, tuple[int, Trace | None]] = {}  # with the number of steps
+        self.recorded = RecordedSteps()
         # why a step could not be traced: its candidates are judged by states alone
         self.failure: str | None = None
 
@@ -353,6 +354,38 @@ class Traces:
             self.name(question): question for question in questions if self.get(question) is None
         }
         self._compose(missing)
+
+    def is_recorded(self, question: Question) -> bool:
+        """True if all steps that this one is composed of are recorded."""
+        bases = self._sources(question).questions
+        return all(self._recorded(base) is not None for base in bases)
+
+    def record(self, question: Question) -> None:
+        """Have the steps recorded that this one is composed of."""
+        bases = self._sources(question).questions
+        self._record(bases)
+        for base in bases:
+            self._recorded(base)
+
+    def price(self, question: Question) -> Trace | None:
+        """The work of a step, and what it holds at least, by the steps that are recorded so far,
+        without composing it; None where none of them is like it."""
+        name, number = self.name(question), len(self.recorded)
+        if self._prices.get(name, (-1, None))[0] != number:
+            priced = self.recorded.price(question, self._sources(question))
+            price = None
+            if priced is not None:
+                moments = tuple(
+                    {"section": section, "op": "", "parts": {"activations": sizes}}
+                    for section, sizes in priced.moments
+                )
+                work = read_work(priced.work).scaled(priced.least_share)
+                if priced.of_each_sample:
+                    work = work.per_sample()
+                price = Trace(moments, work, self._folder)
+            self._prices[name] = number, price
+        price = self._prices[name][1]
+        return price and with_targets(price, of_any_rows(question))
 
     def _compose(self, waiting: dict[str, Question]) -> None:
         """Compose these steps of records, which are made where there are none, and store their
@@ -415,6 +448,7 @@ class Traces:
                 self._bases[name] = loaded(text)
             except (OSError, ValueError):
                 return None
+            self.recorded.add(base, self._bases[name])
         return self._bases[name]
 
     def _composed(self, name: str, question: Question, composed_of: Sources) -> str | None:
@@ -427,7 +461,9 @@ class Traces:
             return step
 
         try:
-            log = composed_of.composed(recorded)
+            log = composed_of.composed(
+                recorded, lambda base: self.recorded.indexed(base, recorded(base))
+            )
         except NotComposed as difference:
             return str(difference)
         if question.documents > 1:
@@ -435,7 +471,7 @@ class Traces:
         of_rank = self._shared(question, log)
         reduced = {"peaks": peaks.peaks(of_rank), "work": peaks.work(of_rank)}
         reduced |= {"why_whole": composed_of.why_whole}
-        files.write_atomic(self._folder / f"{name}.json", json.dumps(reduced))
+        files.write_atomic(self._folder / f"{name}.json", with_digest(json.dumps(reduced)))
         self._logs[name] = log
         while len(self._logs) > LOGS_IN_RAM:
             del self._logs[next(iter(self._logs))]
@@ -464,7 +500,7 @@ class Traces:
         if name not in self._cached:
             file = self._folder / f"{name}.json"
             try:
-                content = trace_files.checked(json.loads(files.regular_bytes(file)))
+                content = json.loads(content_of(files.regular_bytes(file).decode()))
                 trace = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
                 self._cached[name] = replace(
                     trace,
@@ -495,10 +531,8 @@ class Traces:
 
     def _base_name(self, base: Question) -> str:
         """A hash of all that a recorded step depends on."""
-        mode = base.strategy.launch_mode
-        is_cast = not mode.is_whole and base.strategy.mixed_precision != "no"
         kinds = min(base.documents, 1), base.parts_apart, base.all_layers
-        return self._hashed(base, {"cast": mode.engine if is_cast else "", "recorded": kinds})
+        return self._hashed(base, {"cast": base.cast, "recorded": kinds})
 
     def _hashed(self, question: Question, more: Mapping[str, Any]) -> str:
         recipe, strategy = self._recipe, question.strategy

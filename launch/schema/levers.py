@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from launch.schema.model_sections import AttnImplementation
-from launch.schema.modes import LaunchMode
+from launch.schema.modes import Device, LaunchMode
 from launch.schema.section import affects
 
 if TYPE_CHECKING:
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
 PLANNED = affects("memory", "step_time", "planned")
 KWARGS = "training.activation_checkpointing_kwargs"
 
-# Types of which launch.plan.less_saving knows the least that a card holds; which
-# models can have MLPs in parts says ForwardFacts.tiles_mlp.
-TILED = (
-    *("apertus", "arcee", "bitnet", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4"),
-    *("gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo"),
-    *("gpt_neox", "gptj", "granite", "helium", "hunyuan_v1_dense", "llama", "longt5"),
-    *("mistral", "mt5", "nemotron", "olmo", "olmo2", "olmo3", "persimmon", "phi", "phi3"),
-    *("qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2", "t5", "umt5"),
-)
 # of MODEL_TYPE_TO_APPLY_LIGER_FN in liger_kernel 0.8
 LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # part of an optimizer's name, its way to update
@@ -183,6 +174,17 @@ def read_levers(values: Mapping[str, Any]) -> dict[str, Any]:
 # ---- rows
 
 Refused = Callable[[Levers, "ModelFamily"], str | None]
+LEAST_TOKENS = 1024  # of a part of an MLP: a card computes smaller products at a lower rate
+
+
+class Around(NamedTuple):
+    """The circumstances in which a plan tries a value."""
+
+    device: Device
+    num_samples: int  # of a micro-batch
+    tokens: int  # of it
+    is_exact: bool  # no smaller micro-batch may be tried
+    no_every_n_layers: str | None  # why layers cannot be checkpointed one by one
 
 
 def _yaml(value: Any) -> str:
@@ -194,7 +196,8 @@ class Lever:
     """A row: what a plan, its text, the record of a step and the trainer take from it.
 
     `text` is of a value that is not the plain one; `asked` is what a recipe asks for, None where
-    it leaves the lever open; `tried` are the values that a plan then tries, the fastest first;
+    it leaves the lever open; `tried` are the values that a plan then tries, the fastest first, and
+    `tries` says of one whether it does beside these other levers;
     `refusal` says why a training cannot have the lever, by its other levers and the model's family;
     `mode_refusal` why a mode cannot, by the value."""
 
@@ -212,6 +215,7 @@ class Lever:
     same: Callable[[Any], str] = lambda value: ""
     refusal: Refused = lambda levers, family: None
     mode_refusal: Callable[[LaunchMode, Any], str | None] = lambda mode, value: None
+    tries: Callable[[Any, Levers, Around], bool] = lambda value, levers, around: True
     saved: Callable[[Any], float] = float  # memory, by a measure of its own
     # the keys that ask for a value, and what they say
     as_keys: Callable[[Any], Mapping[str, Any]] | None = None
@@ -297,6 +301,12 @@ def _no_tiles_in(mode: LaunchMode, num_shards: int) -> str | None:
     return None
 
 
+def _most_parts(tokens: int) -> int:
+    """The most parts of an MLP's tokens that are large enough: each number is recorded for
+    itself."""
+    return next((parts for parts in (8, 4, 2) if tokens // parts >= LEAST_TOKENS), 1)
+
+
 def _no_parts_in(mode: LaunchMode, num_chunks: int) -> str | None:
     if "output chunks" not in mode.refuses:
         return None
@@ -351,6 +361,7 @@ LEVERS = (
         off="no checkpointing",
         asked=_asked_layers,
         tried=(0, 4, 2, 1),  # of more than 4 the seconds hardly differ
+        tries=lambda n, levers, around: n <= 1 or around.no_every_n_layers is None,
         same=_why_checkpointing,
         saved=lambda n: 1 / n if n else 0.0,
         as_keys=_checkpointing_keys,
@@ -365,6 +376,11 @@ LEVERS = (
         off="activations on the device",
         asked=lambda recipe: recipe.training.activation_checkpointing_kwargs.offload,
         tried=(False, True),
+        tries=lambda _, levers, around: (
+            levers.every_n_layers > 0
+            and around.device == "cuda"
+            and around.no_every_n_layers is None
+        ),
         same=lambda _: "copies of activations in host RAM change no result",
         as_keys=lambda is_on: {KWARGS: {"offload": True} if is_on else {}},
     ),
@@ -379,6 +395,11 @@ LEVERS = (
         asked=lambda recipe: recipe.training.tiled_mlp_num_shards,
         # more parts save little: then attention takes as much as an MLP
         tried=(1, 2, 4, 8),
+        tries=lambda parts, levers, around: (
+            levers.every_n_layers == 1
+            and (around.num_samples == 1 or around.is_exact)
+            and parts == _most_parts(around.tokens)
+        ),
         same=lambda _: "each MLP makes the same of a part of the tokens at a time",
         refusal=_unless(lambda model: model.tiles_mlp, NO_TILES, "each part"),
         mode_refusal=_no_tiles_in,
@@ -392,7 +413,7 @@ LEVERS = (
         text=lambda parts: f"logits in {parts} parts",
         off="logits at once",
         asked=lambda recipe: recipe.training.num_output_chunks,
-        tried=(1, 8),  # as many as torchtune's default
+        tried=(1, 8, 32),  # 8: as many as torchtune's default
         same=lambda _: "the loss is the same sum, its logits made in parts",
         refusal=_unless(lambda model: model.head == "unchanged", NO_PARTS, "each part"),
         mode_refusal=_no_parts_in,

@@ -173,15 +173,12 @@ def dumped(step: RecordedStep) -> str:
             "calls": [row(call.operator, call) for call in log.calls],
         }
     )
-    return f"{_digest(content)}\n{content}"
+    return with_digest(content)
 
 
 def loaded(text: str) -> RecordedStep:
     """The step of a file. Raises ValueError for a text that was damaged."""
-    digest, _, content = text.partition("\n")
-    if digest != _digest(content):
-        raise ValueError("another digest than that of the content")
-    step = json.loads(content)
+    step = json.loads(content_of(text))
     phases, layers = step["phases"], [layer and (layer[0], layer[1]) for layer in step["layers"]]
     blocks = [Block(*row) for row in step["blocks"]]
     for block in blocks:
@@ -203,5 +200,14 @@ def loaded(text: str) -> RecordedStep:
     return RecordedStep(log, tuple(step["depths"]), step["period"])
 
 
-def _digest(content: str) -> str:
-    return hashlib.sha256(content.encode()).hexdigest()
+def with_digest(content: str) -> str:
+    """The text of a file by which damage is told: a digest, then the content."""
+    return f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}"
+
+
+def content_of(text: str) -> str:
+    """The content of with_digest(). Raises ValueError for a text that was damaged."""
+    _, _, content = text.partition("\n")
+    if text != with_digest(content):
+        raise ValueError("another digest than that of the content")
+    return content

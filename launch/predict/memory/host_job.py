@@ -101,7 +101,7 @@ def _of_a_cpu(
     in_threads = 0
     if copied < malloc.MMAP_THRESHOLD_BYTES:  # in the arenas of two threads
         copied, in_threads = 0, 2 * copied
-    if trace is None or candidate.device != "cpu":
+    if trace is None or not trace.moments or candidate.device != "cpu":  # maybe it has work alone
         return {}, {}, in_threads + copied
     untouched = sum(size - touched for size, touched in written.items())
     of_step = {name: peak.allocated_bytes for name, peak in trace.peaks(*counts).items()}

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -18,6 +19,7 @@ from launch.predict.memory.allocator import FREED, AllocatorConfig, Event, Repla
 from launch.predict.memory.loading import Load
 from launch.predict.traces import DAMAGE, Trace
 from launch.schema.phases import DeviceMemory, DevicePhases, HostMemory, HostPhases, Phase
+from launch.schema.recorded_step import content_of, with_digest
 
 Parts = Sequence[tuple[Phase, Sequence[Event]]]
 
@@ -101,11 +103,12 @@ class RunEvents:
         number = hashlib.sha256(content.encode()).hexdigest()[:16]
         file = self.trace.file.with_name(f"{self.trace.file.stem}-{number}.replay")
         try:
-            return read(json.loads(files.regular_bytes(file)))
+            return read(json.loads(content_of(files.regular_bytes(file).decode())))
         except DAMAGE:
             result = made()
         if self.trace.keeps_replays:
-            files.write_atomic(file, json.dumps(result))
+            with suppress(OSError):  # of a folder that is read only: the next plan replays again
+                files.write_atomic(file, with_digest(json.dumps(result)))
         return read(result)
 
 

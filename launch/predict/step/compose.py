@@ -46,7 +46,10 @@ def compose(
     all do: it has what they hold.
 
     Raises NotComposed."""
-    return _Composer(outer, way_of or (lambda layer: outer), parts, positions).log()
+    return Composer(outer, way_of or (lambda layer: outer), parts, positions).log()
+
+
+Frees = list[tuple[Recorded, int]]  # blocks of layers
 
 
 class _Free(NamedTuple):
@@ -56,7 +59,7 @@ class _Free(NamedTuple):
     block: Place
 
 
-class _Composer:
+class Composer:
     def __init__(
         self, outer: Recorded, way_of: Callable[[Layer], Recorded], parts: int, positions: int
     ) -> None:
@@ -79,36 +82,48 @@ class _Composer:
 
     def log(self) -> Log:
         for phase in self.outer.events:
-            others = [source for source in self.ways if source is not self.outer]
-            frees = self._frees_of(others, phase) if phase.startswith(PASSES) else {}
-            area, stack, count = 0, None, 0
-            for run, layer, source in self._expanded(phase, lambda source: source.events):
-                if layer is None:
-                    for event in run.items:
-                        self._free(frees.pop((area, count), ()) if event.birth else (), phase)
-                        self._outside(event)
-                        count += event.birth
-                    stack = None if stack == LOSS else stack
-                    continue
-                if layer[0] != stack:
-                    if layer[0] == LOSS:
-                        self._free(frees.pop((area, count), ()), phase)
-                        count += 1
-                    else:
-                        self._free_rest(frees, area, phase)
-                        area, count = area + 1, 0
-                    stack = layer[0]
-                self._layer(run, layer, source)
-            self._free_rest(frees, area, phase)
-            if frees:
-                raise NotComposed(f"{phase}: blocks of layers are freed at another place")
+            for step in self.steps(phase):
+                if isinstance(step, Event):
+                    self._outside(step)
+                elif isinstance(step, list):
+                    self._free(step, phase)
+                else:
+                    self._layer(*step)
         self._check_ends()
         calls = list(self._calls())
         return Log(self.blocks, self.events, list(self.operators), calls, self.outer.log.batch)
 
+    def steps(self, phase: str) -> Iterator[Event | Frees | tuple[Run[Event], Layer, Recorded]]:
+        """The events of a phase outside of layers, blocks of layers that other recorded steps free
+        between these, and the runs of layers, in their order."""
+        others = [source for source in self.ways if source is not self.outer]
+        frees = self._frees_of(others, phase) if phase.startswith(PASSES) else {}
+        area, stack, count = 0, None, 0
+        for run, layer, source in self.expanded(phase, lambda source: source.events):
+            if layer is None:
+                for event in run.items:
+                    if event.birth and (area, count) in frees:
+                        yield frees.pop((area, count))
+                    yield event
+                    count += event.birth
+                stack = None if stack == LOSS else stack
+                continue
+            if layer[0] != stack:
+                if layer[0] == LOSS:
+                    yield frees.pop((area, count), [])
+                    count += 1
+                else:
+                    yield from _rest(frees, area)
+                    area, count = area + 1, 0
+                stack = layer[0]
+            yield run, layer, source
+        yield from _rest(frees, area)
+        if frees:
+            raise NotComposed(f"{phase}: blocks of layers are freed at another place")
+
     # ---- layers
 
-    def _expanded(
+    def expanded(
         self, phase: str, of: Callable[[Recorded], dict[str, list[Run[Item]]]]
     ) -> Iterator[tuple[Run[Item], Layer | None, Recorded]]:
         """The runs of a phase, each with the layer of the composed step that it is of and the
@@ -142,7 +157,7 @@ class _Composer:
             if unit is None:
                 yield from ((run, None, self.outer) for run in runs)
                 continue
-            layers = [self._layers_of(run.layer) for run in runs]
+            layers = [self.layers_of(run.layer) for run in runs]
             copies = range(max(map(len, layers)))
             after = first.get((unit[0], UNITS - 1), len(outer))
             for copy in copies if first[unit] < after else reversed(copies):
@@ -150,7 +165,7 @@ class _Composer:
                     if copy < len(own):
                         yield of_layer(run, (unit[0], own[copy]))
 
-    def _layers_of(self, recorded: Layer | None) -> list[int]:
+    def layers_of(self, recorded: Layer | None) -> list[int]:
         assert recorded is not None
         stack, index = recorded
         return self.stacks[stack].layers_of.get(index, [])
@@ -173,6 +188,10 @@ class _Composer:
         phase = event.phase
         moved = _moved(event.layer, run.layer, layer)
         if not event.birth:
+            made_in, owner, number = source.place[event.block]
+            if owner == run.layer and made_in.startswith(PASSES):
+                self._died(self._number_of((made_in, layer, number)), phase, moved)
+                return
             for block in self._meant(event.block, source, layer):
                 self._died(block, phase, moved)
             return
@@ -189,9 +208,10 @@ class _Composer:
         phase, owner, _ = source.place[block]
         if owner is None:
             return [self._outer_block(block, source)]
-        seen = self._layers_of(owner)
+        seen = self.layers_of(owner)
         if owner[0] == layer[0]:
-            seen = self.stacks[owner[0]].seen_from(layer[1], owner[1])
+            in_pass = phase.startswith(PASSES) and layer[0] != LOSS
+            seen = self.stacks[owner[0]].seen_from(layer[1], owner[1], in_pass)
         elif len(seen) != 1:
             raise NotComposed(f"{phase}: layer {layer} frees a block of layer {owner}")
         places = (self._of_layer(block, source, (owner[0], index)) for index in seen)
@@ -318,7 +338,7 @@ class _Composer:
         if owner is None:
             self._died(self._number_of(outer.place[event.block]), phase, event.layer)
             return
-        for index in self._layers_of(owner):
+        for index in self.layers_of(owner):
             layer = owner[0], index
             own, _ = self._source_of(birth, layer)
             if own is outer or not phase.startswith(PASSES):
@@ -348,12 +368,10 @@ class _Composer:
         )
         return recorded, composed
 
-    def _frees_of(
-        self, sources: Sequence[Recorded], phase: str
-    ) -> dict[tuple[int, int], list[tuple[Recorded, int]]]:
+    def _frees_of(self, sources: Sequence[Recorded], phase: str) -> dict[tuple[int, int], Frees]:
         """Blocks of layers that other recorded steps free outside of layers, by area and by the
         number of the birth in `outer` before which they do."""
-        frees: dict[tuple[int, int], list[tuple[Recorded, int]]] = defaultdict(list)
+        frees: dict[tuple[int, int], Frees] = defaultdict(list)
         for source in sources:
             counts: dict[int, int] = defaultdict(int)
             for area, event in source.outside(phase):
@@ -367,7 +385,7 @@ class _Composer:
     def _is_freed_here(self, source: Recorded, block: int) -> bool:
         owner = source.place[block][1]
         if owner is not None:
-            layers = () if owner[0] == LOSS else self._layers_of(owner)
+            layers = () if owner[0] == LOSS else self.layers_of(owner)
             return any(self.way_of((owner[0], index)) is source for index in layers)
         ours = self._in_outer(block, source)
         if ours is None or self.outer.reader(ours) != "layer":
@@ -376,24 +394,15 @@ class _Composer:
         assert freed_by is not None
         return self._holder(ours, freed_by) is None
 
-    def _free(self, blocks: Sequence[tuple[Recorded, int]], phase: str) -> None:
+    def _free(self, blocks: Frees, phase: str) -> None:
         for source, block in blocks:
             owner = source.place[block][1]
             if owner is None:
                 self._died(self._outer_block(block, source), phase, None)
                 continue
-            for index in self._layers_of(owner):
+            for index in self.layers_of(owner):
                 if self.way_of((owner[0], index)) is source:
                     self._of_layer_died(block, source, (owner[0], index), phase, None)
-
-    def _free_rest(
-        self,
-        frees: dict[tuple[int, int], list[tuple[Recorded, int]]],
-        area: int,
-        phase: str,
-    ) -> None:
-        for key in sorted(key for key in frees if key[0] == area):
-            self._free(frees.pop(key), phase)
 
     def _outer_block(self, block: int, source: Recorded) -> int:
         """The block outside of layers that stands for this one."""
@@ -486,7 +495,7 @@ class _Composer:
         """The calls of operators, which are numbered anew."""
         numbers: dict[tuple[Any, ...], int] = {}
         for phase in self.outer.calls:
-            for run, layer, source in self._expanded(phase, lambda source: source.calls):
+            for run, layer, source in self.expanded(phase, lambda source: source.calls):
                 in_part = layer is not None and layer[0] == LOSS
                 where = (run.layer, layer[1] == self.parts - 1) if in_part and layer else None
                 for call in run.items:
@@ -497,6 +506,11 @@ class _Composer:
                             operator = self.sizes.operator(operator, call, run.layer, layer)
                         numbers[key] = self.operators.setdefault(operator, len(self.operators))
                     yield Call(numbers[key], phase, _moved(call.layer, run.layer, layer))
+
+
+def _rest(frees: dict[tuple[int, int], Frees], area: int) -> Iterator[Frees]:
+    for key in sorted(key for key in frees if key[0] == area):
+        yield frees.pop(key)
 
 
 def _moved(own: Layer | None, recorded: Layer | None, layer: Layer | None) -> Layer | None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from difflib import SequenceMatcher
-from functools import cached_property
 
 from launch.predict.step.recorded import NotComposed, Recorded
 from launch.schema.recorded_step import LOSS, PARTS, Block, Call, Layer, Operator
@@ -37,7 +33,7 @@ class PartSizes:
         self.outside(row)
         if not self.has_lengths:
             return
-        twin = self._twins.get(recorded)
+        twin = self.outer.twins.get(recorded)
         if twin is None:
             if row.sample_bytes or self.outer.log.batch == 1:
                 raise NotComposed(f"{row.op}: only one of the parts of the logits makes it")
@@ -71,25 +67,13 @@ class PartSizes:
         if row.op in STACKED and row.sizes == (SUM_BYTES * self.recorded, 0, 0):
             row.fixed_bytes = SUM_BYTES * self.parts
 
-    @cached_property
-    def _twins(self) -> dict[int, int]:
-        """Each block of the last part, and of the others, and the block of the other kind."""
-        twins: dict[int, int] = {}
-        for (phase, layer), made in self.outer.births.items():
-            if layer is None or layer[0] != LOSS:
-                continue
-            last = self.recorded - 1
-            others = self.outer.births.get((phase, (LOSS, 1 if layer[1] == last else last)), [])
-            twins |= dict(_pairs(made, others, lambda block: self.outer.log.blocks[block].op))
-        return twins
-
     def operator(
         self, operator: Operator, call: Call, recorded: Layer | None, layer: Layer | None
     ) -> Operator:
         """The work of a call in a part, or outside of parts."""
         flops, moved = operator.flops, operator.bytes
         if layer is not None and layer[0] == LOSS and self.has_lengths and recorded is not None:
-            other = self._twin_operators.get((call.phase, recorded, call.operator))
+            other = self.outer.twin_operators.get((call.phase, recorded, call.operator))
             if other is not None:
                 of_last, is_last = recorded[1] == self.recorded - 1, layer[1] == self.parts - 1
                 flops, moved = (
@@ -111,22 +95,6 @@ class PartSizes:
             moved = (SUM_BYTES * (self.parts + 1), 0, 0, 0)
         return replace(operator, flops=flops, bytes=moved)
 
-    @cached_property
-    def _twin_operators(self) -> dict[tuple[str, Layer, int], Operator]:
-        """By phase, part and number of an operator, that of the last part, or of the others."""
-        log, last = self.outer.log, self.recorded - 1
-        calls: dict[tuple[str, Layer], list[int]] = defaultdict(list)
-        for phase, runs in self.outer.calls.items():
-            for run in runs:
-                if run.layer is not None and run.layer[0] == LOSS:
-                    calls[phase, run.layer] += [call.operator for call in run.items]
-        twins: dict[tuple[str, Layer, int], Operator] = {}
-        for (phase, layer), numbers in calls.items():
-            others = calls.get((phase, (LOSS, 1 if layer[1] == last else last)), [])
-            for number, other in _pairs(numbers, others, lambda each: log.operators[each].name):
-                twins[phase, layer, number] = log.operators[other]
-        return twins
-
 
 def _lengths(positions: int, parts: int) -> tuple[int, int]:
     """Positions of a part of the logits, and of the last."""
@@ -143,12 +111,3 @@ def uneven_parts(positions: int) -> int:
     """The fewest parts to record, of which the last is shorter; 0: there are none."""
     counts = (made_parts(positions, parts) for parts in range(PARTS, positions + 1))
     return next((n for n in counts if n >= PARTS and len({*_lengths(positions, n)}) > 1), 0)
-
-
-def _pairs(
-    some: Sequence[int], others: Sequence[int], name_of: Callable[[int], str]
-) -> Iterator[tuple[int, int]]:
-    """Pairs of the same name, in runs that are as long as possible."""
-    names, other_names = [*map(name_of, some)], [*map(name_of, others)]
-    for run in SequenceMatcher(None, names, other_names, False).get_matching_blocks():
-        yield from zip(some[run.a : run.a + run.size], others[run.b :], strict=False)

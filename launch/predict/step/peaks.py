@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from launch.schema.recorded_step import Log
+from launch.predict.step.recorded import PASSES
+from launch.schema.recorded_step import Log, Operator
 
 SECTIONS = (
     "forward",
@@ -184,14 +185,20 @@ def _upper(lines: Sequence[tuple[float, float]]) -> Iterator[int]:
 
 def work(log: Log) -> dict[str, Any]:
     """Work of the device in one micro-step, of all layers together: the mean of those recorded."""
-    times = Counter(
-        call.operator for call in log.calls if call.phase.startswith(("forward", "backward"))
-    )
+    times: Counter[Operator] = Counter()
+    numbers = Counter(call.operator for call in log.calls if call.phase.startswith(PASSES))
+    for number, count in numbers.items():
+        times[log.operators[number]] += count
+    micro_steps = {event.phase for event in log.events if event.phase.startswith("forward")}
+    return work_of(times, len(micro_steps))
+
+
+def work_of(times: Mapping[Operator, int], micro_steps: int) -> dict[str, Any]:
+    """Work of one micro-step, of operators that are called so often in all of them."""
     flops: dict[str, dict[str, list[float]]] = {"product": {}, "attention": {}}
     moved, offloaded = [0.0, 0.0, 0.0], []
     kernels = products = 0
-    for number, count in times.items():
-        operator = log.operators[number]
+    for operator, count in times.items():
         if operator.kind == "offload":
             offloaded += count * [[*operator.bytes[:3]]]
         elif operator.kind in flops:
@@ -201,7 +208,6 @@ def work(log: Log) -> dict[str, Any]:
         elif operator.kind == "other":
             kernels += count
             _add(moved, operator.bytes, count)
-    micro_steps = len({event.phase for event in log.events if event.phase.startswith("forward")})
     share = 1 / max(micro_steps, 1)
 
     def of_micro_step(flops: dict[str, list[float]]) -> dict[str, list[float]]:

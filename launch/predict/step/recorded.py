@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import groupby
 from typing import Generic, TypeVar
 
-from launch.schema.recorded_step import LOSS, UNITS, Call, Event, Layer, RecordedStep
+from launch.schema.recorded_step import LOSS, UNITS, Call, Event, Layer, Operator, RecordedStep
 
 PASSES = ("forward", "backward")  # phases that a layer's way decides
 THROUGH_LAYERS = (*PASSES, "evaluation")
@@ -58,13 +59,15 @@ class Stack:
     def unit(self, recorded: int) -> int:
         return min(recorded // (self.period or 1), UNITS - 1)
 
-    def seen_from(self, layer: int, recorded: int) -> list[int]:
-        """The layers that this one means where its recorded layer uses a block of another."""
+    def seen_from(self, layer: int, recorded: int, in_pass: bool = False) -> list[int]:
+        """The layers that this one means where its recorded layer uses a block of another.
+        `in_pass`: of a forward or backward pass, where inputs of a layer are on their way to the
+        host until the one behind the next is computed."""
         if self.source_of == list(range(self.recorded)):
             return [recorded]
         own = self.source_of[layer]
         distance = self.unit(recorded) - self.unit(own)
-        if abs(distance) <= 1:
+        if abs(distance) <= (2 if in_pass else 1):
             seen = layer + (self._place(recorded) - self._place(own))
             if 0 <= seen < self.layers:
                 return [seen]
@@ -255,6 +258,37 @@ class Recorded:
             for number, block in enumerate(blocks)
         }
 
+    @cached_property
+    def twins(self) -> dict[int, int]:
+        """Each block of the last part of the logits, and of the others, and the block of the other
+        kind."""
+        twins: dict[int, int] = {}
+        for (phase, layer), made in self.births.items():
+            if layer is None or layer[0] != LOSS:
+                continue
+            others = self.births.get((phase, self._other_part(layer)), [])
+            twins |= dict(_pairs(made, others, lambda block: self.log.blocks[block].op))
+        return twins
+
+    @cached_property
+    def twin_operators(self) -> dict[tuple[str, Layer, int], Operator]:
+        """By phase, part and number of an operator, that of the last part, or of the others."""
+        calls: dict[tuple[str, Layer], list[int]] = defaultdict(list)
+        for phase, runs in self.calls.items():
+            for run in runs:
+                if run.layer is not None and run.layer[0] == LOSS:
+                    calls[phase, run.layer] += [call.operator for call in run.items]
+        operators, twins = self.log.operators, dict[tuple[str, Layer, int], Operator]()
+        for (phase, layer), numbers in calls.items():
+            others = calls.get((phase, self._other_part(layer)), [])
+            for number, other in _pairs(numbers, others, lambda each: operators[each].name):
+                twins[phase, layer, number] = operators[other]
+        return twins
+
+    def _other_part(self, layer: Layer) -> Layer:
+        last = self.recorded_layers[LOSS] - 1
+        return LOSS, 1 if layer[1] == last else last
+
     def _check(self) -> None:
         """Raises NotComposed unless the layers of the two middle units make the same blocks."""
         if not self.period:
@@ -272,3 +306,12 @@ def _by_phase(items: Sequence[Item]) -> Iterator[tuple[str, list[Item]]]:
     for item in items:
         phases.setdefault(item.phase, []).append(item)
     yield from phases.items()
+
+
+def _pairs(
+    some: Sequence[int], others: Sequence[int], name_of: Callable[[int], str]
+) -> Iterator[tuple[int, int]]:
+    """Pairs of the same name, in runs that are as long as possible."""
+    names, other_names = [*map(name_of, some)], [*map(name_of, others)]
+    for run in SequenceMatcher(None, names, other_names, False).get_matching_blocks():
+        yield from zip(some[run.a : run.a + run.size], others[run.b :], strict=False)

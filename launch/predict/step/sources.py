@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from launch.predict.step import part_sizes
-from launch.predict.step.compose import compose
+from launch.predict.step.compose import Composer
 from launch.predict.step.recorded import LEAST_PARTS, NotComposed, Recorded
 from launch.schema.plan import Strategy
 from launch.schema.recorded_step import LOSS, PARTS, Log, RecordedStep
@@ -36,6 +36,13 @@ class Question:
     def accumulates(self) -> bool:
         return self.strategy.gradient_accumulation_steps > 1
 
+    @property
+    def cast(self) -> str:
+        """The engine that casts the whole model; "": none does."""
+        mode = self.strategy.launch_mode
+        is_cast = not mode.is_whole and self.strategy.mixed_precision != "no"
+        return mode.engine if is_cast else ""
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -52,18 +59,24 @@ class Sources:
     def questions(self) -> list[Question]:
         return [self.outer, *([self.others] if self.others is not None else [])]
 
-    def composed(self, recorded: Callable[[Question], RecordedStep]) -> Log:
+    def composed(
+        self,
+        recorded: Callable[[Question], RecordedStep],
+        indexed: Callable[[Question], Recorded] | None = None,
+    ) -> Log:
         """The log of one process. Raises NotComposed."""
         step = recorded(self.outer)
         if not step.period and self.others is None and not self.outer.parts_apart:
             return step.log
-        outer = Recorded(step)
-        if self.others is None:
-            return compose(outer, None, self.parts, self.positions)
-        others, every = Recorded(recorded(self.others)), self.every_n_layers
-        if len(outer.recorded_layers.keys() - {LOSS}) > 1:
+        return self.composer(indexed or (lambda base: Recorded(recorded(base)))).log()
+
+    def composer(self, recorded: Callable[[Question], Recorded]) -> Composer:
+        """The composer of such a step. Raises NotComposed."""
+        outer, every = recorded(self.outer), self.every_n_layers
+        others = outer if self.others is None else recorded(self.others)
+        if others is not outer and len(outer.recorded_layers.keys() - {LOSS}) > 1:
             raise NotComposed("there are several stacks of layers")
-        return compose(
+        return Composer(
             outer,
             lambda layer: others if layer[1] % every else outer,
             self.parts,

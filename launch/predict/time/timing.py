@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.rates import HOST_BYTES_PER_S, Rates
@@ -77,6 +77,33 @@ class WorkCost:
     offloaded: tuple[Affine, ...] = ()
     # of fused kernels, as executed
     attention_flops: Mapping[str, Affine] = field(default_factory=dict)
+
+    def per_sample(self) -> WorkCost:
+        """That of each sample, from that of one."""
+
+        def of_each(count: Affine) -> Affine:
+            return Affine(0, count.constant + count.per_sample, count.per_target)
+
+        return replace(
+            self,
+            matmul_flops={dtype: of_each(flops) for dtype, flops in self.matmul_flops.items()},
+            attention_flops={
+                dtype: of_each(flops) for dtype, flops in self.attention_flops.items()
+            },
+            bytes_moved=of_each(self.bytes_moved),
+            offloaded=tuple(map(of_each, self.offloaded)),
+        )
+
+    def scaled(self, share: float) -> WorkCost:
+        """With this share of what is no product."""
+        moved = self.bytes_moved
+        return replace(
+            self,
+            bytes_moved=Affine(
+                share * moved.constant, share * moved.per_sample, share * moved.per_target
+            ),
+            num_kernels=Affine(share * self.num_kernels.constant),
+        )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 
 from launch.base.errors import ConfigError, DoesNotFit, ResourceError
 from launch.base.workspace import Workspace
-from launch.plan import candidates, less_saving, planner
+from launch.plan import candidates, planner
 from launch.predict import budgets, estimate
 from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import traced_steps
@@ -24,12 +24,6 @@ from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB, CardFigures, Link, Machine
 from tests.builders import changed, facts_of, gpu, machine, plan, recipe_of
 from training.loop import arguments
-
-
-def test_a_step_without_checkpointing_is_the_same_whether_its_inputs_would_go_to_the_host():
-    kept = plan(on=machine(1)).strategy.with_levers(every_n_layers=0)
-    on_host = kept.with_levers(every_n_layers=1, activation_offloading=True)
-    assert less_saving.without_checkpointing(on_host) == kept
 
 
 def test_without_a_gpu_one_process_trains_on_the_cpu():

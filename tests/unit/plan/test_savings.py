@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from launch.plan import facts as plan_facts
-from launch.plan import less_saving
 from launch.plan.savings import savings
 from launch.predict import model_config
 from launch.predict.estimate import Judged
@@ -64,17 +63,3 @@ def test_candidates_that_differ_in_two_ways_or_were_not_traced_say_nothing():
     two_ways = judged(9, 1.0, every_n_layers=1)
     assert list(savings(CONTEXT, chosen, [chosen, two_ways, judged(7, None)])) == []
     assert list(savings(CONTEXT, judged(5, None), [judged(7, 1.0)])) == []
-
-
-def test_of_a_way_without_which_nothing_was_traced_the_least_that_it_saves_is_said():
-    facts = facts_of("qwen2.5-0.5b")
-    chosen = judged(5, 2.2, num_output_chunks=8, rows=4)
-    at_once = less_saving.at_backward(facts, chosen.candidate.with_levers(num_output_chunks=1))
-    assert at_once is not None
-    saved = (at_once.allocated_bytes - 5 * GIB) / GIB
-    line = "logits in 8 parts instead of logits at once"
-    assert list(savings(facts, chosen, [chosen])) == [f"{line}: at least {saved:.2f} GiB less"]
-    # 4 rows of 2,048 positions, of each word a logit, its log-softmax and its gradient in float32
-    assert saved > 4 * 2048 * facts.model.size.config["vocab_size"] * 3 * 4 / GIB
-    more = replace(chosen, memory=judged(500, None).memory)  # than the least of the same at once
-    assert list(savings(facts, more, [more])) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ from launch.predict.step.compose import compose
 from launch.predict.step.recorded import NotComposed, Recorded
 from launch.schema.recorded_step import BATCH, RecordedStep, dumped, loaded
 from training.trace import step
+from training.trace.cuda_semantics import Target
 
 NUM_MIXTURES = 12  # of those that are composed
 
@@ -62,6 +64,18 @@ def test_layers_in_turns_are_not_composed_of_ways_that_hand_on_other_blocks(tmp_
     kept.log.blocks[output].sample_bytes += 1
     with pytest.raises(NotComposed, match="make 1 and 0 blocks"):
         compose(again, lambda layer: kept if layer[1] % 2 else again)
+
+
+def test_inputs_on_their_way_to_the_host_are_freed_by_layers_behind(tmp_path, monkeypatch):
+    """A layer waits for the copy of the one before the last."""
+    monkeypatch.chdir(tmp_path)
+    recipe, plan, question = composed.case_of(of_llama(mode="single_gpu", layers=9))
+    strategy = question.strategy.with_levers(activation_offloading=True)
+    target = Target(question.architecture)
+    asked = recipe, replace(plan, strategy=strategy), question.lengths, True, BATCH, target
+    few, expected = step.record(*asked), step.step(*asked)
+    assert few.period == 1
+    assert composed.difference(compose(Recorded(few)), expected) == ""
 
 
 @pytest.mark.parametrize(

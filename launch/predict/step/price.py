@@ -1,0 +1,350 @@
+"""The price of a step: its work, and the most bytes that it holds in each section, from what each
+recorded layer leaves behind and holds at most, without the log of all layers.
+
+What one way of a layer hands on to another is not matched, as composing does: what is not freed at
+the end is taken off, so that a mixture never has more than its composed step. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from launch.predict.step import peaks
+from launch.predict.step.compose import Composer
+from launch.predict.step.peaks import SECTIONS, Sizes
+from launch.predict.step.recorded import PASSES, NotComposed, Recorded, Run
+from launch.predict.step.sources import Question, Sources
+from launch.schema.recorded_step import LOSS, Call, Event, Layer, Operator, RecordedStep
+
+NOTHING: Sizes = (0, 0, 0)
+# of the work beside products in a step, in one that computes in another precision, and in one whose
+# logits are made at once where these are made in parts, or the other way round: at least
+OTHER_CAST, OTHER_LOSS = 0.9, 0.8
+
+
+Part = Literal["all", "behind", "nothing"]  # of a layer's bytes
+
+
+class Priced(NamedTuple):
+    """The price of a step."""
+
+    # sections, and bytes of which some are the most at any micro-batch; of those that are not known
+    # there are none
+    moments: list[tuple[str, Sizes]]
+    work: dict[str, Any]  # as peaks.work() counts it
+    least_share: float = 1.0  # of that work beside products
+    of_each_sample: bool = False  # it is the work of a single one
+
+
+class Unit(NamedTuple):
+    """A run of a recorded layer: the bytes that it leaves behind, and the most inside it."""
+
+    after: Sizes
+    highest: list[Sizes]
+
+
+class Price:
+    """The price of the step that a composer would make. `with_states` False: without weights,
+    gradients and states of the optimizer, which an engine shares out. `recorded` says what is of a
+    layer: all, what it leaves behind, or nothing, which then counts nothing; `has_loss` whether
+    those outside of layers are. `again` says how often a layer computes its activations more than
+    its record does.
+
+    `num_looked_at` counts the events and runs that it is made of; `units` are those of others."""
+
+    def __init__(
+        self,
+        composer: Composer,
+        with_states: bool = True,
+        recorded: Callable[[Layer], Part] = lambda layer: "all",
+        has_loss: bool = True,
+        again: Callable[[Layer], int] = lambda layer: 0,
+        units: dict[Any, Unit] | None = None,
+    ) -> None:
+        self._composer, self._with_states = composer, with_states
+        self._recorded, self._has_loss, self._again = recorded, has_loss, again
+        self._units: dict[Any, Unit] = {} if units is None else units
+        self._of_rows: dict[tuple[int, bool], Sizes] = {}
+        self.num_looked_at = 0
+
+    def moments(self) -> list[tuple[str, Sizes]]:
+        """The sections of a step, and bytes of which some are the most at any micro-batch."""
+        highest: dict[str, set[Sizes]] = defaultdict(set)
+        live = NOTHING
+        for phase in self._composer.outer.events:
+            tops = highest[phase.partition(":")[0]]
+            for step in self._composer.steps(phase):
+                self.num_looked_at += 1
+                if isinstance(step, Event):
+                    live = _plus(live, self._outside(step))
+                    if step.birth and self._has_loss:
+                        tops.add(live)
+                elif isinstance(step, list):
+                    for source, block in step:
+                        live = _plus(live, self._freed(source, block, phase), -1)
+                else:
+                    unit = self._unit(*step)
+                    tops.update(_plus(live, top) for top in unit.highest)
+                    live = _plus(live, unit.after)
+        more, lasting = live, self._lasting()
+        excess = (
+            max(more[0] - lasting[0], 0),
+            max(more[1] - lasting[1], 0),
+            max(more[2] - lasting[2], 0),
+        )
+        return [
+            (section, _plus(top, excess, -1))
+            for section in SECTIONS
+            for top in undominated(highest.get(section, ()))
+        ]
+
+    def _unit(self, run: Run[Event], layer: Layer, source: Recorded) -> Unit:
+        if layer[0] == LOSS and not self._has_loss:
+            return Unit(NOTHING, [])
+        in_pass = layer[0] != LOSS and run.items[0].phase.startswith(PASSES)
+        part = self._recorded(layer) if in_pass else "all"
+        if part == "nothing":
+            return Unit(NOTHING, [])
+        parts = self._composer.parts if layer[0] == LOSS else 0
+        is_last = parts > 0 and layer[1] == parts - 1
+        key = id(run), parts, is_last, self._with_states, part
+        if key not in self._units:
+            live, tops = NOTHING, {NOTHING}
+            for event in run.items:
+                size = self._size(source, event.block, is_last)
+                live = _plus(live, size, 1 if event.birth else -1)
+                if event.birth and part == "all":
+                    tops.add(live)
+            self._units[key] = Unit(live, [*undominated(tops)])
+            self.num_looked_at += len(run.items)
+        return self._units[key]
+
+    def _outside(self, event: Event) -> Sizes:
+        """The bytes that an event outside of layers adds; the end of a layer's block is that of
+        each."""
+        outer = self._composer.outer
+        if event.birth:
+            return self._size(outer, event.block)
+        return _plus(NOTHING, self._freed(outer, event.block, event.phase), -1)
+
+    def _freed(self, source: Recorded, block: int, phase: str) -> Sizes:
+        """The bytes of the blocks that one stands for and that end in this phase: in a pass, of
+        layers of this way."""
+        composer, (_, owner, _) = self._composer, source.place[block]
+        if owner is None:
+            return self._size(source, block)
+        if owner[0] == LOSS and not self._has_loss:
+            return NOTHING
+        layers = composer.layers_of(owner)
+        if owner[0] != LOSS and phase.startswith(PASSES):
+            own = ((owner[0], index) for index in layers)
+            layers = [each[1] for each in own if composer.way_of(each) is source]
+        if owner[0] != LOSS and source.place[block][0].startswith(PASSES):
+            layers = [index for index in layers if self._recorded((owner[0], index)) != "nothing"]
+        is_last = owner[0] == LOSS and owner[1] == source.recorded_layers[LOSS] - 1
+        return _plus(NOTHING, self._size(source, block, is_last), len(layers))
+
+    def _lasting(self) -> Sizes:
+        """The bytes of blocks that nothing frees."""
+        total, outer = NOTHING, self._composer.outer
+        for block in outer.place.keys() - outer.freed.keys():
+            total = _plus(total, self._freed(outer, block, ""))
+        return total
+
+    def _size(self, source: Recorded, block: int, is_last: bool = False) -> Sizes:
+        """The bytes of a block; in a part of the logits, and outside of layers, of this number of
+        parts."""
+        row, sizes = source.log.blocks[block], self._composer.sizes
+        phase, owner, _ = source.place[block]
+        if not self._with_states and (
+            phase.startswith("start")
+            or (phase.startswith("backward") and source.freed.get(block, ("",))[0] != phase)
+        ):
+            return NOTHING
+        if sizes is None or source is not self._composer.outer or (owner and owner[0] != LOSS):
+            return row.sizes
+        if (block, is_last) not in self._of_rows:
+            row = row.of_layer(row.layer)
+            if owner is not None:
+                sizes.of_part(row, block, is_last)
+            else:
+                sizes.outside(row)
+            self._of_rows[block, is_last] = row.sizes
+        return self._of_rows[block, is_last]
+
+    def work(self) -> dict[str, Any]:
+        """peaks.work() of the composed step."""
+        phases = self._composer.outer.events
+        return peaks.work_of(self._times(), sum(phase.startswith("forward") for phase in phases))
+
+    def _times(self) -> Counter[Operator]:
+        """Each operator of forward and backward passes, and how often it is called."""
+        composer, times = self._composer, Counter[Operator]()
+        copies: Counter[tuple[int, bool]] = Counter()
+        runs: dict[tuple[int, bool], tuple[Run[Call], Layer | None, Recorded]] = {}
+        for phase in composer.outer.calls:
+            if not phase.startswith(PASSES):
+                continue
+            for run, layer, source in composer.expanded(phase, lambda source: source.calls):
+                key = id(run), layer == (LOSS, composer.parts - 1)
+                runs[key] = run, layer, source
+                computes_again = phase.startswith("forward") and layer and layer[0] != LOSS
+                copies[key] += 1 + (self._again(layer) if computes_again and layer else 0)
+        self.num_looked_at += len(runs)
+        for key, (run, layer, source) in runs.items():
+            for call, number in Counter(run.items).items():
+                operator = source.log.operators[call.operator]
+                if composer.sizes is not None:
+                    operator = composer.sizes.operator(operator, call, run.layer, layer)
+                times[operator] += copies[key] * number
+        return times
+
+
+class RecordedSteps:
+    """The steps of a recipe that are recorded so far, and prices of others by what they tell."""
+
+    def __init__(self) -> None:
+        self._bases: dict[Question, Recorded] = {}
+        self._units: dict[Any, Unit] = {}
+
+    def __len__(self) -> int:
+        return len(self._bases)
+
+    def add(self, base: Question, step: RecordedStep) -> None:
+        """Add a recorded step; not one of layers in turns, which tells nothing of others."""
+        levers = base.strategy.levers
+        if levers.every_n_layers > 1 or (levers.num_output_chunks > 1 and not base.parts_apart):
+            return
+        with suppress(NotComposed):
+            self._bases.setdefault(base, Recorded(step))
+
+    def indexed(self, base: Question, step: RecordedStep) -> Recorded:
+        """The recorded step; of layers in turns it is not kept. Raises NotComposed."""
+        return self._bases.get(base) or Recorded(step)
+
+    def price(self, question: Question, sources: Sources) -> Priced | None:
+        """The price of a step, by the recorded steps that are most like it; None where none is."""
+        alike = self._alike(question)
+        levers = question.strategy.levers
+        in_parts = levers.num_output_chunks > 1
+        if not alike:
+            return None
+        outer = max(
+            alike,
+            key=lambda base: (
+                base.parts_apart == in_parts,
+                _recomputes(base) == (levers.every_n_layers > 0),
+            ),
+        )
+        ways = {
+            way: max(alike, key=lambda base: (_recomputes(base) == way, base is outer))
+            for way in (False, True)
+        }
+        with suppress(NotComposed):
+            return self._priced(question, sources, outer, ways)
+        with suppress(NotComposed):
+            return self._priced(question, sources, outer, dict.fromkeys((False, True), outer))
+        return None
+
+    def _priced(
+        self, question: Question, sources: Sources, outer: Question, ways: Mapping[bool, Question]
+    ) -> Priced:
+        """The price of a step whose layers are those of `ways`: that keep their activations, that
+        compute them again. Raises NotComposed."""
+        every = question.strategy.levers.every_n_layers
+        recorded = {way: self._bases[base] for way, base in ways.items()}
+        again = {way: way - _recomputes(base) for way, base in ways.items()}
+        part = _part_alike(outer, question)
+        in_parts = question.strategy.levers.num_output_chunks > 1
+        has_loss = outer.parts_apart == in_parts and not sources.why_whole
+
+        def computes_again(layer: Layer) -> bool:
+            return every > 0 and layer[1] % every == 0
+
+        parts = sources.parts if has_loss else outer.strategy.levers.num_output_chunks
+        composer = Composer(
+            self._bases[outer],
+            lambda layer: recorded[computes_again(layer)],
+            parts,
+            sources.positions,
+        )
+        price = Price(
+            composer,
+            question.strategy.launch_mode.is_whole,
+            lambda layer: "nothing" if again[computes_again(layer)] else part,
+            has_loss,
+            lambda layer: again[computes_again(layer)],
+            self._units,
+        )
+        of_samples = outer.is_single and not question.is_single
+        same_cast = outer.cast == question.cast
+        share = min(1.0 if same_cast else OTHER_CAST, 1.0 if has_loss else OTHER_LOSS)
+        moments = price.moments() if same_cast and not of_samples else []
+        work = price.work()
+        if not has_loss:  # targets are those of a part
+            times = question.strategy.levers.num_output_chunks / parts
+            for sizes in (*work["matmul_flops"].values(), work["bytes_moved"]):
+                sizes[2] *= times
+        return Priced(moments, work, share, of_samples)
+
+    def _alike(self, question: Question) -> list[Question]:
+        """The records that tell most of a step, all of one kind. Those of a single sample tell
+        nothing of the bytes of more, and those that accumulate gradients nothing of a step that
+        does not."""
+        levers = question.strategy.levers
+        ways = {levers.every_n_layers > 0, levers.every_n_layers == 1}
+        kinds: dict[tuple[Any, ...], list[Question]] = defaultdict(list)
+        for base in self._bases:
+            if base.accumulates <= question.accumulates:
+                differs = base.cast != question.cast, _others(base) != _others(question)
+                is_fewer = base.is_single and not question.is_single
+                kinds[is_fewer, *differs, base.is_single, base.accumulates].append(base)
+
+        def unknown(kind: tuple[Any, ...]) -> tuple[Any, ...]:
+            own = kinds[kind]
+            of_ways = ways - {base.strategy.levers.every_n_layers > 0 for base in own}
+            in_parts = levers.num_output_chunks > 1
+            of_loss = all(base.parts_apart != in_parts for base in own)
+            other_rows = kind[3:] != (question.is_single, question.accumulates)
+            return *kind[:3], len(of_ways) + of_loss, other_rows
+
+        return kinds[min(kinds, key=unknown)] if kinds else []
+
+
+def _part_alike(base: Question, question: Question) -> Part:
+    """The part of a layer's bytes that both have: MLPs in parts change what is inside it."""
+    own, other = _others(base), _others(question)
+    differing = {name for name in own if own[name] != other[name]}
+    return "nothing" if differing - {"tiled_mlp_num_shards"} else "behind" if differing else "all"
+
+
+def _recomputes(base: Question) -> bool:
+    return base.strategy.levers.every_n_layers > 0
+
+
+def _others(question: Question) -> dict[str, Any]:
+    """The levers that are not composed."""
+    levers = question.strategy.levers
+    return replace(levers, every_n_layers=0, num_output_chunks=1).recorded
+
+
+def _plus(some: Sizes, others: Sizes, times: int = 1) -> Sizes:
+    return (
+        some[0] + times * others[0],
+        some[1] + times * others[1],
+        some[2] + times * others[2],
+    )
+
+
+def undominated(tops: Iterable[Sizes]) -> Iterator[Sizes]:
+    """The sums of which no other has as much of everything."""
+    highest: list[Sizes] = []
+    for top in sorted(set(tops), key=sum, reverse=True):
+        if not any(
+            top[0] <= high[0] and top[1] <= high[1] and top[2] <= high[2] for high in highest
+        ):
+            highest.append(top)
+            yield top
