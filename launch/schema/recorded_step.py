@@ -201,7 +201,7 @@ def loaded(text: str) -> RecordedStep:
 
 
 def with_digest(content: str) -> str:
-    """The text of a file by which damage is told: a digest, then the content."""
+    """The text of a file: a digest, by which damage is found, then the content."""
     return f"{hashlib.sha256(content.encode()).hexdigest()}\n{content}"
 
 
