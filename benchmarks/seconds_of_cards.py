@@ -41,10 +41,10 @@ RESULT = "seconds_of_cards"
 # the cards of a class begin with these words
 CARDS = {
     "GeForce": ("RTX 30", "RTX 40", "RTX 50"),
-    "A100": ("A100",),
+    "A100 and A800": ("A100",),
     "H100 and newer": ("H100", "H200", "B200"),
 }
-CLASSES = ("GeForce", "A100", "H100 and newer", "launch-bound", "compiled", "other")
+CLASSES = ("GeForce", "A100 and A800", "H100 and newer", "launch-bound", "compiled", "other")
 DOUBTFUL = "doubtful"  # rows of which the training, or its figures, are not known well
 # sentences that rows may have, and the titles of their tables
 SAID = {"doubt": "Doubtful rows", "reason": "Rows that are no recipe"}
@@ -84,28 +84,27 @@ def recipe_of(row: Mapping[str, Any], model: str | Mapping[str, Any], folder: Pa
     return load.load(str(file))[0]
 
 
-def counts_of(mean_tokens: float, shape: Sequence[float], longest: int) -> dict[str, Any]:
-    """What tokenising would count of rows with this mean, whose lengths vary as `shape` says."""
-    lengths = [min(round(mean_tokens * share), longest) for share in shape]
+def counts_of(mean_tokens: float, varied: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    """What tokenising would count of a data set's rows with this mean, every token a target."""
+    lengths = [min(round(mean_tokens * share), longest) for share in varied["shares"]]
+    tokens = round(mean_tokens * varied["rows"])
     return {
-        "rows": len(lengths),
-        "documents": len(lengths),
-        "tokens": sum(lengths),
-        "target_tokens": sum(lengths),
+        "rows": varied["rows"],
+        "documents": varied["rows"],
+        "tokens": tokens,
+        "target_tokens": tokens,
         "most_targets": sorted(lengths, reverse=True),
         "lengths": [[length, length] for length in lengths],
     }
 
 
-def rows_of(
-    row: Mapping[str, Any], recipe: Recipe, shapes: Mapping[str, Sequence[float]], rows: Rows
-) -> Rows:
+def rows_of(row: Mapping[str, Any], recipe: Recipe, varied: Mapping[str, Any], rows: Rows) -> Rows:
     """The rows of a training: all of one length, of many, or packed."""
     if "rows_of" in row:
         return plan_facts.of_length(rows, recipe.data, row["rows_of"])
     if "lengths" not in row:
         return rows
-    counts = counts_of(row["mean_tokens"], shapes[row["lengths"]], recipe.data.max_length)
+    counts = counts_of(row["mean_tokens"], varied[row["lengths"]], recipe.data.max_length)
     longest = max(counts["most_targets"])
     return replace(rows, counts=counts, lengths=(longest, longest))
 

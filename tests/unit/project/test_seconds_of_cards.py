@@ -44,7 +44,9 @@ def test_pairs_name_rows_that_are_recipes():
     assert all(names >= set(pair["ids"]) for pair in ABOUT["pairs"])
 
 
-def result(case: str, measured_s: float, predicted_s: float, kind: str = "A100", tokens: float = 8):
+def result(
+    case: str, measured_s: float, predicted_s: float, kind: str = "A100 and A800", tokens: float = 8
+):
     return {
         **{"case": case, "class": kind, "measured_s": measured_s, "tokens": tokens},
         **{"predicted": {"step_s": predicted_s}, "ratio": predicted_s / measured_s},
@@ -62,5 +64,5 @@ def test_a_pair_counts_if_its_measured_seconds_differ_clearly():
 
 def test_doubtful_rows_do_not_count_among_all():
     rows = [result("a", 1, 1), result("b", 1, 2), result("c", 1, 9, seconds.DOUBTFUL)]
-    assert seconds.summary(rows)[0] == ["A100", "2", "50%", "50%", "1.50"]
+    assert seconds.summary(rows)[0] == ["A100 and A800", "2", "50%", "50%", "1.50"]
     assert seconds.summary(rows)[-1] == ["all but doubtful", "2", "50%", "50%", "1.50"]
