@@ -119,9 +119,14 @@ def read(path: Path, noun: type[Noun]) -> Noun | None:
     except OSError as error:
         raise damaged_file(path, str(error.strerror)) from error
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise damaged_file(path, f"{key}: {first['msg']}" if key else first["msg"]) from error
+        raise damaged_file(path, first_fault(error)) from error
+
+
+def first_fault(error: Any) -> str:
+    """The first wrong key that a ValidationError of pydantic names, and the reason."""
+    first = error.errors(include_url=False)[0]
+    key = ".".join(map(str, first["loc"]))
+    return f"{key}: {first['msg']}" if key else first["msg"]
 
 
 def read_or_none(path: Path, noun: type[Noun]) -> Noun | None:

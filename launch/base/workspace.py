@@ -47,4 +47,4 @@ class Workspace:
 
     @property
     def ledger_file(self) -> Path:
-        return self.cache / "ledger.sqlite"
+        return self.cache / "ledger.jsonl"

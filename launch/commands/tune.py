@@ -155,7 +155,14 @@ def tune(facts: Facts, say: Say) -> Tuned:
         if outcome.step_s and outcome.step_s <= fastest_s * AS_FAST
     )
     why = f"fastest of {len(trials.done)} trial(s): {step_s:.3g} s a step"
-    tuned = Tuned(time=time.time(), **_ledger_keys(facts), strategy=best, why=why, step_s=step_s)
+    tuned = Tuned(
+        kind="tuned",
+        time=time.time(),
+        **_ledger_keys(facts),
+        strategy=best,
+        why=why,
+        step_s=step_s,
+    )
     ledger.remember(tuned)
     say(f"tuned: {describe(best)}, {tuned.why}; kept for later runs of this recipe here")
     return tuned

@@ -21,7 +21,7 @@ from launch.plan.new_tokens import ModelFacts
 from launch.plan.planner import Choice
 from launch.predict import budgets, model_config
 from launch.predict.facts import Facts, History, Installed, Limits, Wishes
-from launch.predict.history.calibration import Margin
+from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import stored_weights
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
 from launch.predict.memory.stored_weights import StoredWeights
@@ -253,11 +253,8 @@ def _history(
     workspace: Workspace, machine: Machine, device: Device, is_here: bool, trace: bool, say: Say
 ) -> History:
     """Results of runs and trials on this machine."""
-    history = History()
-    if not workspace.ledger_file.exists():
-        return history
-    if trace:
-        history = replace(history, error_margin=_error_margin(workspace, machine, device, say))
+    margin = _error_margin(workspace, machine, device, say) if trace else NO_MARGIN
+    history = History(error_margin=margin)
     return replace(history, recall=_recall(workspace, machine, say)) if is_here else history
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sqlite3
 from dataclasses import replace
 
 import pytest
@@ -106,13 +105,9 @@ def test_an_ended_run_is_in_the_ledger_and_the_report_shows_its_error(tmp_path):
     assert launch(tmp_path, "run", str(recipe)).returncode == 0
     said = launch(tmp_path, "report", "--calibration").stdout
     assert "host RAM on cpu: 1 run(s)" in said
-    with sqlite3.connect(Workspace(tmp_path).ledger_file) as db:
-        db.row_factory = sqlite3.Row
-        (row,) = db.execute("SELECT * FROM measurements").fetchall()
+    (run,) = Ledger(Workspace(tmp_path).ledger_file, print).measurements()
     # a busy machine
-    assert row["predicted_host_pss_bytes"] == pytest.approx(
-        row["measured_host_pss_bytes"], rel=0.35
-    )
+    assert run.predicted.host_pss_bytes == pytest.approx(run.measured.host_pss_bytes, rel=0.35)
     (second_step,) = (tmp_path / "runs").glob("tiny/*/attempts/01/second_step.json")
     assert json.loads(second_step.read_text())["host_pss_bytes"] > 0
 

@@ -7,7 +7,7 @@ import math
 import statistics
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -62,6 +62,7 @@ class Measurement:
     versions: Mapping[str, str]  # package -> version
     predicted: Figures
     measured: Figures
+    kind: Literal["measurement"] = "measurement"
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,19 @@ def margin(
         f"assumed: {len(everywhere)} run(s) measured so far, a {level:.0%} bound needs {needed}",
         is_assumed=True,
     )
+
+
+def residuals(
+    runs: Iterable[Measurement], quantity: Quantity, device: Device
+) -> list[tuple[Measurement, float]]:
+    """measured / predicted - 1 of the runs that have both; a prediction of 0 has no residual."""
+    return [
+        (run, measured / predicted - 1)
+        for run in runs
+        if run.device == device
+        and (predicted := getattr(run.predicted, quantity) or 0) > 0
+        and (measured := getattr(run.measured, quantity)) is not None
+    ]
 
 
 def conformal_bound(residuals: Sequence[float], level: float) -> float | None:

@@ -321,14 +321,15 @@ def test_code_in_the_files_of_a_run_folder_is_not_run(copied, canary, name, code
     assert "Traceback" not in done.stderr
 
 
-CACHES = ("tokens", "traces", "ledger.sqlite")
+LEDGERS = ("ledger.jsonl", "ledger.sqlite")
+CACHES = ("tokens", "traces", *LEDGERS)
 
 
 @pytest.mark.parametrize("name", CACHES)
 def test_pickles_in_the_place_of_cached_files_are_not_opened(copied, canary, name):
     place = copied / "workspace/.cache" / name
     cached = [path for path in place.rglob("*") if path.is_file()]
-    assert cached or name == "ledger.sqlite", f"nothing is cached in {place}"
+    assert cached or name in LEDGERS, f"nothing is cached in {place}"
     for file in cached or [place]:
         write(file, pickle.dumps(canary))
     done = again(copied, "--dry-run")

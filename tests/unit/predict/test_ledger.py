@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import fcntl
 import json
-import re
+import os
+import random
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -89,26 +91,21 @@ def tuned(strategy: Strategy, **given: Any) -> Tuned:
     )
 
 
-def asides(path: Path) -> list[Path]:
-    return sorted(
-        found
-        for found in path.parent.glob(f"{path.name}.aside-*")
-        if not found.name.endswith("-journal")
-    )
+def residuals(book: Ledger, quantity: Any = "allocated_bytes", device: Any = "cuda") -> list[float]:
+    """Oldest first."""
+    return [error for _, error in calibration.residuals(book.measurements(), quantity, device)]
 
 
-def select(path: Path, query: str) -> list[tuple[Any, ...]]:
+def lines_of(path: Path) -> list[dict[str, Any]]:
     """What another program reads from the file."""
-    with closing(sqlite3.connect(path)) as db:
-        return db.execute(query).fetchall()
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def change(path: Path, *statements: str) -> None:
+def add(path: Path, text: str) -> None:
     """What another program does to the file."""
-    with closing(sqlite3.connect(path)) as db:
-        for statement in statements:
-            db.execute(statement)
-        db.commit()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 # ---- keys
@@ -233,35 +230,36 @@ def test_keys_are_the_same_in_every_process():
 
 def test_reading_where_nothing_is_yet_makes_no_file(book, said):
     assert book.recall(**KEYS) is None
-    assert book.residuals("allocated_bytes", "cuda") == said == []
+    assert book.measurements() == said == []
     assert not book.path.parent.exists()
 
 
-def test_every_field_of_a_measurement_is_in_its_row(book, said):
+def test_every_field_of_a_measurement_is_in_its_line(book, said):
     figures = Figures(allocated_bytes=1, reserved_bytes=2, host_pss_bytes=1 << 40, step_s=0.5)
     kept = measurement(predicted=figures, measured=Figures(reserved_bytes=7))
     book.record(kept)
-    with closing(sqlite3.connect(book.path)) as db:
-        db.row_factory = sqlite3.Row
-        (row,) = map(dict, db.execute("SELECT * FROM measurements"))
-    expected = {f"predicted_{name}": value for name, value in asdict(figures).items()}
-    expected |= {f"measured_{name}": value for name, value in asdict(kept.measured).items()}
-    expected |= {
-        name: value for name, value in vars(kept).items() if name not in ("predicted", "measured")
-    }
-    expected["versions"] = '{"torch": "2.9.0"}'
-    assert row == expected
-    assert row["measured_allocated_bytes"] is None
+    (line,) = lines_of(book.path)
+    assert line == asdict(kept)
+    assert line["measured"]["allocated_bytes"] is None
+    assert book.measurements() == [kept]
+    assert said == []
+
+
+def test_lines_with_fewer_or_more_figures_than_this_version_has_are_read(book, said):
+    line = asdict(measurement(asked=100, took=110))
+    del line["predicted"]["step_s"]
+    line["measured"]["joules"] = 7
+    add(book.path, json.dumps(line) + "\n")
+    assert book.measurements() == [measurement(asked=100, took=110)]
     assert said == []
 
 
 def test_tuning_again_replaces_what_was_remembered(book, strategy, said):
     better = replace(strategy, per_device_train_batch_size=32)
     book.remember(tuned(strategy))
-    book.remember(tuned(strategy, model_key="another"))
     book.remember(tuned(better, time=2.0, step_s=0.25))
+    book.remember(tuned(strategy, model_key="another"))
     assert book.recall(**KEYS) == tuned(better, time=2.0, step_s=0.25)
-    assert select(book.path, "SELECT count(*) FROM tuned") == [(2,)]
     assert said == []
 
 
@@ -272,56 +270,45 @@ def test_what_is_forgotten_is_gone_and_nothing_else_is(book, strategy):
     assert book.recall(**KEYS) is None
     assert book.recall(**{**KEYS, "model_key": "another"}) is not None
     assert not book.forget(**KEYS)
-
-
-def test_a_strategy_that_this_version_does_not_know_is_passed_over_and_said(book, strategy, said):
     book.remember(tuned(strategy))
-    change(book.path, "UPDATE tuned SET strategy = '{}'")
-    assert book.recall(**KEYS) is None
-    change(book.path, "UPDATE tuned SET strategy = 'no JSON'")
-    assert book.recall(**KEYS) is None
-    assert len(said) == 2
-    assert all("1 row(s) not of this version are passed over" in line for line in said)
+    assert book.recall(**KEYS) == tuned(strategy)
 
 
-def test_a_value_of_a_wrong_type_is_refused_and_said(book, said):
-    book.record(measurement(predicted=Figures(allocated_bytes="many")))  # type: ignore[arg-type]
-    (line,) = said
-    assert (
-        "cannot store TEXT value in INTEGER column measurements.predicted_allocated_bytes" in line
-    )
-    assert "nothing new is kept, the run goes on" in line
+def test_lines_that_this_version_does_not_know_are_passed_over_and_said_once(book, strategy, said):
+    book.remember(tuned(strategy))
+    line = asdict(tuned(strategy))
+    add(book.path, json.dumps({**line, "kind": "dreamt\x1b[2J\n"}) + "\n")
+    add(book.path, json.dumps({**line, "strategy": {}}) + "\n")
+    book.record(measurement())
+    assert book.recall(**KEYS) == tuned(strategy)
+    assert book.measurements() == [measurement()]
+    (text,) = said
+    assert "2 line(s) not of this version are passed over, the first is line 2: " in text
+    assert "'dreamt\\x1b[2J\\n'" in text
 
 
 # ---- how far predictions are off
 # ---------------------------------------------------------------------------
 
 
-def test_residuals_are_of_the_runs_that_have_both_sides_newest_first(book):
+def test_residuals_are_of_the_runs_that_have_both_sides(book):
     for at, (predicted, measured) in enumerate(
         [(100, 110), (100, 95), (None, 5), (100, None), (0, 5), (200, 250)]
     ):
         book.record(measurement(f"run-{at}", predicted, measured, time=float(at)))
     book.record(measurement("cpu", 100, 300, device="cpu"))
     book.record(measurement("elsewhere", 100, 400, machine_key="machine-2", time=50.0))
-    here = book.residuals("allocated_bytes", "cuda", "machine-1")
-    assert here == pytest.approx([0.25, -0.05, 0.10])
-    assert book.residuals("allocated_bytes", "cuda") == pytest.approx([3.0, *here])
-    assert book.residuals("allocated_bytes", "cpu") == pytest.approx([2.0])
-    assert book.residuals("reserved_bytes", "cuda") == []
+    assert residuals(book) == pytest.approx([0.10, -0.05, 0.25, 3.0])
+    assert residuals(book, device="cpu") == pytest.approx([2.0])
+    assert residuals(book, "reserved_bytes") == []
 
 
 def test_only_the_newest_residuals_count(book):
-    book.record(measurement())
-    change(
-        book.path,
-        "WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more WHERE n < 600)"
-        " INSERT INTO measurements SELECT measurements.* FROM measurements, more",
-        "UPDATE measurements SET time = rowid, measured_allocated_bytes = 100 + rowid",
-    )
-    found = book.residuals("allocated_bytes", "cuda")
-    assert len(found) == ledger.NEWEST < 601
-    assert found[:2] == pytest.approx([6.01, 6.00])
+    lines = [json.dumps(asdict(measurement(took=100 + number))) for number in range(600)]
+    add(book.path, "\n".join(lines) + "\n")
+    margin = book.margin("allocated_bytes", "cuda", "machine-1", prior=0.0, level=0.001)
+    assert margin.fraction == pytest.approx((600 - ledger.NEWEST) / 100)
+    assert f" of {ledger.NEWEST} runs on this machine" in margin.reason
 
 
 @pytest.mark.parametrize(
@@ -407,8 +394,8 @@ def test_the_calibration_report_counts_and_names_the_worst_runs(book):
 # ---- several launchers
 # ---------------------------------------------------------------------------
 
-LAUNCHER = """
-import json, sys
+IMPORTS = """
+import json, os, sys
 from dataclasses import replace
 from pathlib import Path
 from pydantic import TypeAdapter
@@ -416,31 +403,38 @@ from launch.predict.history.calibration import Measurement
 from launch.predict.history.ledger import Ledger
 
 first = TypeAdapter(Measurement).validate_json(sys.argv[1])
+"""
+LAUNCHER = f"""{IMPORTS}
 for line in sys.stdin:
     path, run_ids = json.loads(line)
     said, counts = [], []
     for run_id in run_ids:
         ledger = Ledger(Path(path), said.append)
         ledger.record(replace(first, run_id=run_id))
-        counts.append(len(ledger.residuals("allocated_bytes", "cuda")))
+        counts.append(len(ledger.measurements()))
     print(json.dumps([said, counts]), flush=True)
 """
+
+
+def started(code: str, *before: str, **env: str) -> subprocess.Popen[str]:
+    """A process that runs the code with a measurement as its first argument."""
+    argv = [*before, sys.executable, "-P", "-c", code, json.dumps(asdict(measurement()))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(argv, env={"PYTHONPATH": str(CODE), **env}, **pipes)
 
 
 class Launcher:
     """A process that records what it is told to."""
 
-    def __init__(self, *before: str) -> None:
-        argv = [*before, sys.executable, "-P", "-c", LAUNCHER, json.dumps(asdict(measurement()))]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.child = subprocess.Popen(argv, env={"PYTHONPATH": str(CODE)}, **pipes)
+    def __init__(self, *before: str, **env: str) -> None:
+        self.child = started(LAUNCHER, *before, **env)
 
     def begin(self, path: Path, run_ids: list[str]) -> None:
         self.child.stdin.write(json.dumps([str(path), run_ids]) + "\n")
         self.child.stdin.flush()
 
     def end(self) -> tuple[list[str], list[int]]:
-        """What was said, and how many residuals it read after each of its writes."""
+        """What was said, and how many measurements it read after each of its writes."""
         said, counts = json.loads(self.child.stdout.readline())
         return said, counts
 
@@ -450,7 +444,7 @@ class Launcher:
         self.child.stdout.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def launchers():
     both = Launcher(), Launcher()
     yield both
@@ -458,235 +452,292 @@ def launchers():
         launcher.close()
 
 
-def test_launchers_that_write_and_read_at_once_lose_nothing_and_are_never_refused(path, launchers):
-    wanted = [[f"{who}-{number}" for number in range(40)] for who in range(2)]
-    for launcher, run_ids in zip(launchers, wanted, strict=True):
-        launcher.begin(path, run_ids)
-    for launcher in launchers:
-        said, counts = launcher.end()
-        assert said == []
-        assert counts == sorted(counts)
-        assert all(count > number for number, count in enumerate(counts))
-    assert sorted(
-        run_id for (run_id,) in select(path, "SELECT run_id FROM measurements")
-    ) == sorted([*wanted[0], *wanted[1]])
-    assert select(path, "PRAGMA journal_mode") == [("delete",)]
+WRITERS = f"""{IMPORTS}
+def say(line):
+    os.write(1, f"{{line}}\\n".encode())  # in one piece
+
+book = Ledger(Path(sys.stdin.readline().strip()), say, busy_s=60)
+gate, opens = os.pipe()
+pids = []
+for number in range(50):
+    pids.append(os.fork())
+    if not pids[-1]:
+        os.close(opens)
+        os.read(gate, 1)  # until all are there
+        for turn in range(10):
+            book.record(replace(first, run_id=f"{{number}}-{{turn}}"))
+            say(f"{{number}}-{{turn}}")
+        os._exit(0)
+say(" ".join(map(str, pids)))
+os.close(opens)
+for pid in pids:
+    os.waitpid(pid, 0)
+"""
 
 
-def test_of_launchers_that_meet_a_damaged_file_at_once_one_sets_it_aside_and_both_are_kept(
-    tmp_path, launchers
-):
-    for number in range(25):
-        path = tmp_path / str(number) / "ledger.sqlite"
-        path.parent.mkdir()
-        path.write_bytes(b"no database " * 1000)
-        for who, launcher in enumerate(launchers):
-            launcher.begin(path, [f"{who}-{number}" for number in range(3)])
-        said = [line for launcher in launchers for line in launcher.end()[0]]
-        assert len(asides(path)) == 1
-        assert len(said) == 1, said
-        assert select(path, "SELECT count(*) FROM measurements") == [(6,)]
+@pytest.mark.parametrize("num_kills", [0, 10])
+def test_fifty_writers_at_once_lose_no_line_even_if_some_of_them_are_killed(path, num_kills):
+    writers = started(WRITERS)
+    writers.stdin.write(f"{path}\n")
+    writers.stdin.flush()
+    pids = [int(pid) for pid in writers.stdout.readline().split()]
+    written = []
+    for pid in random.Random(1).sample(pids, num_kills):
+        written.append(writers.stdout.readline().strip())
+        os.kill(pid, signal.SIGKILL)
+    written += writers.communicate(timeout=60)[0].splitlines()
+    assert len(pids) == 50 and len(written) >= 400
+    run_ids = [run.run_id for run in Ledger(path, print).measurements()]
+    assert set(written) <= set(run_ids)  # a line that was said, or an error, would not be there
+    assert len(run_ids) == len(set(run_ids)) <= len(written) + num_kills
 
 
-HALF = """
-import sqlite3, sys
-db = sqlite3.connect(sys.argv[1], isolation_level=None)
-db.execute("PRAGMA cache_size = 1")  # so that pages reach the file before the commit
-db.execute("BEGIN IMMEDIATE")
-for _ in range(2000):
-    db.execute("INSERT INTO measurements SELECT * FROM measurements WHERE rowid = 1")
-print("half", flush=True)
-sys.stdin.read()
+HALF = f"""{IMPORTS}
+path = Path(sys.stdin.readline().strip())
+Ledger(path, print).record(replace(first, run_id="x" * 100_000_000))
 """
 
 
 def killed_within_a_write(path: Path) -> None:
-    """Leaves half of a transaction in the file, and the journal that undoes it."""
+    """Leaves a part of a line at the end of the file, which ends with a whole one."""
     size = path.stat().st_size
-    child = subprocess.Popen(
-        [sys.executable, "-c", HALF, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert child.stdout.readline() == b"half\n"
-    child.kill()
-    child.communicate(timeout=60)
-    assert path.stat().st_size > size
-    assert path.with_name(f"{path.name}-journal").exists()
+    for _ in range(20):
+        child = started(HALF)
+        child.stdin.write(f"{path}\n")
+        child.stdin.flush()
+        while path.stat().st_size == size and child.poll() is None:
+            pass
+        child.kill()
+        child.communicate(timeout=60)
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                return
+            file.truncate(size)  # the kill came too late
+    pytest.fail("no kill came within a write")
 
 
-def is_blocked(pid: int) -> bool:
-    """Whether that process waits for a lock on a whole file, as flock(2) gives them."""
-    return any(
-        re.search(rf"-> FLOCK .* {pid} ", line)
-        for line in Path("/proc/locks").read_text().splitlines()
-    )
-
-
-def test_a_launcher_that_comes_late_leaves_the_fresh_file_in_its_place(
-    book, launchers, said, tmp_path
-):
-    fresh = Ledger(tmp_path / "fresh.sqlite", said.append)
-    fresh.record(measurement("fresh"))
-    book.path.parent.mkdir(parents=True)
-    garbage(book.path)
-    with book.lock_file.open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_SH)  # as a launcher that has the damaged file open
-        launchers[0].begin(book.path, ["late"])
-        deadline = time.monotonic() + 60
-        while not is_blocked(launchers[0].child.pid):  # it has seen the damage
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        fresh.path.replace(book.path)
-    assert launchers[0].end() == ([], [2])
-    assert asides(book.path) == said == []
-
-
-def test_a_damaged_file_is_not_set_aside_while_another_has_it_open(book, launchers):
-    """That one would take the journal of the fresh file for its own, and remove it."""
-    book.path.parent.mkdir(parents=True)
-    garbage(book.path)
-    with book.lock_file.open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_SH)
-        launchers[0].begin(book.path, ["waits"])
-        deadline = time.monotonic() + 60
-        while not is_blocked(launchers[0].child.pid):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert asides(book.path) == []
-    (line,), _ = launchers[0].end()
-    assert len(asides(book.path)) == 1
-    assert "it is kept as" in line
-
-
-def test_a_reader_of_a_file_whose_tables_another_is_about_to_make_finds_nothing(book, said):
-    book.path.parent.mkdir(parents=True)
-    with closing(sqlite3.connect(book.path, isolation_level=None)) as db:
-        db.execute("BEGIN IMMEDIATE")
-        assert book.path.stat().st_size == 0
-        assert book.residuals("allocated_bytes", "cuda") == []
-    assert said == []
-    assert book.path.stat().st_size == 0
-
-
-def test_a_launcher_killed_within_a_write_leaves_nothing_of_it(book, said):
-    book.record(measurement("whole"))
+def test_a_kill_within_a_write_costs_that_line_only_and_is_said_once(book, said, launchers):
+    book.record(measurement("before"))
     killed_within_a_write(book.path)
-    assert book.residuals("allocated_bytes", "cuda") == [0.0]
-    book.record(measurement("after"))
-    assert select(book.path, "SELECT run_id FROM measurements") == [("whole",), ("after",)]
+    assert [run.run_id for run in book.measurements()] == ["before"]
+    launchers[0].begin(book.path, ["after", "later"])
+    (line,), counts = launchers[0].end()
+    assert counts == [2, 3]
+    assert (
+        "1 line(s) not of this version are passed over, the first is line 2: 'Invalid JSON" in line
+    )
+    assert len(book.measurements()) == 3
+    assert said == [line]
+
+
+def test_a_line_that_is_being_written_is_no_damage(book, said):
+    book.record(measurement())
+    add(book.path, '{"kind": "measu')
+    assert book.measurements() == [measurement()]
     assert said == []
 
 
 def test_a_reader_goes_on_while_another_writes_and_a_writer_that_waits_in_vain_says_so(book, said):
     book.record(measurement("first"))
-    with closing(sqlite3.connect(book.path, isolation_level=None)) as db:
-        db.execute("BEGIN IMMEDIATE")
-        db.execute("DELETE FROM measurements")
-        assert book.residuals("allocated_bytes", "cuda") == [0.0]
+    with book.path.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert book.measurements() == [measurement("first")]
         assert said == []
         began = time.monotonic()
         book.record(measurement("second"))
         assert time.monotonic() - began >= book.busy_s
     (line,) = said
-    assert "database is locked; nothing new is kept, the run goes on" in line
-    assert select(book.path, "SELECT run_id FROM measurements") == [("first",)]
+    assert "another process has locked it for 0.2 s; nothing new is kept, the run goes on" in line
+    assert book.measurements() == [measurement("first")]
+
+
+# ---- the SQLite file of earlier versions
+# ---------------------------------------------------------------------------
+
+
+def old_file(path: Path, script: str = (CODE / "tests/data/ledger.sql").read_text("utf-8")) -> Path:
+    """The file that an earlier version has written: three measurements, two results of tuning."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    old = path.with_suffix(".sqlite")
+    with closing(sqlite3.connect(old)) as db:
+        db.executescript(script)
+    return old
+
+
+def asides(path: Path) -> list[Path]:
+    return sorted(path.parent.glob("ledger.sqlite.aside-*"))
+
+
+def test_what_an_earlier_version_wrote_is_carried_over_once_and_its_file_is_kept(book, said):
+    old = old_file(book.path)
+    content = old.read_bytes()
+    result = book.recall(**KEYS)
+    assert result is not None
+    assert (result.time, result.step_s, result.strategy.per_device_train_batch_size) == (
+        2,
+        0.25,
+        32,
+    )
+    assert book.recall(**{**KEYS, "model_key": "another"}) is not None
+    first, second, third = book.measurements()
+    versions = {"torch": "2.9.0", "transformers": "5.0.0"}
+    assert first == measurement("sft-1", 100, 110, time=1760000000.25, versions=versions)
+    assert (second.device, second.gradient_checkpointing) == ("cpu", False)
+    assert second.predicted == Figures(host_pss_bytes=1 << 40, step_s=0.5)
+    assert second.measured == Figures(host_pss_bytes=(1 << 40) + 7, step_s=0.75)
+    assert third.predicted == Figures()
+    (aside,) = asides(book.path)
+    assert aside.read_bytes() == content and not old.exists()
+    (line,) = said
+    assert line == (
+        f"ledger: {old}: its 5 row(s) are in ledger.jsonl now; it is kept as {aside.name}"
+    )
+    assert len(lines_of(book.path)) == 5
+
+
+def test_a_writer_carries_over_too_and_what_is_new_counts(book, strategy):
+    old_file(book.path)
+    book.remember(tuned(strategy, step_s=0.125))
+    assert book.recall(**KEYS) == tuned(strategy, step_s=0.125)
+    assert len(lines_of(book.path)) == 6
+
+
+def test_what_a_start_had_carried_over_when_it_was_killed_is_not_there_twice(book, said):
+    old_file(book.path)
+    book.measurements()
+    lines = book.path.read_bytes().splitlines(keepends=True)
+    book.path.write_bytes(b"".join(lines[:2]) + lines[2][:40])
+    asides(book.path)[0].rename(book.path.with_suffix(".sqlite"))
+    said.clear()
+    assert [run.run_id for run in book.measurements()] == ["sft-1", "cpu-1", "sft-2"]
+    assert len(book.path.read_bytes().splitlines()) == 6
+    assert len(asides(book.path)) == 1
+    assert "its 5 row(s) are in" in said[0] and "line 3: " in said[1]
+    assert len(said) == 2
+
+
+def test_of_starts_that_carry_over_at_once_one_does(tmp_path, launchers):
+    for number in range(15):
+        path = tmp_path / str(number) / "ledger.jsonl"
+        old_file(path)
+        for who, launcher in enumerate(launchers):
+            launcher.begin(path, [f"{who}-{number}" for number in range(3)])
+        said = [line for launcher in launchers for line in launcher.end()[0]]
+        assert len(said) == len(asides(path)) == 1, said
+        assert len(lines_of(path)) == 5 + 6
+
+
+def garbage(old: Path) -> None:
+    old.write_bytes(b"\x00\xffno database" * 500)
+
+
+def truncated(old: Path) -> None:
+    old.write_bytes(old.read_bytes()[: 4096 + 100])
+
+
+def overwritten(old: Path) -> None:
+    """A page of the tables turns into something else; the header still says that it is a
+    database."""
+    content = bytearray(old.read_bytes())
+    content[4096:] = b"\xa5" * (len(content) - 4096)
+    old.write_bytes(content)
+
+
+def foreign(old: Path) -> None:
+    old.unlink()
+    old_file(old, "CREATE TABLE recipes (cake TEXT)")
+
+
+def empty(old: Path) -> None:
+    old.write_bytes(b"")
+
+
+def folder(old: Path) -> None:
+    old.unlink()
+    old.mkdir()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [garbage, truncated, overwritten, foreign, empty, folder],
+    ids=lambda harm: harm.__name__,
+)
+def test_a_damaged_file_of_an_earlier_version_is_said_and_renamed(book, said, harm):
+    harm(old_file(book.path))
+    assert book.measurements() == []
+    book.record(measurement())
+    assert book.measurements() == [measurement()]
+    (aside,) = asides(book.path)
+    (line,) = said
+    assert "ledger.sqlite: it cannot be read (" in line
+    assert line.endswith(f"it is kept as {aside.name}")
+
+
+def test_a_row_that_this_version_cannot_read_costs_no_other(book, said):
+    with closing(sqlite3.connect(old_file(book.path))) as db:
+        db.execute("UPDATE measurements SET mode = 'sail' WHERE run_id = 'cpu-1'")
+        db.commit()
+    assert [run.run_id for run in book.measurements()] == ["sft-1", "sft-2"]
+    assert len(said) == 2
+    assert "ledger.sqlite: 1 line(s) not of this version are passed over" in said[0]
+    assert "its 4 row(s) are in" in said[1]
 
 
 # ---- files that cannot be used
 # ---------------------------------------------------------------------------
 
 
-def garbage(path: Path) -> None:
-    path.write_bytes(b"\x00\xffno database" * 500)
-
-
-def truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: 4096 + 100])
-
-
-def overwritten(path: Path) -> None:
-    """A page of the tables turns into something else; the header still says that it is a
-    database."""
-    content = bytearray(path.read_bytes())
-    content[4096:] = b"\xa5" * (len(content) - 4096)
-    path.write_bytes(content)
-
-
-def foreign(path: Path) -> None:
-    path.unlink()
-    change(path, "CREATE TABLE recipes (cake TEXT)", "PRAGMA user_version = 1")
-
-
-def older(path: Path) -> None:
-    change(path, "PRAGMA user_version = 0")
-
-
-@pytest.mark.parametrize(
-    "harm", [garbage, truncated, overwritten, foreign, older], ids=lambda harm: harm.__name__
-)
-@pytest.mark.parametrize("writes", [True, False], ids=["writer", "reader"])
-def test_a_file_that_holds_no_ledger_is_set_aside_whole_and_said(book, said, harm, writes):
-    book.record(measurement("before"))
-    harm(book.path)
-    content = book.path.read_bytes()
-    if not writes:
-        assert book.residuals("allocated_bytes", "cuda") == []
-    book.record(measurement("after", took=110))
-    (aside,) = asides(book.path)
-    assert aside.read_bytes() == content
-    (line,) = said
-    assert str(book.path) in line
-    assert line.endswith(f"it is kept as {aside.name}, a new one begins")
-    assert book.residuals("allocated_bytes", "cuda") == pytest.approx([0.1])
-    assert len(said) == 1
-
-
-def test_an_empty_file_is_a_new_ledger(book, said):
+def test_what_is_in_the_place_of_the_file_stays_and_new_lines_follow_it(book, said):
     book.path.parent.mkdir(parents=True)
-    book.path.touch()
-    assert book.residuals("allocated_bytes", "cuda") == []
+    book.path.write_bytes(b"\x80\x04\n" + b"[" * 100_000)
     book.record(measurement())
-    assert len(book.residuals("allocated_bytes", "cuda")) == 1
-    assert said == []
+    assert book.measurements() == [measurement()]
+    (line,) = said
+    assert "2 line(s) not of this version are passed over, the first is line 1: " in line
 
 
-@pytest.mark.parametrize(
-    ("statements", "words"),
-    [
-        (["PRAGMA user_version = 99"], "a newer version wrote it (schema 99, here 1)"),
-        (
-            # as an SQLite reads it that is too old for STRICT
-            [
-                "PRAGMA writable_schema = ON",
-                (
-                    "UPDATE sqlite_master SET sql = 'CREATE TABLE tuned (time REAL) STRICT STRICT'"
-                    " WHERE name = 'tuned'"
-                ),
-            ],
-            'malformed database schema (tuned) - near "STRICT"',
-        ),
-    ],
-)
-def test_a_ledger_of_a_newer_version_is_left_as_it_is(book, said, strategy, statements, words):
-    book.remember(tuned(strategy))
-    change(book.path, *statements)
-    content = book.path.read_bytes()
-    assert book.recall(**KEYS) is None
+@pytest.mark.parametrize("place", ["pipe", "folder", "/dev/zero", "link"])
+def test_a_place_where_no_file_can_be_stops_nothing(book, said, tmp_path, place):
+    letter = tmp_path / "letter.txt"
+    letter.write_text("Dear all\n", encoding="utf-8")
+    book.path.parent.mkdir(parents=True)
+    if place == "pipe":
+        os.mkfifo(book.path)
+    elif place == "folder":
+        book.path.mkdir()
+    else:
+        book.path.symlink_to(letter if place == "link" else place)
     book.record(measurement())
-    assert book.path.read_bytes() == content
-    assert asides(book.path) == []
-    assert len(said) == 2
-    assert all(words in line for line in said)
-    assert "nothing is recalled" in said[0]
-    assert "nothing new is kept" in said[1]
+    assert book.measurements() == []
+    writes, reads = said
+    assert "nothing new is kept, the run goes on" in writes
+    assert "nothing is recalled, the run goes on" in reads or place == "link"
+    assert letter.read_text(encoding="utf-8") == "Dear all\n"
 
 
-def test_a_place_where_no_file_can_be_stops_nothing(tmp_path, said):
+def test_a_file_in_the_place_of_the_folder_stops_nothing(tmp_path, said):
     (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "file" / "ledger.sqlite", tmp_path / "folder"):
-        Ledger(path, said.append).record(measurement())
-    assert len(said) == 2
-    assert all("nothing new is kept, the run goes on" in line for line in said)
+    book = Ledger(tmp_path / "file" / "ledger.jsonl", said.append)
+    book.record(measurement())
+    assert book.measurements() == []
+    (line,) = said
+    assert "nothing new is kept, the run goes on" in line
+
+
+def test_a_share_without_locks_is_one_line(path, tmp_path):
+    source, library = tmp_path / "nolocks.c", tmp_path / "nolocks.so"
+    source.write_text(
+        "#include <errno.h>\nint flock(int file, int how) { errno = ENOLCK; return -1; }\n"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    launcher = Launcher(LD_PRELOAD=str(library))
+    launcher.begin(path, ["first", "second"])
+    (line,), counts = launcher.end()
+    launcher.close()
+    assert "its file system keeps no locks" in line
+    assert line.endswith("nothing new is kept, the run goes on")
+    assert counts == [0, 0]
 
 
 def mounting(*command: str) -> list[str]:
@@ -701,32 +752,42 @@ NO_MOUNTS = (
 needs_mounts = pytest.mark.skipif(bool(NO_MOUNTS), reason=f"cannot mount here: {NO_MOUNTS}")
 
 
-@needs_mounts
-def test_a_full_disk_loses_only_what_no_longer_fits(tmp_path):
-    script = f'mount -t tmpfs -o size=64k none "{tmp_path}" && exec "$@"'
-    launcher = Launcher(*mounting("sh", "-c", script, "sh"))
-    launcher.begin(tmp_path / "ledger.sqlite", [f"run-{number}" for number in range(400)])
+FULL = {
+    "tmpfs": mounting("sh", "-c", 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'),
+    "limit": ["sh", "-c", 'ulimit -f 64 && exec "$@"'],
+}
+
+
+@pytest.mark.parametrize("limit", [pytest.param("tmpfs", marks=needs_mounts), "limit"])
+def test_a_full_disk_loses_only_what_no_longer_fits(tmp_path, limit):
+    launcher = Launcher(*FULL[limit], str(tmp_path))
+    path = tmp_path / "ledger.jsonl"
+    launcher.begin(path, [f"run-{number}" for number in range(400)])
     said, counts = launcher.end()
-    launcher.close()
     count = counts[-1]
     assert 20 < count < 400
-    assert len(said) == 400 - count
-    assert "database or disk is full; nothing new is kept, the run goes on" in said[0]
+    assert counts == [*range(1, count + 1), *[count] * (400 - count)]
+    assert len(said) == 1, said
+    assert said[0].endswith("nothing new is kept, the run goes on")
+    launcher.close()
 
 
 @needs_mounts
-def test_a_read_only_file_system_can_be_read_and_says_that_nothing_is_kept(book, tmp_path):
+@pytest.mark.parametrize("is_old", [False, True], ids=["new", "old"])
+def test_a_read_only_file_system_can_be_read_and_says_that_nothing_is_kept(book, tmp_path, is_old):
     book.record(measurement("before"))
+    if is_old:
+        old_file(book.path)
     folder = tmp_path / "mounted"
     folder.mkdir()
     script = (
-        f'mount -t tmpfs none "{folder}" && cp "{book.path}" "{folder}/" && mount -o remount,ro'
-        f' "{folder}"'
+        f'mount -t tmpfs none "{folder}" && cp "{book.path.parent}"/* "{folder}/" && mount -o'
+        f' remount,ro "{folder}"'
     )
     launcher = Launcher(*mounting("sh", "-c", f'{script} && exec "$@"', "sh"))
     launcher.begin(folder / book.path.name, ["after"])
-    said, counts = launcher.end()
+    (line,), counts = launcher.end()
     launcher.close()
     assert counts == [1]
-    (line,) = said
-    assert "attempt to write a readonly database; nothing new is kept, the run goes on" in line
+    assert "Read-only file system" in line
+    assert line.endswith("nothing new is kept, the run goes on")

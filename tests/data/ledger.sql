@@ -1,0 +1,14 @@
+BEGIN TRANSACTION;
+CREATE TABLE measurements (time REAL NOT NULL, machine_key TEXT NOT NULL, model_key TEXT NOT NULL, recipe_key TEXT NOT NULL, run_id TEXT NOT NULL, device TEXT NOT NULL,
+    device_name TEXT NOT NULL, mode TEXT NOT NULL, num_processes INTEGER NOT NULL,
+    per_device_train_batch_size INTEGER NOT NULL, gradient_accumulation_steps INTEGER NOT NULL,
+    max_length INTEGER NOT NULL, mixed_precision TEXT NOT NULL,
+    gradient_checkpointing INTEGER NOT NULL, versions TEXT NOT NULL, predicted_allocated_bytes INTEGER, measured_allocated_bytes INTEGER, predicted_reserved_bytes INTEGER, measured_reserved_bytes INTEGER, predicted_host_pss_bytes INTEGER, measured_host_pss_bytes INTEGER, predicted_step_s REAL, measured_step_s REAL) STRICT;
+INSERT INTO "measurements" VALUES(1760000000.25,'machine-1','model-1','recipe-1','sft-1','cuda','RTX 3080','single_gpu',1,8,4,128,'bf16',1,'{"torch": "2.9.0", "transformers": "5.0.0"}',100,110,NULL,NULL,NULL,NULL,NULL,NULL);
+INSERT INTO "measurements" VALUES(1760000100.5,'machine-1','model-1','recipe-1','cpu-1','cpu','8 CPUs','cpu',1,8,4,128,'no',0,'{"torch": "2.9.0"}',NULL,NULL,NULL,NULL,1099511627776,1099511627783,0.5,0.75);
+INSERT INTO "measurements" VALUES(1760000200.0,'machine-1','model-1','recipe-1','sft-2','cuda','RTX 3080','single_gpu',1,8,4,128,'bf16',1,'{"torch": "2.9.0"}',NULL,95,NULL,NULL,NULL,NULL,NULL,NULL);
+CREATE TABLE tuned (time REAL NOT NULL, machine_key TEXT NOT NULL, model_key TEXT NOT NULL, recipe_key TEXT NOT NULL, strategy TEXT NOT NULL, why TEXT NOT NULL, step_s REAL NOT NULL,
+    PRIMARY KEY (machine_key, model_key, recipe_key)) STRICT;
+INSERT INTO "tuned" VALUES(2.0,'machine-1','model-1','recipe-1','{"mode": "cpu", "device": "cpu", "num_processes": 1, "backend": null, "per_device_train_batch_size": 32, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 48, "mixed_precision": "no", "dataloader_num_workers": 0, "num_machines": 1, "levers": {"attn_implementation": "sdpa", "use_liger_kernel": false, "torch_compile": false, "every_n_layers": 0, "activation_offloading": false, "tiled_mlp_num_shards": 1, "num_output_chunks": 1, "logits_at_targets": true, "optim": "adamw_torch_fused"}, "tf32": false, "pin_memory": true}','fastest of 3',0.25);
+INSERT INTO "tuned" VALUES(1.0,'machine-1','another','recipe-1','{"mode": "cpu", "device": "cpu", "num_processes": 1, "backend": null, "per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 48, "mixed_precision": "no", "dataloader_num_workers": 0, "num_machines": 1, "levers": {"attn_implementation": "sdpa", "use_liger_kernel": false, "torch_compile": false, "every_n_layers": 0, "activation_offloading": false, "tiled_mlp_num_shards": 1, "num_output_chunks": 1, "logits_at_targets": true, "optim": "adamw_torch_fused"}, "tf32": false, "pin_memory": true}','fastest of 3',0.5);
+COMMIT;
