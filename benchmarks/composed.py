@@ -13,6 +13,7 @@ runs the first 12.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 from collections import Counter
@@ -25,7 +26,7 @@ from benchmarks import recording
 from benchmarks.families import FAMILIES
 from launch.predict.memory import allocator
 from launch.predict.sharding import BUCKET_ELEMENTS
-from launch.predict.step import peaks, sharded, sources
+from launch.predict.step import passes, peaks, sharded, sources
 from launch.predict.step.price import Price
 from launch.predict.step.recorded import PASSES, NotComposed, Recorded
 from launch.predict.step.sources import Question
@@ -33,7 +34,7 @@ from launch.schema.levers import Levers
 from launch.schema.modes import LAUNCH_MODES
 from launch.schema.plan import DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
-from launch.schema.recorded_step import BATCH, Log
+from launch.schema.recorded_step import BATCH, Log, Passes
 
 NUM_MIXTURES = 300
 RESULT = "composed"
@@ -227,9 +228,11 @@ def priced(composed: Log, price: Price) -> dict[str, Any]:
             parts = (each["parts"].values() for each in expected if each["section"] == section)
             theirs = max(sum(_at(sizes, rows, targets) for sizes in each) for each in parts)
             ratios.append(ours / theirs)
-    work, own = dict(_numbers(peaks.work(composed))), dict(_numbers(price.work()))
+    work, own = work_of(passes.of_log(composed)), work_of(price.passes())
     is_same_work = own.keys() == work.keys() and all(
-        abs(own[name] - number) <= 1e-6 * abs(number) for name, number in work.items()
+        math.isclose(ours, theirs, rel_tol=1e-6)
+        for name, numbers in work.items()
+        for ours, theirs in zip(own[name], numbers, strict=True)
     )
     looked_at = price.num_looked_at / len(composed.events)
     return {"least": min(ratios), "most": max(ratios), "work": is_same_work, "looked_at": looked_at}
@@ -239,16 +242,21 @@ def _at(sizes: Sequence[int], rows: int, targets: int) -> int:
     return sizes[0] + rows * sizes[1] + targets * sizes[2]
 
 
-def _numbers(work: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers of a record of work, by name."""
-    if isinstance(work, dict):
-        for key, value in work.items():
-            yield from _numbers(value, f"{name} {key}")
-    elif isinstance(work, list):
-        for index, value in enumerate(work):
-            yield from _numbers(value, f"{name} {index}")
-    else:
-        yield name.strip(), float(work)
+def work_of(of_step: Passes) -> dict[str, list[float]]:
+    """Of all micro-steps: FLOPs of products and of attention, by dtype, and bytes of other kernels,
+    as (fixed, per sample, per target); and the number of calls of each kind."""
+    work: dict[str, list[float]] = {}
+    for micro_step in of_step.micro_steps:
+        for run, times in micro_step:
+            for number in of_step.runs[run]:
+                operator = of_step.operators[number]
+                is_other = operator.kind == "other"
+                name = "bytes" if is_other else f"{operator.kind} {operator.dtype}".strip()
+                sizes = operator.bytes if is_other else operator.flops
+                own = work.setdefault(name, [0.0, 0.0, 0.0])
+                own[:] = [total + times * size for total, size in zip(own, sizes[:3], strict=True)]
+                work.setdefault(f"calls of {operator.kind}", [0.0])[0] += times
+    return work
 
 
 def difference(composed: Log, expected: Log) -> str:

@@ -9,15 +9,15 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.predict.step.sources import Question
-from launch.predict.time.timing import Affine
 from launch.predict.traces import Trace, Traces, of_any_rows, with_targets
 from launch.schema.plan import ModelSize, Strategy
 from launch.schema.recipe import Recipe
+from launch.schema.recorded_step import Operator, Parts
 
 TRACED_LENGTH = 512  # tokens of a row
 TRACED_ROWS = 2  # at least: a single row is traced for itself
@@ -84,9 +84,6 @@ class _ScaledTrace(Trace):
 def _scaled(trace: Trace, factor: int) -> Trace:
     """The trace of rows `factor` times as long."""
 
-    def longer(flops: Mapping[str, Affine], power: int = 1) -> dict[str, Affine]:
-        return {dtype: _times(count, factor**power) for dtype, count in flops.items()}
-
     moments = [
         {
             **moment,
@@ -97,18 +94,23 @@ def _scaled(trace: Trace, factor: int) -> Trace:
         }
         for moment in trace.moments
     ]
-    work = replace(
-        trace.work,
-        matmul_flops=longer(trace.work.matmul_flops),
-        attention_flops=longer(trace.work.attention_flops, power=2),
-        bytes_moved=_times(trace.work.bytes_moved, factor),
-        offloaded=tuple(_times(size, factor) for size in trace.work.offloaded),
-    )
     log, keeps = trace.log, trace.keeps_replays
     return _ScaledTrace(
-        tuple(moments), work, trace.file, log=log, keeps_replays=keeps, factor=factor
+        tuple(moments),
+        trace.passes.of(lambda operator: _of_longer(operator, factor)),
+        trace.file,
+        log=log,
+        keeps_replays=keeps,
+        factor=factor,
     )
 
 
-def _times(count: Affine, factor: int) -> Affine:
-    return replace(count, per_sample=factor * count.per_sample)
+def _of_longer(operator: Operator, factor: int) -> Operator:
+    """The work for rows `factor` times as long; attention's grows with the square."""
+
+    def longer(parts: Parts, power: int = 1) -> Parts:
+        fixed, sample, target, of_all = parts
+        return fixed, factor**power * sample, target, of_all
+
+    flops = longer(operator.flops, 2 if operator.kind == "attention" else 1)
+    return replace(operator, flops=flops, bytes=longer(operator.bytes))

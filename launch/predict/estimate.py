@@ -23,7 +23,7 @@ from launch.predict.memory import phases as memory_phases
 from launch.predict.memory.phases import RunEvents
 from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
-from launch.predict.time.timing import Affine, StepWork, TimeEstimate, WorkCost
+from launch.predict.time.timing import StepWork, TimeEstimate
 from launch.predict.traces import Trace
 from launch.schema.levers import TRIED
 from launch.schema.machine import NOT_MEASURED, CardFigures, Machine
@@ -180,7 +180,7 @@ def share_of_longest(facts: Facts, candidate: Strategy) -> float:
 
 
 def _time(facts: Facts, candidate: Strategy, trace: Trace, split: StepSplit | None) -> TimeEstimate:
-    work = StepWork(trace.work, _update(facts.model.full_copy))
+    work = StepWork(trace.passes, _update_bytes(facts.model.full_copy), trace.least_share)
     speed = rates.of(facts.machine, candidate)
     return timing.estimate(
         work,
@@ -354,12 +354,9 @@ def _on_cpu(candidate: Strategy, run: RunEvents, load: Mapping[str, int]) -> Dev
     )
 
 
-def _update(full_copy: MemoryEstimate) -> WorkCost:
-    """The optimizer step: norm, clipping and update read and write gradients, weights and states in
-    a few kernels."""
-    trained = full_copy.gradients_bytes
-    moved = 2 * full_copy.optimizer_bytes + 2 * trained + 4 * trained
-    return WorkCost(matmul_flops={}, bytes_moved=Affine(float(moved)), num_kernels=Affine(20.0))
+def _update_bytes(full_copy: MemoryEstimate) -> float:
+    """Norm, clipping and update read and write gradients, weights and states."""
+    return 2 * full_copy.optimizer_bytes + 6 * full_copy.gradients_bytes
 
 
 def missing_bytes(facts: Facts, judged: Judged) -> int:

@@ -29,18 +29,26 @@ from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
 from launch.predict.memory.loading import Births, Load
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.sharding import BUCKET_ELEMENTS
-from launch.predict.step import peaks, sharded, sources, stored
+from launch.predict.step import passes, peaks, sharded, sources, stored
 from launch.predict.step.price import RecordedSteps
 from launch.predict.step.recorded import NotComposed
 from launch.predict.step.sources import Question, Sources
 from launch.predict.target_counts import NO_TARGETS, BatchCounts, MostTargets
-from launch.predict.time.timing import Affine, WorkCost
 from launch.schema.machine import cudnn_is_last
 from launch.schema.phases import Phase
 from launch.schema.plan import Born, ModelSize, Peak
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affecting
-from launch.schema.recorded_step import STEP, Log, RecordedStep, content_of, loaded, with_digest
+from launch.schema.recorded_step import (
+    STEP,
+    Log,
+    Operator,
+    Passes,
+    RecordedStep,
+    content_of,
+    loaded,
+    with_digest,
+)
 
 # fixed, per sample, when it is born: bytes of a block. Of the buffer of a sum, rows, and behind it
 # the columns, multiprocessors and threads of partial_sums_bytes, or None. Last, if it grows with
@@ -60,16 +68,17 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deep
 
 @dataclass(frozen=True)
 class Trace:
-    """The peaks of one step as functions of its micro-batch, and the work of one micro-step."""
+    """The peaks of one step as functions of its micro-batch, and its passes."""
 
     moments: tuple[Mapping[str, Any], ...]
-    work: WorkCost
+    passes: Passes
     file: Path
     # targets of a training micro-batch, and of an evaluation's; of recorded traces there are none
     targets: MostTargets = NO_TARGETS
     eval_targets: MostTargets = NO_TARGETS
     first: Trace | None = None  # of the run's first step, if that was traced for itself
     why_whole: str = ""  # why the step was not composed of others
+    least_share: float = 1.0  # of the seconds beside products, where the passes are others'
     # composes launch.predict.step.stored's content once more, which a replay needs
     log: Callable[[], Mapping[str, Any]] = dict
     keeps_replays: bool = False  # beside its file
@@ -379,10 +388,10 @@ class Traces:
                     {"section": section, "op": "", "parts": {"activations": sizes}}
                     for section, sizes in priced.moments
                 )
-                work = read_work(priced.work).scaled(priced.least_share)
+                of_step = priced.passes
                 if priced.of_each_sample:
-                    work = work.per_sample()
-                price = Trace(moments, work, self._folder)
+                    of_step = of_step.of(_of_each_sample)
+                price = Trace(moments, of_step, self._folder, least_share=priced.least_share)
             self._prices[name] = number, price
         price = self._prices[name][1]
         return price and with_targets(price, of_any_rows(question))
@@ -469,7 +478,7 @@ class Traces:
         if question.documents > 1:
             log = log.of_documents(question.documents)
         of_rank = self._shared(question, log)
-        reduced = {"peaks": peaks.peaks(of_rank), "work": peaks.work(of_rank)}
+        reduced = {"peaks": peaks.peaks(of_rank), "passes": passes.stored(passes.of_log(log))}
         reduced |= {"why_whole": composed_of.why_whole}
         files.write_atomic(self._folder / f"{name}.json", with_digest(json.dumps(reduced)))
         self._logs[name] = log
@@ -501,7 +510,7 @@ class Traces:
             file = self._folder / f"{name}.json"
             try:
                 content = json.loads(content_of(files.regular_bytes(file).decode()))
-                trace = Trace(tuple(content["peaks"]), read_work(content["work"]), file)
+                trace = Trace(tuple(content["peaks"]), passes.read(content["passes"]), file)
                 self._cached[name] = replace(
                     trace,
                     why_whole=str(content["why_whole"]),
@@ -573,15 +582,13 @@ def of_any_rows(question: Question) -> MostTargets:
     return MostTargets(target, parts=question.strategy.levers.num_output_chunks, source=source)
 
 
-def read_work(work: Mapping[str, Any]) -> WorkCost:
-    return WorkCost(
-        matmul_flops={dtype: Affine(*parts) for dtype, parts in work["matmul_flops"].items()},
-        attention_flops={dtype: Affine(*parts) for dtype, parts in work["attention_flops"].items()},
-        bytes_moved=Affine(*work["bytes_moved"]),
-        num_kernels=Affine(work["num_kernels"]),
-        num_matmuls=Affine(work["num_matmuls"]),
-        offloaded=tuple(Affine(*parts) for parts in work["offloaded"]),
+def _of_each_sample(operator: Operator) -> Operator:
+    """The work for each sample, of an operator in a step of one."""
+    flops, moved = (
+        (0, fixed + sample, target, of_all)
+        for fixed, sample, target, of_all in (operator.flops, operator.bytes)
     )
+    return replace(operator, flops=flops, bytes=moved)
 
 
 @cache

@@ -27,6 +27,7 @@ SERIES = frozenset({"rtx", "rx", "ai", "pro"})
 BUS = frozenset({"pcie"})
 MEMORY = re.compile(r"\b(\d+) ?(?:gb|gib|g)\b")
 NAMES_SHOWN = 4
+GEFORCE = re.compile(r"(GTX|RTX) \d{4}( Ti| SUPER| D)*")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Card:
     @property
     def vendor(self) -> Literal["nvidia", "amd"]:
         return "amd" if self.architecture.startswith("gfx") else "nvidia"
+
+    @property
+    def is_geforce(self) -> bool:
+        """True of a card for games: RTX and a number, of no laptop."""
+        return self.vendor == "nvidia" and GEFORCE.fullmatch(self.name) is not None
 
     @property
     def full_name(self) -> str:

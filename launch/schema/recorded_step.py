@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -26,6 +27,8 @@ UPDATE = "update"
 TRAINED, FROZEN, UNUSED = "parameter", "frozen parameter", "unused parameter"
 Layer = tuple[int, int]  # (stack, index in it)
 Parts = tuple[float, float, float, float]
+# of a kernel without products, where its tensors differ: in dtype alone, in shape, in strides
+Form = Literal["", "cast", "broadcast", "strided"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,31 @@ class Operator:
     flops: Parts = (0, 0, 0, 0)
     bytes: Parts = (0, 0, 0, 0)  # that it reads and writes
     launches: int = 0  # of kernels
+    form: Form = ""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The forward and backward passes of each micro-step, as runs of operators."""
+
+    operators: Sequence[Operator]
+    runs: Sequence[Sequence[int]]  # numbers of operators
+    micro_steps: Sequence[Sequence[tuple[int, int]]]  # (number of a run, times that it is repeated)
+
+    def of(self, change: Callable[[Operator], Operator]) -> Passes:
+        """The same passes of other operators."""
+        return replace(self, operators=[change(operator) for operator in self.operators])
+
+    @property
+    def offloaded(self) -> list[Parts]:
+        """Bytes of each tensor that the forward pass of a micro-step copies to the host."""
+        return [
+            self.operators[number].bytes
+            for run, times in self.micro_steps[0]
+            for number in self.runs[run]
+            if self.operators[number].kind == "offload"
+            for _ in range(times)
+        ]
 
 
 class Call(NamedTuple):
@@ -189,15 +217,18 @@ def loaded(text: str) -> RecordedStep:
         Event(block if block >= 0 else ~block, block >= 0, phases[phase], layers[layer])
         for block, phase, layer in step["events"]
     ]
-    operators = [
-        Operator(name, kind, dtype, tuple(flops), tuple(moved), launches)
-        for name, kind, dtype, flops, moved, launches in step["operators"]
-    ]
+    operators = [operator_of(row) for row in step["operators"]]
     calls = [
         Call(operator, phases[phase], layers[layer]) for operator, phase, layer in step["calls"]
     ]
     log = Log(blocks, events, operators, calls, step["batch"])
     return RecordedStep(log, tuple(step["depths"]), step["period"])
+
+
+def operator_of(row: Sequence[Any]) -> Operator:
+    """The operator of a file's row."""
+    name, kind, dtype, flops, moved, *rest = row
+    return Operator(name, kind, dtype, tuple(flops), tuple(moved), *rest)
 
 
 def with_digest(content: str) -> str:

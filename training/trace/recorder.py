@@ -27,6 +27,7 @@ from launch.schema.recorded_step import (
     Block,
     Call,
     Event,
+    Form,
     Layer,
     Log,
     Operator,
@@ -361,9 +362,12 @@ class Recorder(TorchDispatchMode):
             dtype += _alignment(args, outputs)
         launches = 0 if name in NO_KERNEL else 1
         if flops is None:
-            self._called(Operator(name, "other", dtype, bytes=moved, launches=launches), layer)
+            form = _form([*_tensors((args, kwargs)), *outputs])
+            self._called(Operator(name, "other", dtype, (0, 0, 0, 0), moved, launches, form), layer)
             return
         kind = "attention" if operator.is_attention else "product"
+        if operator.is_attention and operator.is_causal(args, kwargs):
+            flops //= 2  # the kernel skips what is masked
         counted = self.log.split(float(flops))
         self._called(Operator(name, kind, dtype, counted, moved, launches), layer)
 
@@ -403,6 +407,18 @@ class _OperatorFacts:
     is_of_documents: bool  # attention within each of them
     is_backward: bool
     flops: Any  # FLOPs of a product, of its arguments and out_val; None: it is no product
+    places: Mapping[str, int]  # of its arguments
+
+    def is_causal(self, args: Any, kwargs: Any) -> bool:
+        """True if attention looks at no position behind its own."""
+        causal, window = (
+            self._argument(name, args, kwargs) for name in ("is_causal", "window_size")
+        )
+        return bool(causal) or bool(window and window[1] == 0)
+
+    def _argument(self, name: str, args: Any, kwargs: Any) -> Any:
+        place = self.places.get(name, len(args))
+        return args[place] if place < len(args) else kwargs.get(name)
 
 
 @cache
@@ -413,16 +429,32 @@ def _facts_of(func: Any) -> _OperatorFacts:
     is_attention = is_of_documents or "scaled_dot_product" in schema.name
     return _OperatorFacts(
         schema.name,
-        alias is not None and not alias.is_write,
+        func is UNSAFE_VIEW or (alias is not None and not alias.is_write),
         is_attention,
         is_of_documents,
         "backward" in schema.name,
         None if is_attention else FLOPS.get(func) or flop_registry.get(torch_private.packet(func)),
+        {argument.name: place for place, argument in enumerate(schema.arguments)},
     )
 
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _form(tensors: Sequence[torch.Tensor]) -> Form:
+    """The way in which tensors of a kernel differ, the slowest one; single elements do not."""
+    wide = [tensor for tensor in tensors if tensor.numel() > 1]
+    if len({tensor.shape for tensor in wide}) > 1:
+        return "broadcast"
+    if len({tensor.stride() for tensor in wide}) > 1 or not all(map(_is_dense, wide)):
+        return "strided"
+    return "cast" if len({tensor.dtype for tensor in wide}) > 1 else ""
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in steps) == tensor.numel()
 
 
 def _alignment(args: Any, outputs: Sequence[torch.Tensor]) -> str:

@@ -32,7 +32,7 @@ from launch.schema.plan import Strategy
 
 LEVEL = 0.95  # of a margin: the share of runs that stay below it
 NEWEST = 500  # residuals that a margin looks at: predictions get better, old errors say less
-BUSY_S = 5.0  # waits for another launcher; a write takes milliseconds
+BUSY_S = 30.0  # waits for other launchers; a write takes milliseconds
 # A pipe or a link in the place of the file ends in an OSError
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW
 

@@ -49,7 +49,8 @@ def with_host(
         embedding_bytes=math.prod(first) * DTYPE_BYTES[recipe.model.dtype],
         copied_by_gloo_bytes=by_gloo,
         offloaded_activations=[
-            math.ceil(size.total(counts[0])) for size in (trace.work.offloaded if trace else ())
+            math.ceil(size[0] + counts[0] * size[1])
+            for size in (trace.passes.offloaded if trace else ())
         ],
         tensor_bytes=live,
         holes_bytes=holes,

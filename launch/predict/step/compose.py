@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from launch.predict.step.part_sizes import PartSizes
 from launch.predict.step.recorded import PASSES, Item, NotComposed, Place, Recorded, Run
@@ -78,6 +78,7 @@ class Composer:
         self.made: dict[Place, int] = {}  # with the layer of the composed step
         self.freed: set[int] = set()
         self.operators: dict[Operator, int] = {}  # -> number
+        self._numbers: dict[tuple[int, bool], tuple[int, ...]] = {}  # of a run's operators
         self._aligned: dict[tuple[int, str, int], tuple[int, int, int, int]] = {}
 
     def log(self) -> Log:
@@ -491,21 +492,28 @@ class Composer:
                     f"{phase}: {self.blocks[number].op} of {layer} is freed in one way only"
                 )
 
+    def runs(self, phase: str) -> Iterator[tuple[Run[Call], Layer | None, tuple[int, ...]]]:
+        """The runs of a phase, each with the layer that it is of and the numbers of its
+        operators."""
+        for run, layer, source in self.expanded(phase, lambda source: source.calls):
+            is_last = layer is not None and layer == (LOSS, self.parts - 1)
+            key = id(run), is_last
+            if key not in self._numbers:
+                numbers = (self._number(call, run, layer, source) for call in run.items)
+                self._numbers[key] = tuple(numbers)
+            yield run, layer, self._numbers[key]
+
+    def _number(self, call: Call, run: Run[Call], layer: Layer | None, source: Recorded) -> int:
+        operator = source.log.operators[call.operator]
+        if self.sizes is not None:
+            operator = self.sizes.operator(operator, call, run.layer, layer)
+        return self.operators.setdefault(operator, len(self.operators))
+
     def _calls(self) -> Iterator[Call]:
-        """The calls of operators, which are numbered anew."""
-        numbers: dict[tuple[Any, ...], int] = {}
         for phase in self.outer.calls:
-            for run, layer, source in self.expanded(phase, lambda source: source.calls):
-                in_part = layer is not None and layer[0] == LOSS
-                where = (run.layer, layer[1] == self.parts - 1) if in_part and layer else None
-                for call in run.items:
-                    key = id(source), call.operator, where and (phase, *where)
-                    if key not in numbers:
-                        operator = source.log.operators[call.operator]
-                        if self.sizes is not None:
-                            operator = self.sizes.operator(operator, call, run.layer, layer)
-                        numbers[key] = self.operators.setdefault(operator, len(self.operators))
-                    yield Call(numbers[key], phase, _moved(call.layer, run.layer, layer))
+            for run, layer, numbers in self.runs(phase):
+                for call, number in zip(run.items, numbers, strict=True):
+                    yield Call(number, phase, _moved(call.layer, run.layer, layer))
 
 
 def _rest(frees: dict[tuple[int, int], Frees], area: int) -> Iterator[Frees]:

@@ -72,6 +72,10 @@ class PartSizes:
     ) -> Operator:
         """The work of a call in a part, or outside of parts."""
         flops, moved = operator.flops, operator.bytes
+        in_part = layer is not None and layer[0] == LOSS
+        of_targets = any((*flops[2:], *moved[2:]))
+        if not (in_part or of_targets or operator.name in (*STACKED, "aten::sum")):
+            return operator
         if layer is not None and layer[0] == LOSS and self.has_lengths and recorded is not None:
             other = self.outer.twin_operators.get((call.phase, recorded, call.operator))
             if other is not None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from launch.predict.step.recorded import PASSES
-from launch.schema.recorded_step import Log, Operator
+from launch.schema.recorded_step import Log
 
 SECTIONS = (
     "forward",
@@ -181,48 +179,3 @@ def _upper(lines: Sequence[tuple[float, float]]) -> Iterator[int]:
         if not steeper:
             return
         index = min(steeper)[2]
-
-
-def work(log: Log) -> dict[str, Any]:
-    """Work of the device in one micro-step, of all layers together: the mean of those recorded."""
-    times: Counter[Operator] = Counter()
-    numbers = Counter(call.operator for call in log.calls if call.phase.startswith(PASSES))
-    for number, count in numbers.items():
-        times[log.operators[number]] += count
-    micro_steps = {event.phase for event in log.events if event.phase.startswith("forward")}
-    return work_of(times, len(micro_steps))
-
-
-def work_of(times: Mapping[Operator, int], micro_steps: int) -> dict[str, Any]:
-    """Work of one micro-step, of operators that are called so often in all of them."""
-    flops: dict[str, dict[str, list[float]]] = {"product": {}, "attention": {}}
-    moved, offloaded = [0.0, 0.0, 0.0], []
-    kernels = products = 0
-    for operator, count in times.items():
-        if operator.kind == "offload":
-            offloaded += count * [[*operator.bytes[:3]]]
-        elif operator.kind in flops:
-            kernels, products = kernels + count, products + count
-            of_dtype = flops[operator.kind].setdefault(operator.dtype, [0.0, 0.0, 0.0])
-            _add(of_dtype, operator.flops, count)
-        elif operator.kind == "other":
-            kernels += count
-            _add(moved, operator.bytes, count)
-    share = 1 / max(micro_steps, 1)
-
-    def of_micro_step(flops: dict[str, list[float]]) -> dict[str, list[float]]:
-        return {dtype: [share * part for part in parts] for dtype, parts in flops.items()}
-
-    return {
-        "matmul_flops": of_micro_step(flops["product"]),
-        "attention_flops": of_micro_step(flops["attention"]),
-        "bytes_moved": [share * part for part in moved],
-        "num_kernels": share * kernels,
-        "num_matmuls": share * products,
-        # of the same sizes in each micro-step
-        "offloaded": sorted(offloaded)[:: max(micro_steps, 1)],
-    }
-
-
-def _add(into: list[float], parts: Sequence[float], times: int) -> None:
-    into[:] = [total + times * part for total, part in zip(into, parts[:3], strict=True)]

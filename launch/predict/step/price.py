@@ -6,18 +6,18 @@ the end is taken off, so that a mixture never has more than its composed step. P
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from launch.predict.step import peaks
+from launch.predict.step import passes
 from launch.predict.step.compose import Composer
 from launch.predict.step.peaks import SECTIONS, Sizes
 from launch.predict.step.recorded import PASSES, NotComposed, Recorded, Run
 from launch.predict.step.sources import Question, Sources
-from launch.schema.recorded_step import LOSS, Call, Event, Layer, Operator, RecordedStep
+from launch.schema.recorded_step import LOSS, Event, Layer, Operator, Passes, RecordedStep
 
 NOTHING: Sizes = (0, 0, 0)
 # of the work beside products in a step, in one that computes in another precision, and in one whose
@@ -34,8 +34,8 @@ class Priced(NamedTuple):
     # sections, and bytes of which some are the most at any micro-batch; of those that are not known
     # there are none
     moments: list[tuple[str, Sizes]]
-    work: dict[str, Any]  # as peaks.work() counts it
-    least_share: float = 1.0  # of that work beside products
+    passes: Passes
+    least_share: float = 1.0  # of the seconds beside products
     of_each_sample: bool = False  # it is the work of a single one
 
 
@@ -175,32 +175,17 @@ class Price:
             self._of_rows[block, is_last] = row.sizes
         return self._of_rows[block, is_last]
 
-    def work(self) -> dict[str, Any]:
-        """peaks.work() of the composed step."""
-        phases = self._composer.outer.events
-        return peaks.work_of(self._times(), sum(phase.startswith("forward") for phase in phases))
+    def passes(self) -> Passes:
+        """The operators of the composed step."""
+        return passes.of_runs(self._composer.operators, self._runs())
 
-    def _times(self) -> Counter[Operator]:
-        """Each operator of forward and backward passes, and how often it is called."""
-        composer, times = self._composer, Counter[Operator]()
-        copies: Counter[tuple[int, bool]] = Counter()
-        runs: dict[tuple[int, bool], tuple[Run[Call], Layer | None, Recorded]] = {}
-        for phase in composer.outer.calls:
-            if not phase.startswith(PASSES):
-                continue
-            for run, layer, source in composer.expanded(phase, lambda source: source.calls):
-                key = id(run), layer == (LOSS, composer.parts - 1)
-                runs[key] = run, layer, source
+    def _runs(self) -> Iterator[passes.Run]:
+        for phase in self._composer.outer.calls:
+            for _, layer, numbers in self._composer.runs(phase) if phase.startswith(PASSES) else ():
+                self.num_looked_at += 1
                 computes_again = phase.startswith("forward") and layer and layer[0] != LOSS
-                copies[key] += 1 + (self._again(layer) if computes_again and layer else 0)
-        self.num_looked_at += len(runs)
-        for key, (run, layer, source) in runs.items():
-            for call, number in Counter(run.items).items():
-                operator = source.log.operators[call.operator]
-                if composer.sizes is not None:
-                    operator = composer.sizes.operator(operator, call, run.layer, layer)
-                times[operator] += copies[key] * number
-        return times
+                times = 1 + (self._again(layer) if computes_again and layer else 0)
+                yield from times * [(phase, numbers)]
 
 
 class RecordedSteps:
@@ -283,12 +268,11 @@ class RecordedSteps:
         same_cast = outer.cast == question.cast
         share = min(1.0 if same_cast else OTHER_CAST, 1.0 if has_loss else OTHER_LOSS)
         moments = price.moments() if same_cast and not of_samples else []
-        work = price.work()
+        of_step = price.passes()
         if not has_loss:  # targets are those of a part
             times = question.strategy.levers.num_output_chunks / parts
-            for sizes in (*work["matmul_flops"].values(), work["bytes_moved"]):
-                sizes[2] *= times
-        return Priced(moments, work, share, of_samples)
+            of_step = of_step.of(lambda operator: _of_parts(operator, times))
+        return Priced(moments, of_step, share, of_samples)
 
     def _alike(self, question: Question) -> list[Question]:
         """The records that tell most of a step, all of one kind. Those of a single sample tell
@@ -312,6 +296,15 @@ class RecordedSteps:
             return *kind[:3], len(of_ways) + of_loss, other_rows
 
         return kinds[min(kinds, key=unknown)] if kinds else []
+
+
+def _of_parts(operator: Operator, times: float) -> Operator:
+    """The work of an operator with so many times the targets of a part of the logits."""
+    flops, moved = (
+        (fixed, sample, times * target, of_all)
+        for fixed, sample, target, of_all in (operator.flops, operator.bytes)
+    )
+    return replace(operator, flops=flops, bytes=moved)
 
 
 def _part_alike(base: Question, question: Question) -> Part:

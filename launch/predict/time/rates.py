@@ -3,9 +3,11 @@ assumption for CPUs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from launch.predict.time.operators import ASSUMED_HOST, HOSTS, HostPace
 from launch.probe import cards
 from launch.schema.machine import Gpu, Machine
 from launch.schema.plan import Strategy
@@ -20,6 +22,16 @@ HOST_BYTES_PER_S = 51.2e9
 # By architecture: the share of the rate that is left to products in 16 bits whose rows are divided
 # by fewer than 8 elements. Source: benchmarks/results/gpu_products.md. Others are not measured.
 UNALIGNED_SHARE = {"9.0": {"4": 0.34, "2": 0.34, "1": 0.17}}
+# Large float16 products get 0.69 of an A800, and 0.96 of an RTX 4090, whose clock is above the one
+# of its peak: github.com/mli/transformers-benchmarks issue 4; 0.72 of an H200
+# (benchmarks/results/card_rates_h200.md).
+PRODUCT_SHARE, GEFORCE_SHARE = 0.8, 0.96
+# float32 units of a multiprocessor, each of 2 FLOP a clock. Source: CUDA C++ Programming Guide,
+# arithmetic instructions.
+LANES = {
+    **dict.fromkeys(("7.0", "7.5", "8.0"), 64),
+    **dict.fromkeys(("8.6", "8.7", "8.9", "9.0", "10.0", "12.0"), 128),
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,9 @@ class Rates:
     link_bytes_per_s: float | None  # one direction of its own links to other cards; None: PCIe
     source: str
     is_assumed: bool
+    multiprocessor_hz: float = math.inf  # clocks of all multiprocessors together; if known
+    product_share: float = PRODUCT_SHARE  # of flops_per_s, that large products get
+    host: HostPace = ASSUMED_HOST
 
 
 UNKNOWN = Rates(
@@ -67,11 +82,19 @@ def card(gpu: Gpu) -> Rates:
         link_bytes_per_s=row.link_bytes_per_s,
         source=row.source,
         is_assumed=row.source.startswith("assumed"),
+        multiprocessor_hz=_multiprocessor_hz(row),
+        product_share=GEFORCE_SHARE if row.is_geforce else PRODUCT_SHARE,
+        host=HOSTS.get(row.architecture, ASSUMED_HOST),
     )
     if is_named:
         return rates
     source = f"assumed: like {row.name}, {row.source}"
     return replace(rates, name=gpu.name, source=source, is_assumed=True)
+
+
+def _multiprocessor_hz(row: cards.Card) -> float:
+    lanes = LANES.get(row.architecture)
+    return row.flops_per_s["float32"] / (2 * lanes) if lanes else math.inf
 
 
 def _unaligned(row: cards.Card) -> dict[str, float]:

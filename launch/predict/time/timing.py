@@ -1,37 +1,29 @@
 """Seconds per optimizer step, predicted: good enough to rank ways to run a recipe, not to promise
 an end.
 
-A roofline (Williams et al., CACM 52/4, 2009) over what was counted in a traced step: matrix
-products at a share of the device's peak, other kernels at a share of its memory's. A product of n
-FLOP takes ramp + n / rate: Hockney's curve peak x n / (n + n_half) (Hockney & Jesshope, Parallel
-Computers, 1981), by which small ones do not reach the peak. Where the host launches kernels slower
-than the device runs them, the launches count. Pure.
+Forward and backward passes are replayed operator by operator (launch/predict/time/timeline.py); a
+kernel takes the longer of what its products and its bytes take (a roofline: Williams et al., CACM
+52/4, 2009). Update, communication and copies are sums, of which computing hides a part. Pure.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
+from launch.predict.time import operators, timeline
+from launch.predict.time.operators import Pace
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.rates import HOST_BYTES_PER_S, Rates
 from launch.schema.machine import NOT_MEASURED, CardFigures, Link
 from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
+from launch.schema.recorded_step import Passes
 
-# Shares of the peak. Large float16 products get 0.69 of an A800 and 0.96 of an RTX 4090, streaming
-# 0.89 of an A800's memory: github.com/mli/transformers-benchmarks issue 4. FlashAttention-2: 0.5 to
-# 0.7 of an A100 (arXiv 2307.08691).
-MATMUL_SHARE = 0.8
+# Shares of the peak. Streaming gets 0.89 of an A800's memory: github.com/mli/
+# transformers-benchmarks issue 4. FlashAttention-2: 0.5 to 0.7 of an A100 (arXiv 2307.08691).
 ATTENTION_SHARE = 0.5
 MEMORY_SHARE = 0.8
-# of a product: 512^3 takes 8.5 us on an A800, 5.7 us on an RTX 4090 (same issue); at its rate 1 and
-# 2
-RAMP_S = 7e-6
-# An operator of eager PyTorch on the host, autograd and views included: LoRA of Qwen-1.8B and 7B
-# stays at 1.0 and 1.2 s per 8 micro-steps below 512 tokens, with about 220 kernels a layer
-# (QwenLM/Qwen README, fine-tuning, A100).
-LAUNCH_S = 20e-6
+UPDATE_KERNELS = 20  # norm, clipping and update of all gradients
 
 BACKWARD_SHARE = 2 / 3  # of a micro-step; what is reduced meanwhile costs nothing
 BUCKET_BYTES = 25 << 20  # the last of DDP's buckets is reduced when nothing is left to compute
@@ -51,67 +43,6 @@ PAGEABLE_BYTES_PER_S = 8.7e9
 # cast to 16 bit.
 UPDATE_BYTES = 12 + 4 + 8 + 6  # source: DeepSpeed 0.19 stage_1_and_2.py, step()
 MASTER_BYTES = 4  # DeepSpeed's states are float32 whatever the model's dtype
-
-
-@dataclass(frozen=True)
-class Affine:
-    """A count that grows with the micro-batch."""
-
-    constant: float
-    per_sample: float = 0.0
-    per_target: float = 0.0  # of a part of the logits
-
-    def total(self, num_samples: float, targets: float = 0.0) -> float:
-        return self.constant + self.per_sample * num_samples + self.per_target * targets
-
-
-@dataclass(frozen=True)
-class WorkCost:
-    """The work of a device, with recomputation. Operands of products are no part of bytes_moved."""
-
-    matmul_flops: Mapping[str, Affine]  # by dtype and alignment, as rates.py names them
-    bytes_moved: Affine  # read and written by all other kernels
-    num_kernels: Affine
-    num_matmuls: Affine = Affine(0)  # of these kernels, attention among them
-    # bytes of each tensor that forward copies to the host, and backward back
-    offloaded: tuple[Affine, ...] = ()
-    # of fused kernels, as executed
-    attention_flops: Mapping[str, Affine] = field(default_factory=dict)
-
-    def per_sample(self) -> WorkCost:
-        """That of each sample, from that of one."""
-
-        def of_each(count: Affine) -> Affine:
-            return Affine(0, count.constant + count.per_sample, count.per_target)
-
-        return replace(
-            self,
-            matmul_flops={dtype: of_each(flops) for dtype, flops in self.matmul_flops.items()},
-            attention_flops={
-                dtype: of_each(flops) for dtype, flops in self.attention_flops.items()
-            },
-            bytes_moved=of_each(self.bytes_moved),
-            offloaded=tuple(map(of_each, self.offloaded)),
-        )
-
-    def scaled(self, share: float) -> WorkCost:
-        """With this share of what is no product."""
-        moved = self.bytes_moved
-        return replace(
-            self,
-            bytes_moved=Affine(
-                share * moved.constant, share * moved.per_sample, share * moved.per_target
-            ),
-            num_kernels=Affine(share * self.num_kernels.constant),
-        )
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """One traced training step of a rank that holds the whole model."""
-
-    micro_step: WorkCost  # forward and backward
-    optimizer_step: WorkCost  # clipping and update; its counts do not depend on the micro-batch
 
 
 @dataclass(frozen=True)
@@ -146,11 +77,19 @@ class Traffic:
 class Speed:
     """The share of a rank in its device, its links and its host."""
 
-    flops_per_s: Mapping[str, float]
-    bytes_per_s: float
+    pace: Pace
     bus_bytes_per_s: float
     host_device_bytes_per_s: float
     reason: str
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The work of a rank that holds the whole model."""
+
+    passes: Passes
+    update_bytes: float  # that clipping and update read and write
+    least_share: float = 1.0  # of the seconds of passes, beside products
 
 
 def estimate(
@@ -171,17 +110,21 @@ def estimate(
     batch, steps = split or StepSplit(
         strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
     )
-    compute_s, memory_s, launch_s = _kernels_s(work.micro_step, batch, speed, strategy, targets)
+    cost_of = operators.cost_of(speed.pace, batch, targets, work.least_share)
+    compute_s, memory_s, launch_s = timeline.replayed(work.passes, cost_of)
     busy_s = compute_s + memory_s + launch_s
     communication_s = _exposed_s(
         traffic(strategy, model, full_copy), busy_s, steps, strategy, speed
     )
-    activations = sum(size.total(batch, targets) for size in work.micro_step.offloaded)
+    activations = sum(
+        fixed + batch * sample + targets * target
+        for fixed, sample, target, _ in work.passes.offloaded
+    )
     moved = _offloaded_bytes(strategy, model, full_copy, steps)
     copy_s = activations / speed.host_device_bytes_per_s
     offload_s = moved / speed.host_device_bytes_per_s
     offload_s += steps * _exposed_copies_s(copy_s, busy_s, strategy)
-    optimizer_s = _optimizer_s(work.optimizer_step, strategy, model, full_copy, speed)
+    optimizer_s = _optimizer_s(work.update_bytes, strategy, model, full_copy, speed)
     parts = (
         steps * compute_s,
         steps * memory_s,
@@ -199,7 +142,7 @@ def speed_of(
     """A rank's share of what its device and its machine can do. A measured product scales every
     dtype's rate."""
     on_cpu, ranks = strategy.device == "cpu", strategy.processes_per_machine
-    share, source = MATMUL_SHARE, rates.source
+    share, source = rates.product_share, rates.source
     measured, test = card.flops_per_s, "selfcheck"
     if link is not None and link.flops_per_s and not on_cpu:
         measured, test = link.flops_per_s, "the link test"
@@ -222,11 +165,18 @@ def speed_of(
         source += f"; copies at {copies / 1e9:.1f} GB/s, measured here by selfcheck"
     if strategy.tf32:
         peaks["float32"] = peaks.get("tfloat32", peaks["float32"])
-    return Speed(
+    pace = Pace(
         flops_per_s={
             dtype: share * peak / (ranks if on_cpu else 1) for dtype, peak in peaks.items()
         },
+        attention_share=ATTENTION_SHARE / rates.product_share,
         bytes_per_s=MEMORY_SHARE * rates.bytes_per_s / (ranks if on_cpu else 1),
+        multiprocessor_hz=rates.multiprocessor_hz,
+        host=rates.host,
+        on_cpu=on_cpu,
+    )
+    return Speed(
+        pace,
         bus_bytes_per_s=bus,
         host_device_bytes_per_s=(math.inf if on_cpu else min(copies, HOST_BYTES_PER_S / ranks)),
         reason=f"{rates.name}: {source}" + (f"; {bus_from}" if bus_from else ""),
@@ -251,33 +201,6 @@ def _bus(strategy: Strategy, rates: Rates, link: Link | None) -> tuple[float, st
     ):
         bus, reason = NETWORK_BYTES_PER_S, "assumed of 10 Gbit Ethernet"
     return bus, f"link {bus / 1e9:.1f} GB/s {reason}"
-
-
-def _kernels_s(
-    work: WorkCost, num_samples: float, speed: Speed, strategy: Strategy, targets: float = 0.0
-) -> tuple[float, float, float]:
-    """(products, other kernels, waiting for launches) of one micro-step on one rank."""
-    compute_s = RAMP_S * work.num_matmuls.total(num_samples)
-    for dtype, flops in work.matmul_flops.items():
-        compute_s += flops.total(num_samples, targets) / _rate(speed, dtype)
-    for dtype, flops in work.attention_flops.items():
-        compute_s += flops.total(num_samples) / (
-            _rate(speed, dtype) * ATTENTION_SHARE / MATMUL_SHARE
-        )
-    memory_s = work.bytes_moved.total(num_samples, targets) / speed.bytes_per_s
-    return compute_s, memory_s, _waiting_s(work, num_samples, compute_s + memory_s, strategy)
-
-
-def _waiting_s(work: WorkCost, num_samples: float, busy_s: float, strategy: Strategy) -> float:
-    """Seconds of launches beyond the device's work; on a CPU the same cores launch and compute."""
-    launches_s = LAUNCH_S * work.num_kernels.total(num_samples)
-    return launches_s if strategy.device == "cpu" else max(0.0, launches_s - busy_s)
-
-
-def _rate(speed: Speed, dtype: str) -> float:
-    """FLOP/s of a dtype, maybe of an alignment; what the hardware lacks is computed in float32."""
-    of_dtypes, (aligned, _, _) = speed.flops_per_s, dtype.partition(" by ")
-    return of_dtypes.get(dtype) or of_dtypes.get(aligned) or of_dtypes["float32"]
 
 
 def traffic(strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate) -> Traffic:
@@ -370,14 +293,19 @@ def _exposed_copies_s(copy_s: float, micro_step_s: float, strategy: Strategy) ->
 
 
 def _optimizer_s(
-    work: WorkCost, strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate, speed: Speed
+    update_bytes: float,
+    strategy: Strategy,
+    model: ModelSize,
+    full_copy: MemoryEstimate,
+    speed: Speed,
 ) -> float:
     """The update: of a rank's slice where states are shared out, by the host's memory where they
     are offloaded."""
     ranks = 1 if strategy.launch_mode.is_whole else strategy.num_processes
     if not strategy.launch_mode.offloads:
-        busy_s = sum(_kernels_s(work, 1, speed, strategy)[:2]) / ranks
-        return busy_s + _waiting_s(work, 1, busy_s, strategy)
+        busy_s = update_bytes / ranks / speed.pace.bytes_per_s
+        launches_s = UPDATE_KERNELS * speed.pace.host.operator_s
+        return busy_s + launches_s if speed.pace.on_cpu else max(busy_s, launches_s)
     # per element, read and written
     states = MASTER_BYTES * full_copy.optimizer_bytes / max(full_copy.gradients_bytes, 1)
     on_machine = model.trainable_parameters * strategy.processes_per_machine / ranks

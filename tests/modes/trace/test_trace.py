@@ -22,7 +22,7 @@ from launch.data.worker import WORKER
 from launch.plan import facts as plan_facts
 from launch.plan import planner
 from launch.predict import model_config
-from launch.predict.step import peaks
+from launch.predict.step import passes, peaks
 from launch.predict.step.compose import compose
 from launch.predict.step.recorded import MIDDLE, NotComposed, Recorded
 from launch.predict.step.sources import Question
@@ -399,13 +399,17 @@ def whole_step(
     return compose(Recorded(recorded)) if recorded.period else recorded.log
 
 
+def work_of(log: Log) -> dict[str, list[float]]:
+    return composed.work_of(passes.of_log(log))
+
+
 def extends_to_the_whole_model(recipe: Recipe, plan: Plan) -> None:
     whole = trace_step.step(recipe, plan, (LENGTH, LENGTH))
     recorded = trace_step.record(recipe, plan, (LENGTH, LENGTH), True, BATCH)
     assert recorded.period
     extended = compose(Recorded(recorded))
     assert not composed.difference(extended, whole)
-    assert peaks.work(extended) == peaks.work(whole)
+    assert work_of(extended) == work_of(whole)
 
 
 def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[Recipe, Plan]:
@@ -511,10 +515,10 @@ def test_products_in_16_bits_are_counted_by_what_divides_their_rows(words, divis
     recipe, plan = recipe_of("llama-tiny", training={"bf16": True})
     shape = replace(plan.shape, config={**plan.shape.config, "vocab_size": words})
     log = trace_step.step(recipe, replace(plan, shape=shape), (LENGTH, LENGTH))
-    found = peaks.work(log)["matmul_flops"]
+    found = work_of(log)
     of_target = 6.0 * shape.config["hidden_size"] * words  # of the output head alone
-    assert found.pop(f"bfloat16 by {divisor}") == [0, 0, of_target]
-    assert [*found] == ["bfloat16"]
+    assert found.pop(f"product bfloat16 by {divisor}") == [0, 0, of_target]
+    assert [name for name in found if name.startswith("product ")] == ["product bfloat16"]
 
 
 def test_a_product_with_a_4_bit_weight_is_counted_as_one_with_a_weight_of_16_bits():
@@ -522,7 +526,7 @@ def test_a_product_with_a_4_bit_weight_is_counted_as_one_with_a_weight_of_16_bit
         training = {"bf16": True, "activation_checkpointing": True}
         recipe, plan = recipe_of("llama-tiny", training=training, **sections)
         log = trace_step.step(recipe, plan, (LENGTH, LENGTH), target=Target("8.6"))
-        return sum(map(sum, peaks.work(log)["matmul_flops"].values()))
+        return sum(sum(of) for name, of in work_of(log).items() if name.startswith("product "))
 
     in_16_bits = flops(lora={"r": 4}, model={"dtype": "bfloat16"})
     assert flops(**FOUR_BIT) == pytest.approx(in_16_bits, rel=0.001)
@@ -554,19 +558,20 @@ def test_flash_attention_is_traced_as_pytorchs_own_flash_kernel_without_masks(pa
             {name: np.dot((1, 8, 8 * 128), sizes) for name, sizes in one["parts"].items()}
             for one in peaks.peaks(log)
         ]
-        return max(sum(parts.values()) for parts in moments), peaks.work(log)
+        return max(sum(parts.values()) for parts in moments), work_of(log)
 
     flash, flash_work = step(4, True, no_flash_attn=None)
     plain, plain_work = step(0, False)
     # cosine and sine of each token, else of one row's, in float32
     positions = (8 - 1) * 2 * 128 * 16 * 4
     assert flash - plain == pytest.approx(positions, abs=16 << 10)
-    assert flash_work["attention_flops"] == plain_work["attention_flops"]
-    assert flash_work["matmul_flops"] == plain_work["matmul_flops"]
+    attention, products = "attention bfloat16", "product bfloat16"
+    assert flash_work[attention] == plain_work[attention]
+    assert flash_work[products] == plain_work[products]
     # the state of a random generator that the operator keeps for each of the two layers
     varlen, varlen_work = step(4, True, no_varlen_attn=None)
     assert varlen == pytest.approx(flash, abs=1 << 10)
-    assert varlen_work["attention_flops"] == flash_work["attention_flops"]
+    assert varlen_work[attention] == flash_work[attention]
 
 
 def test_grouped_heads_are_counted_where_torchs_formulas_refuse_them(monkeypatch):
@@ -576,9 +581,9 @@ def test_grouped_heads_are_counted_where_torchs_formulas_refuse_them(monkeypatch
     config = chosen.shape.config
     assert config["num_key_value_heads"] < config["num_attention_heads"]
 
-    def attention_flops() -> dict[str, list[float]]:
+    def attention_flops() -> list[float]:
         log = trace_step.step(recipe, chosen, (128, 128), False, target=Target("8.6"))
-        return peaks.work(log)["attention_flops"]
+        return work_of(log)["attention bfloat16"]
 
     def strict(formula: Callable[..., int]) -> Callable[..., int]:
         def counted(*sizes: Sequence[int]) -> int:
@@ -595,7 +600,7 @@ def test_grouped_heads_are_counted_where_torchs_formulas_refuse_them(monkeypatch
         for module in (flop_counter, recorder):
             monkeypatch.setattr(module, name, formula)
     assert attention_flops() == counted
-    assert counted["bfloat16"][1] > 0
+    assert counted[1] > 0
 
 
 @pytest.mark.parametrize("sections", [{}, {"quantization": {"load_in_4bit": True}}])

@@ -19,12 +19,14 @@ from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, STREAM, replay_parts
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.memory.phases import Parts
+from launch.predict.step import passes
 from launch.predict.step.sources import Question
-from launch.predict.traces import Trace, Traces, read_work
+from launch.predict.traces import Trace, Traces
 from launch.schema.levers import Levers
 from launch.schema.machine import GIB
 from launch.schema.plan import PAGED, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
+from launch.schema.recorded_step import Passes
 from launch.schema.result import SecondStep
 from tests.builders import changed, facts_of, gpu, machine, plan, recipe_of
 
@@ -32,17 +34,18 @@ RECORDED = Path(__file__).parents[2] / "data" / "traces" / "gpt2-small-512.json"
 # Reserved by torch 2.13.0+cu130, whose kernels did nothing: in the second step of 8 rows, in an
 # evaluation of 24 with an emptied cache (without that 14_145_290_240), in a step after one.
 STEP_BYTES, EVALUATION_BYTES, STEP_AGAIN_BYTES = 7_969_177_600, 9_030_336_512, 8_185_184_256
+NO_PASSES = Passes([], [], [])
 FREE_BYTES, TIGHT_BYTES = int(19.5 * GIB), int(8.4 * GIB)
 CARD = machine(cards=(gpu(free_bytes=FREE_BYTES),))
 
 
 def recorded_trace(file: Path, content: Mapping[str, Any]) -> Trace:
-    """The trace of files as tests/data has them: peaks and work, and the log beside them."""
+    """The trace of files as tests/data has them: peaks and passes, and the log beside them."""
 
     def log() -> dict[str, Any]:
         return json.loads(file.with_suffix(".log").read_text(encoding="utf-8"))
 
-    return Trace(tuple(content["peaks"]), read_work(content["work"]), file, log=log)
+    return Trace(tuple(content["peaks"]), passes.read(content["passes"]), file, log=log)
 
 
 class Recorded(Traces):
@@ -186,8 +189,7 @@ def test_a_block_that_takes_the_place_of_another_ends_in_the_next_step(tmp_path)
         [8 * mib, 0, "step"],
     ]
     log = {"blocks": blocks, "events": [0, 1, ~0, 2, ~1], "update": 5, "streams": {"1": 1}}
-    work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
-    parts = Trace((), read_work(work), tmp_path, log=lambda: log).run(1, None)
+    parts = Trace((), NO_PASSES, tmp_path, log=lambda: log).run(1, None)
     live: dict[int, int] = {}
     for phase, events in parts:
         for block, size_bytes in events:
@@ -216,11 +218,10 @@ def test_a_run_has_the_special_turns_of_its_step_where_they_are(tmp_path):
     log = turn(3)
     log["blocks"].append([5 * mib, 0, "evaluation"])
     log["events"] += [6, ~6]
-    work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
     log["turns"] = {"first": turn(7), "after evaluation": turn(4)}
 
     def peaks(eval_samples: int | None) -> list[tuple[str, int]]:
-        parts = Trace((), read_work(work), tmp_path, log=lambda: log).run(1, eval_samples)
+        parts = Trace((), NO_PASSES, tmp_path, log=lambda: log).run(1, eval_samples)
         replays = replay_parts([events for _, events in parts])
         return [
             (phase, replay.peak_allocated_bytes // mib)
@@ -235,9 +236,8 @@ def test_a_run_has_the_special_turns_of_its_step_where_they_are(tmp_path):
 def test_weights_that_are_copied_into_a_flat_tensor_leave_free_addresses_below_it(tmp_path):
     mib = 1 << 20
     log = {"blocks": [[40 * mib, 0, "trained"]], "events": [0], "update": 1, "streams": {}}
-    work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
     load = partial(loading.zero, flattened=(26 * mib, 14 * mib), element_bytes=2)
-    parts = Trace((), read_work(work), tmp_path, log=lambda: log).run(1, None, load)
+    parts = Trace((), NO_PASSES, tmp_path, log=lambda: log).run(1, None, load)
     sizes = [size_bytes // mib for _, size_bytes in parts[0][1] if size_bytes > 0]
     assert sizes == [26, 14, 40]  # in the order of their addresses
     peaks = [replay.peak_allocated_bytes // mib for replay in replay_parts(e for _, e in parts)]
@@ -248,8 +248,7 @@ def test_the_buffer_of_a_sum_is_a_function_of_its_rows(tmp_path):
     rows_a_sample, kernel = 512, [768, 108, 1536]
     blocks = [[8, 0, "start"], [0, rows_a_sample, "step", kernel, 0]]
     log = {"blocks": blocks, "events": [0, 1, ~1], "update": 3, "streams": {}}
-    work = json.loads(RECORDED.read_text(encoding="utf-8"))["work"]
-    trace = Trace((), read_work(work), tmp_path, log=lambda: log)
+    trace = Trace((), NO_PASSES, tmp_path, log=lambda: log)
     sizes = {samples: max(size for _, size in trace.events(samples, None)) for samples in (1, 8)}
     assert sizes == {1: 8, 8: partial_sums_bytes(8 * rows_a_sample, *kernel)}
 

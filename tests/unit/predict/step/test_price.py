@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from benchmarks import composed
-from launch.predict.step import peaks, sources
+from launch.predict.step import passes, peaks, sources
 from launch.predict.step.compose import Composer
 from launch.predict.step.peaks import Sizes
 from launch.predict.step.price import OTHER_CAST, Price, Priced, RecordedSteps
@@ -71,7 +71,9 @@ def test_a_price_looks_at_units_and_not_at_the_events_of_all_layers():
         price, log = Price(composer), composer.log()
         moments = price.moments()
         assert highest(moments) == pytest.approx(_bytes(log), rel=1e-4)
-        assert price.work()["num_kernels"] == pytest.approx(peaks.work(log)["num_kernels"])
+        own, work = composed.work_of(price.passes()), composed.work_of(passes.of_log(log))
+        assert own.keys() == work.keys()
+        assert all(own[name] == pytest.approx(work[name]) for name in work)
         numbers[layers] = price.num_looked_at, len(log.events)
     assert numbers[80][0] < numbers[80][1] / 10
     assert numbers[80][0] < 2 * numbers[8][0]
@@ -94,7 +96,7 @@ def test_of_layers_that_are_not_recorded_the_seconds_are_known_and_bytes_are_bou
     for bound, price in zip(of_kept, of_both, strict=True):
         assert bound is not None and price is not None
         assert highest(bound.moments) <= highest(price.moments)
-        flops = [each.work["matmul_flops"]["bfloat16"][1] for each in (bound, price)]
+        flops = [composed.work_of(each.passes)["product bfloat16"][1] for each in (bound, price)]
         assert flops[0] == pytest.approx(flops[1], rel=0.01)
     assert of_kept[0] == of_both[0]
 
@@ -104,7 +106,8 @@ def test_logits_in_parts_that_are_not_recorded_have_the_work_of_those_at_once():
     at_once, in_parts = price_of(steps), price_of(steps, parts=8)
     assert at_once is not None and in_parts is not None
     assert highest(in_parts.moments) <= highest(at_once.moments)
-    of_target = [each.work["matmul_flops"]["bfloat16"][2] for each in (at_once, in_parts)]
+    works = [composed.work_of(each.passes) for each in (at_once, in_parts)]
+    of_target = [work["product bfloat16"][2] for work in works]
     assert of_target[1] == pytest.approx(8 * of_target[0])  # an eighth of the targets is in each
 
 

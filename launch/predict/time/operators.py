@@ -1,0 +1,130 @@
+"""Seconds of an operator on its device and on its host. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from launch.predict.time.timeline import Cost
+from launch.schema.recorded_step import Operator
+
+# of a product: 512^3 takes 8.5 us on an A800, 5.7 us on an RTX 4090
+# (github.com/mli/transformers-benchmarks issue 4); at its rate 1 and 2
+RAMP_S = 7e-6
+# of any other kernel, behind others: 1.6 to 3.5 us (benchmarks/results/card_rates_h200.md)
+KERNEL_S = 2e-6
+
+# Bytes a clock of a multiprocessor, by the form or the name of a kernel, where it does not move
+# them as fast as memory could: medians of large tensors on an H200, 132 multiprocessors of
+# 1.98 GHz (benchmarks/results/card_rates_h200.md).
+CLOCK_BYTES = {
+    "cast": 11.0,
+    "broadcast": 8.1,
+    "strided": 4.4,
+    "softmax": 7.1,
+    "norm": 7.0,
+    "reduction": 14.0,
+    "gather": 7.2,
+}
+# FLOP a clock of a multiprocessor, of fused attention by a part of its name, in 16 bits: medians
+# of the same card. Others, and those of a card whose clocks are not known: a share of products'.
+CLOCK_FLOPS = {"flash": 800, "varlen": 800, "efficient": 420, "cudnn": 1340}
+# parts of a name, of which the first decides; other kernels go by their form
+NAMED = {
+    "softmax": "softmax",
+    "nll_loss": "softmax",
+    "cross_entropy": "softmax",
+    "layer_norm": "norm",
+    "rms_norm": "norm",
+    "group_norm": "norm",
+    "aten::sum": "reduction",
+    "aten::mean": "reduction",
+    "vector_norm": "reduction",
+    "aten::cumsum": "reduction",
+    "embedding": "gather",
+    "aten::index": "gather",
+    "aten::gather": "gather",
+    "aten::scatter": "gather",
+}
+
+
+@dataclass(frozen=True)
+class HostPace:
+    """Seconds of the host for an operator in eager PyTorch, with its dispatch, autograd and launch;
+    for a view; for a module's call."""
+
+    operator_s: float
+    view_s: float
+    module_s: float
+
+
+# LoRA of Qwen-1.8B and 7B stays at 1.0 and 1.2 s per 8 micro-steps below 512 tokens (QwenLM/Qwen
+# README, fine-tuning, A100)
+ASSUMED_HOST = HostPace(operator_s=16e-6, view_s=2e-6, module_s=8e-6)
+# by architecture, where it was measured otherwise: beside an H200, ten trainings that wait for
+# their host (benchmarks/results/gpu_speed.md, c1 and c2)
+HOSTS = {"9.0": HostPace(operator_s=34e-6, view_s=4e-6, module_s=20e-6)}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The share of a rank in its device and its host."""
+
+    flops_per_s: Mapping[str, float]  # of products, by dtype and alignment
+    attention_share: float  # of these, of fused attention
+    bytes_per_s: float
+    multiprocessor_hz: float  # of all together; infinite where not known
+    host: HostPace
+    on_cpu: bool = False  # its cores compute and launch
+
+
+def cost_of(
+    pace: Pace, rows: float, targets: float, least_share: float = 1.0
+) -> Callable[[Operator], Cost]:
+    """The cost of each operator in a micro-batch with so many targets in a part of the logits.
+    `least_share`: of the seconds beside products."""
+    ramp_s, kernel_s = (0.0, 0.0) if pace.on_cpu else (RAMP_S, KERNEL_S)
+
+    def cost(operator: Operator) -> Cost:
+        host_s = least_share * _host_s(operator, pace.host)
+        flops, moved = (
+            fixed + rows * sample + targets * target
+            for fixed, sample, target, _ in (operator.flops, operator.bytes)
+        )
+        is_product = operator.kind in ("product", "attention")
+        device_s = 0.0
+        if is_product:
+            device_s = ramp_s + flops / _flops_per_s(operator, pace)
+        elif operator.kind == "other" and operator.launches:
+            device_s = least_share * (kernel_s + moved / _bytes_per_s(operator, pace))
+        waits = operator.kind == "wait" or pace.on_cpu
+        return Cost(host_s, device_s, is_product, waits)
+
+    return cost
+
+
+def _host_s(operator: Operator, host: HostPace) -> float:
+    if operator.kind in ("view", "module"):
+        return host.view_s if operator.kind == "view" else host.module_s
+    return host.operator_s
+
+
+def _bytes_per_s(operator: Operator, pace: Pace) -> float:
+    named = (form for part, form in NAMED.items() if part in operator.name)
+    clock_bytes = CLOCK_BYTES.get(next(named, operator.form), math.inf)
+    return min(pace.bytes_per_s, clock_bytes * pace.multiprocessor_hz)
+
+
+def _flops_per_s(operator: Operator, pace: Pace) -> float:
+    rate = _rate(pace.flops_per_s, operator.dtype)
+    if operator.kind == "product":
+        return rate
+    named = (flops for part, flops in CLOCK_FLOPS.items() if part in operator.name)
+    return min(pace.attention_share * rate, next(named, math.inf) * pace.multiprocessor_hz)
+
+
+def _rate(of_dtypes: Mapping[str, float], dtype: str) -> float:
+    """FLOP/s of a dtype, maybe of an alignment; what the hardware lacks is computed in float32."""
+    aligned, _, _ = dtype.partition(" by ")
+    return of_dtypes.get(dtype) or of_dtypes.get(aligned) or of_dtypes["float32"]

@@ -1,0 +1,58 @@
+"""The operators of passes, as runs that are stored once."""
+
+from __future__ import annotations
+
+import json
+
+from launch.predict.step import passes
+from launch.schema.recorded_step import Call, Log, Operator, Passes
+
+ADD = Operator("aten::add", "other", "float32", bytes=(0, 12, 0, 0), launches=1, form="broadcast")
+PRODUCT = Operator("aten::mm", "product", "bfloat16", flops=(0, 8, 2, 0), launches=1)
+COPY = Operator("offload", "offload", bytes=(4, 16, 0, 0))
+STATE = Operator("aten::_fused_adamw_", "other", launches=1)
+OPERATORS = [ADD, PRODUCT, COPY, STATE]
+
+
+def log_of(*calls: tuple[int, str, int | None]) -> Log:
+    return Log(
+        operators=OPERATORS,
+        calls=[
+            Call(number, phase, None if layer is None else (0, layer))
+            for number, phase, layer in calls
+        ],
+    )
+
+
+LAYERS = [(number, "forward:0", layer) for layer in range(3) for number in (1, 2)]
+STEP = log_of(
+    (0, "input", None),
+    *LAYERS,
+    (0, "backward:0", None),
+    (1, "forward:1", 0),
+    (1, "backward:1", 0),
+    (3, "optimizer", None),
+)
+
+
+def test_like_layers_are_one_run_and_each_micro_step_has_its_own():
+    of_step = passes.of_log(STEP)
+    assert of_step.runs == [(1, 2), (0,), (1,)]
+    assert of_step.micro_steps == [[(0, 3), (1, 1)], [(2, 2)]]
+    assert of_step.offloaded == [COPY.bytes] * 3
+
+
+def test_passes_are_read_as_they_were_stored_without_operators_of_other_phases():
+    of_step = passes.of_log(STEP)
+    again = passes.read(json.loads(json.dumps(passes.stored(of_step))))
+    assert [tuple(run) for run in again.runs] == of_step.runs
+    assert again.micro_steps == of_step.micro_steps
+    assert again.operators[:3] == OPERATORS[:3]
+    assert again.operators[3].name == ""
+
+
+def test_operators_are_changed_wherever_they_run():
+    doubled = passes.of_log(STEP).of(lambda each: Operator(each.name + "!", each.kind))
+    assert [each.name for each in doubled.operators][:2] == ["aten::add!", "aten::mm!"]
+    assert doubled.runs == passes.of_log(STEP).runs
+    assert Passes([], [], [[]]).offloaded == []

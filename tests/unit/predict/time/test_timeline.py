@@ -1,0 +1,149 @@
+"""Replays of the host's and the device's queues."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.predict.time import operators, rates, timeline
+from launch.predict.time.operators import HostPace, Pace
+from launch.predict.time.timeline import Cost
+from launch.probe import described
+from launch.schema.recorded_step import Form, Operator, Passes
+from tests import cost
+
+COSTS = st.lists(
+    st.builds(Cost, st.floats(0, 1e-3), st.floats(0, 1e-3), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=6,
+)
+RUNS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=12), min_size=1, max_size=4)
+REPEATS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=6)
+PLAIN = HostPace(operator_s=10e-6, view_s=1e-6, module_s=2e-6)
+PACE = Pace({"bfloat16": 1e14, "float32": 1e13}, 0.5, 1e12, 1e11, PLAIN)
+
+
+def passes_of(costs: list[Cost], runs: list[list[int]], *steps: list[tuple[int, int]]) -> Passes:
+    kinds = [Operator(str(number), "other") for number in range(len(costs))]
+    numbers = [[number % len(costs) for number in run] for run in runs]
+    return Passes(kinds, numbers, [[(run % len(runs), n) for run, n in step] for step in steps])
+
+
+def long_replay(passes: Passes, costs: list[Cost], micro_steps: int) -> float:
+    """The mean seconds of the later half of so many micro-steps, each operator by itself."""
+    host = device = 0.0
+    ends = []
+    for number in range(micro_steps):
+        for run, times in passes.micro_steps[number % len(passes.micro_steps)]:
+            for operator in passes.runs[run] * times:
+                cost = costs[operator]
+                host += cost.host_s
+                if cost.device_s:
+                    device = max(host, device) + cost.device_s
+                if cost.waits:
+                    host = max(host, device)
+        ends.append(max(host, device))
+    half = micro_steps // 2
+    return (ends[-1] - ends[half - 1]) / (micro_steps - half)
+
+
+@given(COSTS, RUNS, st.lists(REPEATS, min_size=1, max_size=2))
+def test_a_replay_of_runs_takes_as_long_as_one_of_each_operator(costs, runs, steps):
+    passes = passes_of(costs, runs, *steps)
+    cost_of = {str(number): cost for number, cost in enumerate(costs)}
+    seconds = timeline.replayed(passes, lambda operator: cost_of[operator.name])
+    expected = long_replay(passes, costs, 40 * len(steps))
+    assert sum(seconds) == pytest.approx(expected, rel=1e-3, abs=1e-9)
+
+
+def seconds_of(*costs: Cost) -> timeline.Seconds:
+    each = list(costs)
+    passes = passes_of(each, [[*range(len(each))]], [(0, 100)])
+    return timeline.replayed(passes, lambda operator: each[int(operator.name)])
+
+
+def test_the_slower_of_host_and_device_decides_and_the_device_waits_for_the_host():
+    by_host = seconds_of(Cost(3e-5, 1e-5), Cost(3e-5, 2e-5, is_product=True))
+    assert by_host == pytest.approx((2e-3, 1e-3, 3e-3))
+    by_device = seconds_of(Cost(1e-5, 3e-5), Cost(1e-5, 3e-5))
+    assert by_device == pytest.approx((0, 6e-3, 0))
+    assert by_device.device_s == pytest.approx(6e-3)
+
+
+def test_neither_hides_what_the_other_does_at_another_time():
+    """Half of the operators wait for the host, half for the device, and then the host for a value:
+    no sum says so."""
+    small, large, value = Cost(3e-5, 1e-5), Cost(1e-5, 5e-5), Cost(0.0, 0.0, waits=True)
+    passes = passes_of([small, large, value], [[0], [1], [2]], [(0, 100), (1, 100), (2, 1)])
+    each = {"0": small, "1": large, "2": value}
+    seconds = timeline.replayed(passes, lambda operator: each[operator.name])
+    assert sum(seconds) > 1.05 * max(seconds.device_s, 100 * (3e-5 + 1e-5))
+
+
+def test_a_host_that_waits_for_the_device_begins_behind_it():
+    value = Cost(1e-5, 0.0, waits=True)
+    assert sum(seconds_of(Cost(1e-5, 3e-5), value)) == pytest.approx(100 * 4e-5)
+    assert sum(seconds_of(Cost(1e-5, 3e-5))) == pytest.approx(100 * 3e-5)
+
+
+def test_a_cpu_computes_where_it_launches():
+    cost_of = operators.cost_of(Pace(PACE.flops_per_s, 0.5, 1e12, 1e11, PLAIN, on_cpu=True), 1, 0)
+    kernel = Operator("aten::add", "other", bytes=(1e8, 0, 0, 0), launches=1)
+    passes = Passes([kernel], [[0]], [[(0, 10)]])
+    device_s = cost_of(kernel).device_s
+    assert sum(timeline.replayed(passes, cost_of)) == pytest.approx(10 * (10e-6 + device_s))
+
+
+def moved_s(name: str, form: Form, pace: Pace = PACE) -> float:
+    kernel = Operator(name, "other", "bfloat16", bytes=(0, 1e9, 0, 0), launches=1, form=form)
+    return operators.cost_of(pace, 2, 0)(kernel).device_s - operators.KERNEL_S
+
+
+def test_kernels_of_uneven_tensors_are_as_slow_as_their_multiprocessors():
+    assert moved_s("aten::add", "") == pytest.approx(2e-3)
+    slower = [moved_s("aten::add", form) for form in ("cast", "broadcast", "strided")]
+    assert [2e-3 * 10 / rate for rate in (11.0, 8.1, 4.4)] == pytest.approx(
+        [min(slower[0], 2e-3 * 10 / 11.0), *slower[1:]]
+    )
+    assert moved_s("aten::sum", "broadcast") < moved_s("aten::add", "broadcast")
+    slow_memory = Pace(PACE.flops_per_s, 0.5, 1e11, 1e11, PLAIN)
+    assert moved_s("aten::add", "strided", slow_memory) == pytest.approx(2e-2)
+
+
+def test_an_operator_without_a_kernel_takes_the_host_alone():
+    cost_of = operators.cost_of(PACE, 1, 0)
+    of_kinds = [cost_of(Operator("any", kind)) for kind in ("view", "module", "wait")]
+    assert [each.host_s for each in of_kinds] == [1e-6, 2e-6, 10e-6]
+    assert not any(each.device_s for each in of_kinds)
+    empty = cost_of(Operator("aten::empty", "other", bytes=(1e9, 0, 0, 0)))
+    assert (empty.host_s, empty.device_s) == (10e-6, 0.0)
+
+
+def test_efficient_attention_is_slower_than_flash_and_no_faster_than_its_card():
+    h200 = rates.card(described.from_words("H200", 1, 64).gpus[0])
+    pace = Pace(h200.flops_per_s, 0.5, 4e12, h200.multiprocessor_hz, PLAIN)
+
+    def attention_s(name: str) -> float:
+        call = Operator(name, "attention", "bfloat16", flops=(1e13, 0, 0, 0), launches=1)
+        return operators.cost_of(pace, 1, 0)(call).device_s
+
+    flash, efficient, other = (
+        attention_s(f"aten::_scaled_dot_product_{kernel}_attention")
+        for kernel in ("flash", "efficient", "any")
+    )
+    assert 1.5 < efficient / flash < 2.5
+    assert other < flash
+
+
+def test_a_deep_step_is_replayed_by_its_runs():
+    """Eighty layers take the calls of one, and a repetition of two sums."""
+    kinds = [Operator(str(number), "other", launches=1) for number in range(400)]
+
+    def calls(layers: int) -> int:
+        runs = [[*range(400)], [*range(200, 400)]]
+        passes = Passes(kinds, runs, [[(0, layers), (1, layers)]])
+        cost_of = operators.cost_of(PACE, 1, 0)
+        return cost.count_calls(lambda: timeline.replayed(passes, cost_of))
+
+    assert calls(80) < 1.3 * calls(1)
