@@ -49,8 +49,9 @@ HEADING = """# What fits on common cards
 
 Predicted, not measured on a card. `python -m launch fit --gpu "RTX 4090" --ram 64` prints such a
 table for another card, RAM or number of cards, and `--model` and `--length` for other models and
-lengths; `--json` is for scripts. The first table for a kind of card takes minutes, the next
-seconds: traces are kept. This page is generated: `python scripts/render_fit.py`.
+lengths; `--lines` prints the command that trains each row, `--json` is for scripts. The first table
+for a kind of card takes minutes, the next seconds: traces are kept. This page is generated:
+`python scripts/render_fit.py`.
 
 Every figure is the choice of the planner that `plan` uses. Steps are traced with rows of 512
 tokens; 2,048 and 8,192 tokens are computed from them. In a test this differs from a trace of the

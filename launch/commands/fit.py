@@ -35,7 +35,11 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
         metavar="TOKENS",
         help=f"tokens of a row, may be repeated (default: {', '.join(map(str, fit.LENGTHS))})",
     )
-    parser.add_argument("--json", action="store_true", help="print the table for scripts")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the table for scripts")
+    form.add_argument(
+        "--lines", action="store_true", help="print the line that trains each row that fits"
+    )
     return parser
 
 
@@ -67,13 +71,16 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     if arguments.json:
         print(to_json({"machine": machine.name, "fits": fit_table.as_json(answers)}, indent=1))
         return 0
+    if arguments.lines:
+        print("\n".join(fit_table.lines(answers)))
+        return 0
     from rich.console import Console
 
     console = Console(width=columns(), highlight=False)
     console.print(fit_table.table(answers, f"{machine.name}: what fits"))
     if machine.assumed:
         console.print(f"Assumed: {machine.assumed}.")
-    console.print("\n".join([*fit_table.refusals(answers), *fit_table.LEGEND]))
+    console.print("\n".join(fit_table.LEGEND))
     return 0
 
 

@@ -6,15 +6,17 @@ A recipe whose states, or least step, exceed a budget is not traced. Lengths sha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from launch.base.errors import ConfigError, ResourceError
+from launch.base.text import size
 from launch.base.workspace import FILES
 from launch.data.worker import WORKER
-from launch.plan import candidates, planner
+from launch.plan import candidates, planner, ways_to_fit
 from launch.plan import facts as plan_facts
 from launch.plan.scaled_traces import ScaledTraces
 from launch.plan.search import search
@@ -53,7 +55,10 @@ class Fit:
     length: int
     recipe: Recipe  # for which the choice was made, or the last that was tried
     chosen: Judged | None
-    refused: str = ""  # why this machine cannot run it at all
+    # why there is no choice: why this machine cannot run it at all, or what it lacks of memory
+    refused: str = ""
+    shortage: str = ""
+    fits_with: str = ""  # a key with which it fits, where one is known
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -115,52 +120,75 @@ def fits(
 ) -> Iterator[Fit]:
     """Yield each training with the planner's choice; `of_imports`: what a job's
     processes hold; `traces`: the folder of stored traces."""
-    shared: ScaledTraces | None = None
     expands = architectures.expands_segments(machine.gpus, "")
     installed = Installed(may_expand=expands, import_memory=of_imports)
     with WORKER:
         for model in models:
-            config, parameters, family = model_config.read(
-                ModelSection(shape=model), root=FILES, cache=traces.parent
-            )
-            for method in methods:
-                for length in lengths:
-                    fit = Fit(model, method, length, recipe_of(model, method, length, False), None)
-                    for half in (False, True) if method == "full" else (False,):
-                        recipe = recipe_of(model, method, length, half, len(machine.gpus))
-                        try:
-                            facts = plan_facts.build(
-                                recipe, machine, config, parameters, family, ANY_FORMAT
-                            )
-                        except ConfigError as error:  # the model has fewer positions
-                            fit = replace(fit, refused=str(error))
-                            break
-                        of_recipe = (recipe, facts.model.size, facts.model.lora_targets)
-                        if shared is None:
-                            shared = ScaledTraces(*of_recipe, traces, say)
-                        facts = plan_facts.as_folder(facts)
-                        facts = replace(
-                            facts,
-                            rows=plan_facts.of_length(facts.rows, recipe.data, length),
-                            installed=installed,
-                            traces=shared.of(*of_recipe),
-                        )
-                        fit = _fit(replace(fit, recipe=recipe), facts)
-                        if fit.chosen is not None:
-                            break
-                    yield fit
+            counted = model_config.read(ModelSection(shape=model), root=FILES, cache=traces.parent)
+            for method, length in itertools.product(methods, lengths):
+                halves = (False, True) if method == "full" else (False,)
+                recipes = [
+                    recipe_of(model, method, length, half, len(machine.gpus)) for half in halves
+                ]
+                fit = Fit(model, method, length, recipes[0], None)
+                try:
+                    built = [
+                        plan_facts.build(recipe, machine, *counted, ANY_FORMAT)
+                        for recipe in recipes
+                    ]
+                except ConfigError as error:  # the model has fewer positions
+                    yield replace(fit, refused=str(error))
+                    continue
+                yield _fit(
+                    fit, [_with_rows(facts, length, installed, traces, say) for facts in built]
+                )
 
 
-def _fit(fit: Fit, facts: Facts) -> Fit:
-    """The choice of the planner's search; what cannot fit is not traced."""
-    try:
-        if planner.is_hopeless(facts):
-            return fit
-        possible, _ = candidates.possible(facts)
-    except (ConfigError, ResourceError) as error:
-        return replace(fit, refused=str(error))
-    chosen = search(facts, possible, [])
-    assert facts.traces is not None
-    if facts.traces.failure:
-        raise ResourceError(f"fit: no step of {fit.model} was traced: {facts.traces.failure}")
-    return replace(fit, chosen=chosen)
+def _with_rows(facts: Facts, length: int, installed: Installed, traces: Path, say: Say) -> Facts:
+    """The facts with rows of this length, and the traces of its steps."""
+    facts, model = plan_facts.as_folder(facts), facts.model
+    return replace(
+        facts,
+        rows=plan_facts.of_length(facts.rows, facts.recipe.data, length),
+        installed=installed,
+        traces=ScaledTraces(facts.recipe, model.size, model.lora_targets, traces, say),
+    )
+
+
+def _fit(fit: Fit, facts: Sequence[Facts]) -> Fit:
+    """The choice of the planner's search for the first recipe for which there is one; else what
+    the last lacks. What cannot fit is not traced."""
+    judged: list[Judged] = []
+    for each in facts:
+        fit = replace(fit, recipe=each.recipe)
+        try:
+            judged = planner.at_least(each)
+        except (ConfigError, ResourceError) as error:
+            return replace(fit, refused=str(error))
+        if all(loser.misses for loser in judged):
+            continue
+        verdicts: list[tuple[Judged, str]] = []
+        chosen = search(each, candidates.possible(each)[0], verdicts)
+        assert each.traces is not None
+        if each.traces.failure:
+            raise ResourceError(f"fit: no step of {fit.model} was traced: {each.traces.failure}")
+        if chosen is not None:
+            return replace(fit, chosen=chosen)
+        judged = [loser for loser, _ in verdicts]
+    return _with_shortage(fit, facts[-1], judged)
+
+
+def _with_shortage(fit: Fit, facts: Facts, losers: Sequence[Judged]) -> Fit:
+    """Add what the nearest candidates lack of a card's memory and of host RAM, and a key."""
+    recipe, machine, lacking = facts.recipe, facts.machine, {}
+    for loser in sorted(losers, key=lambda loser: loser.excess):
+        missing_bytes, memory = ways_to_fit.shortage(recipe, machine, loser)
+        least = "at least " if loser.by in ("states", "price") else ""
+        mode = loser.candidate.mode.removeprefix("deepspeed_")
+        lacking.setdefault(memory, f"{least}{size(missing_bytes)} {memory} ({mode})")
+    ways = itertools.chain(
+        ways_to_fit.smaller_reserve(facts, losers),
+        ways_to_fit.ways_to_fit(facts, with_other_adapters=False),
+    )
+    shortage = f"short by {' or '.join(lacking.values())}"
+    return replace(fit, shortage=shortage, fits_with=next(ways, ""))

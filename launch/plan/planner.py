@@ -30,7 +30,7 @@ from launch.predict.facts import Facts, Model, Rows
 from launch.predict.oom_history import CLEARLY_BELOW
 from launch.schema.data_section import DataSection
 from launch.schema.machine import GIB, Machine
-from launch.schema.plan import Change, Plan, Rendezvous
+from launch.schema.plan import Change, Plan, Rendezvous, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.run_sections import LaunchSection
 
@@ -124,15 +124,23 @@ def relaxed_contexts(facts: Facts) -> Iterator[tuple[Facts, tuple[Change, ...]]]
 
 
 def is_hopeless(facts: Facts, with_step: bool = True) -> bool:
-    """Return True if the states of every candidate exceed a budget; `with_step`: the states and the
-    least memory of its smallest allowed micro-batch."""
+    """Return True if every candidate exceeds a budget by what it takes at least."""
+    return all(each.misses for each in at_least(facts, with_step))
+
+
+def at_least(facts: Facts, with_step: bool = True) -> list[Judged]:
+    """Judge each candidate by its states; `with_step`: those that fit so by the states and the
+    least memory of the smallest allowed micro-batch."""
     possible, _ = candidates.possible(facts)
-    possible = [each for each in possible if not estimate.by_states(facts, each).misses]
+    judged = [estimate.by_states(facts, each) for each in possible]
     if not with_step:
-        return not possible
-    smallest = (list(candidates.splits(facts, each))[-1] for each in possible)
-    frugal = (candidates.most_frugal(facts, each) for each in smallest)
-    return all(estimate.at_least(facts, each).misses for each in frugal)
+        return judged
+    return [each if each.misses else _with_step(facts, each.candidate) for each in judged]
+
+
+def _with_step(facts: Facts, candidate: Strategy) -> Judged:
+    smallest = list(candidates.splits(facts, candidate))[-1]
+    return estimate.at_least(facts, candidates.most_frugal(facts, smallest))
 
 
 def _choose_for(facts: Facts) -> Choice:
@@ -163,7 +171,8 @@ def _chosen(facts: Facts) -> Plan:
             judged.clear()
             chosen = search(facts, possible, judged)
     if chosen is None:
-        ways = chain(smaller_reserve(recipe, facts.machine, judged), ways_to_fit(facts))
+        losers = [loser for loser, _ in judged]
+        ways = chain(smaller_reserve(facts, losers), ways_to_fit(facts))
         offered = None if recipe.allow else list(islice(ways, MAX_WAYS))
         message = does_not_fit_message(facts, judged, refusals, offered)
         raise DoesNotFit("\n".join([message, *facts.limits.notes]))

@@ -35,10 +35,11 @@ def does_not_fit_message(
     losers = sorted((loser for loser, _ in judged), key=lambda loser: loser.excess)
     for loser in losers:
         of_mode.setdefault(loser.candidate.mode, loser)
-    nearest = [
-        f"  {describe(loser.candidate)}: {_shortage(recipe, facts.machine, loser)}{loser.misses}"
-        for loser in of_mode.values()
-    ][:3]
+    nearest = []
+    for loser in [*of_mode.values()][:3]:
+        lacking, memory = shortage(recipe, facts.machine, loser)
+        short = f"short by {size(lacking)} {memory}: " if lacking else ""
+        nearest.append(f"  {describe(loser.candidate)}: {short}{loser.misses}")
     on_cards = any(loser.candidate.processes_per_machine > 1 for loser in losers)
     fullest = candidates.without_fullest(facts.machine.gpus) if on_cards else ""
     exact = " with launch.exact_batch" if recipe.launch.exact_batch else ""
@@ -59,13 +60,13 @@ def does_not_fit_message(
     return "\n".join(lines)
 
 
-def _shortage(recipe: Recipe, machine: Machine, loser: Judged) -> str:
-    """The bytes that a candidate misses a budget by; "" if it ran out of memory before."""
+def shortage(recipe: Recipe, machine: Machine, loser: Judged) -> tuple[int, str]:
+    """The bytes that a candidate misses a budget by, and which; 0 if it ran out of memory
+    before."""
     on_device = loser.memory.device_bytes - loser.budget_bytes
     if on_device > 0 and loser.candidate.device == "cuda":
-        return f"short by {size(on_device)} on the card: "
-    on_host = _host_shortage(recipe, machine, loser)
-    return f"short by {size(on_host)} of host RAM: " if on_host > 0 else ""
+        return on_device, "on the card"
+    return max(_host_shortage(recipe, machine, loser), 0), "of host RAM"
 
 
 def _host_shortage(recipe: Recipe, machine: Machine, loser: Judged) -> int:
@@ -73,27 +74,32 @@ def _host_shortage(recipe: Recipe, machine: Machine, loser: Judged) -> int:
     return budgets.host_bytes(loser.candidate, loser.memory) - budget
 
 
-def smaller_reserve(
-    recipe: Recipe, machine: Machine, judged: Sequence[tuple[Judged, str]]
-) -> Iterator[str]:
-    """Yield a launch.host_reserve_gib with which the nearest candidate fits, if there is one that
-    the guard of host RAM would not stop."""
+def smaller_reserve(facts: Facts, judged: Sequence[Judged]) -> Iterator[str]:
+    """Yield a launch.host_reserve_gib with which a candidate fits, if the nearest that lacks host
+    RAM alone needs no more than the guard of host RAM lets it take."""
+    recipe, machine = facts.recipe, facts.machine
     if machine.host_available_reason.startswith(budgets.LIMIT):  # which holds with any reserve
         return
     launch, budget = recipe.launch, budgets.host_budget_bytes(recipe, machine)
     reserve = machine.host_available_bytes - budget
     guarded = int((1 - (launch.host_stop_fraction or 1)) * machine.host_limit_bytes)
-    for loser, _ in sorted(judged, key=lambda pair: pair[0].excess)[:1]:
+    on_host = [each for each in judged if each.memory.device_bytes <= each.budget_bytes]
+    for loser in sorted(on_host, key=lambda each: each.excess)[:1]:
         smaller = (reserve - _host_shortage(recipe, machine, loser)) // TENTH * TENTH
-        on_device = loser.memory.device_bytes <= loser.budget_bytes
-        if on_device and max(guarded, TENTH) <= smaller < reserve:
-            needed = size(budgets.host_bytes(loser.candidate, loser.memory))
-            flag = f"--launch.host_reserve_gib={smaller / GIB:.1f}"
-            yield f"{flag} ({loser.candidate.mode}, {needed} of host RAM)"
+        if not max(guarded, TENTH) <= smaller < reserve:
+            continue
+        gib = round(smaller / GIB, 1)
+        place = launch.model_copy(update={"host_reserve_gib": gib})
+        chosen = _most_frugal_fit(facts, recipe.model_copy(update={"launch": place}))
+        if chosen is not None:
+            needed = size(budgets.host_bytes(chosen.candidate, chosen.memory))
+            mode = chosen.candidate.mode
+            yield f"--launch.host_reserve_gib={gib} ({mode}, {needed} of host RAM)"
 
 
-def ways_to_fit(facts: Facts) -> Iterator[str]:
-    """Yield flags with which a candidate fits, and its bytes; each was computed to fit."""
+def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]:
+    """Yield flags with which a candidate fits, and its bytes; each was computed to fit.
+    `with_other_adapters`: LoRA and QLoRA, where the recipe has none, are among them."""
     recipe = facts.recipe
     launch, model = recipe.launch, recipe.model
     starts_here = facts.wishes.num_processes is None
@@ -112,15 +118,9 @@ def ways_to_fit(facts: Facts) -> Iterator[str]:
     models = [("", model)]
     if model.dtype == "float32":
         models.append(("--model.dtype=bfloat16 ", model.model_copy(update={"dtype": "bfloat16"})))
-    lora, lora_flag = recipe.lora or LoraSection(), "" if recipe.lora else "--lora.r=16 "
     adapters = [("", recipe.lora, recipe.quantization)]
-    if lora_flag:
-        adapters.append((lora_flag, lora, None))
-    family = facts.model.size.family
-    trainable = trainable_shapes(facts.model.parameters, (), lora, family)
-    if recipe.quantization is None and not optimizers.unquantizable(trainable, family):
-        four_bit = QuantizationSection(load_in_4bit=True)
-        adapters.append((f"{lora_flag}--quantization.load_in_4bit=true ", lora, four_bit))
+    if with_other_adapters:
+        adapters += _other_adapters(facts)
     # with all weights trained: of an adapter the states are small
     optims = [("", recipe.training)]
     on_gpu = bool(facts.machine.gpus) and launch.device != "cpu"
@@ -141,6 +141,20 @@ def ways_to_fit(facts: Facts) -> Iterator[str]:
                 memory = size(chosen.memory.device_bytes)
                 yield f"{flags.strip()} ({chosen.candidate.mode}, {memory})"
                 break  # these states fit; another place adds nothing
+
+
+def _other_adapters(
+    facts: Facts,
+) -> Iterator[tuple[str, LoraSection, QuantizationSection | None]]:
+    """Yield flags, and the sections that they make, of adapters that take less."""
+    recipe, family = facts.recipe, facts.model.size.family
+    lora, lora_flag = recipe.lora or LoraSection(), "" if recipe.lora else "--lora.r=16 "
+    if lora_flag:
+        yield lora_flag, lora, None
+    trainable = trainable_shapes(facts.model.parameters, (), lora, family)
+    if recipe.quantization is None and not optimizers.unquantizable(trainable, family):
+        four_bit = QuantizationSection(load_in_4bit=True)
+        yield f"{lora_flag}--quantization.load_in_4bit=true ", lora, four_bit
 
 
 def _most_frugal_fit(facts: Facts, recipe: Recipe) -> Judged | None:

@@ -1,4 +1,4 @@
-"""The table of what fits a machine: for a terminal, as Markdown and as JSON."""
+"""The table of what fits a machine: for a terminal, as Markdown, as JSON, and as lines to paste."""
 
 from __future__ import annotations
 
@@ -11,51 +11,52 @@ from rich import box
 from rich.table import Table
 
 from launch.plan.fit import ACCUMULATION, MICRO_BATCH_TOKENS, Fit
+from launch.predict.budgets import host_bytes
+from launch.predict.estimate import Judged
+from launch.report.plan_lines import LORA_RATE
 from launch.schema.machine import GIB
 
 NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 NO = "-"
+COLUMNS = ("model", "train", "tokens", "tok/s", "VRAM", "RAM", "with, or why not")
 LEGEND = (
     f"Asked for: micro-batches of {MICRO_BATCH_TOKENS:,} tokens, {ACCUMULATION} of them a step,"
-    " bf16 autocast, sdpa, AdamW, LoRA r=16. All rows have the length of the column.",
+    " bf16 autocast, sdpa, AdamW, LoRA r=16. All rows have the same tokens.",
     "full: float32 weights, or, if that does not fit, bf16 weights. LoRA: bf16 base. QLoRA: 4-bit"
     " base.",
-    "tok/s and GiB of a card are predicted, not measured. - does not fit. batch N: N rows at once,"
-    " in more steps.",
+    "tok/s and GiB of a card (VRAM) and of the machine (RAM) are predicted, not measured. batch N:"
+    " N rows at once, in more steps.",
     "checkpointing: activations are computed again in backward. zero2_offload, zero3_offload:"
     " optimizer states in host RAM.",
+    "short by: what the nearest plan lacks. all: at every length. --lines prints, of each row that"
+    " fits, the line that trains it.",
+)
+LINES_BEGIN = (
+    "# --model.path=FOLDER, the downloaded model, replaces --model.shape, which has random weights",
+    "# --data.train_file=FILE names your rows; plan in place of run shows what would run",
 )
 
 
 def table(fits: Sequence[Fit], title: str) -> Table:
-    """A table of at most 100 columns: a line for each model and method, a column for each
-    length."""
+    """A table of at most 100 columns: the rows of each training."""
     shown = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
-    shown.add_column("model", no_wrap=True)
-    shown.add_column("train", no_wrap=True)
-    lengths = _lengths(fits)
-    for length in lengths:
-        shown.add_column(f"{length:,} tokens", max_width=25)
-    for (model, method), group in _rows(fits):
-        cells = {fit.length: "\n".join(_cell(fit)) for fit in group}
-        shown.add_row(model, method, *(cells.get(length, "") for length in lengths))
+    for name in COLUMNS[:-1]:
+        is_number = name not in COLUMNS[:2]
+        shown.add_column(name, no_wrap=True, justify="right" if is_number else "left")
+    shown.add_column(COLUMNS[-1])
+    for row in _rows(fits):
+        shown.add_row(*row)
     return shown
 
 
 def markdown(fits: Sequence[Fit]) -> str:
     """The table in Markdown."""
-    lengths = _lengths(fits)
-    head = ["model", "train", *(f"{length:,} tokens" for length in lengths)]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for (model, method), group in _rows(fits):
-        cells = {fit.length: "<br>".join(_cell(fit)) for fit in group}
-        row = [model, method, *(cells.get(length, "") for length in lengths)]
-        lines.append(f"| {' | '.join(row)} |")
-    return "\n".join(lines) + "\n"
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *_rows(fits)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def as_json(fits: Sequence[Fit]) -> list[dict[str, Any]]:
-    """An object for each training; `tokens_per_s` and what follows are null if it does not fit."""
+    """An object for each training; what only a choice has is null if it does not fit."""
     return [
         {
             "model": fit.model,
@@ -63,42 +64,68 @@ def as_json(fits: Sequence[Fit]) -> list[dict[str, Any]]:
             "length": fit.length,
             "fits": fit.chosen is not None,
             "refused": fit.refused or None,
+            "shortage": fit.shortage or None,
+            "fits_with": fit.fits_with or None,
             "tokens_per_s": fit.tokens_per_s,
             "device_bytes": fit.chosen and fit.chosen.memory.device_bytes,
             "budget_bytes": fit.chosen and fit.chosen.budget_bytes,
-            "host_bytes": fit.chosen and fit.chosen.memory.host_bytes,
+            "host_bytes": fit.chosen and _host_bytes(fit.chosen),
             "changes": list(fit.changes),
             "strategy": fit.chosen and asdict(fit.chosen.candidate),
             "model_dtype": fit.recipe.model.dtype,
+            "line": fit.chosen and line(fit),
         }
         for fit in fits
     ]
 
 
-def refusals(fits: Sequence[Fit]) -> list[str]:
-    """A line for each reason other than memory for which trainings are refused, with these."""
-    refused: dict[str, list[str]] = {}
+def lines(fits: Sequence[Fit]) -> Iterator[str]:
+    """Yield the line that trains each row that fits, below a comment with its name."""
+    yield from LINES_BEGIN
     for fit in fits:
-        if fit.refused:
-            named = f"{fit.model} {NAMES[fit.method]} at {fit.length:,} tokens"
-            refused.setdefault(fit.refused, []).append(named)
-    return [f"No question of memory: {', '.join(of)}: {why}." for why, of in refused.items()]
+        if fit.chosen is not None:
+            speed = f": {fit.tokens_per_s:,.0f} tok/s" if fit.tokens_per_s else ""
+            yield f"# {fit.model} {NAMES[fit.method]}, {fit.length:,} tokens{speed}"
+            yield line(fit)
 
 
-def _cell(fit: Fit) -> Iterator[str]:
+def line(fit: Fit) -> str:
+    """The command that trains a row; `plan` in place of `run` makes the same choice."""
+    recipe, training = fit.recipe, fit.recipe.training
+    typed = {
+        "model.shape": recipe.model.shape,
+        "model.dtype": recipe.model.dtype,
+        "data.max_length": recipe.data.max_length,
+        "training.gradient_accumulation_steps": training.gradient_accumulation_steps,
+    }
+    if recipe.lora:
+        typed |= {"lora.r": recipe.lora.r, "training.learning_rate": f"{LORA_RATE:g}"}
+    if recipe.quantization:
+        typed["quantization.load_in_4bit"] = "true"
+    batch = str(training.per_device_train_batch_size)
+    flags = (f"--{key}={value}" for key, value in typed.items())
+    return " ".join(["python -m launch run sft_fast", batch, *flags])
+
+
+def _rows(fits: Sequence[Fit]) -> Iterator[list[str]]:
+    """Yield the cells of each training; of a model that fits at no length, all lengths as one."""
+    for _, group in groupby(fits, key=lambda fit: (fit.model, fit.method)):
+        rows = [_cells(fit) for fit in group]
+        if len(rows) > 1 and all(row[3:] == [NO, NO, NO, rows[0][-1]] for row in rows):
+            rows = [[*rows[0][:2], "all", *rows[0][3:]]]
+        yield from rows
+
+
+def _cells(fit: Fit) -> list[str]:
+    names = [fit.model, NAMES[fit.method], f"{fit.length:,}"]
     if fit.chosen is None:
-        yield NO
-        return
-    speed = f"{fit.tokens_per_s:,.0f} tok/s, " if fit.tokens_per_s else ""
-    yield f"{speed}{fit.chosen.memory.device_bytes / GIB:.1f} GiB"
-    if fit.changes:
-        yield ", ".join(fit.changes)
+        helps = f"; fits with {fit.fits_with}" if fit.fits_with else ""
+        return [*names, NO, NO, NO, fit.refused or fit.shortage + helps]
+    speed = f"{fit.tokens_per_s:,.0f}" if fit.tokens_per_s else "?"
+    sizes = fit.chosen.memory.device_bytes, _host_bytes(fit.chosen)
+    gib = (f"{size / GIB:.1f} GiB" for size in sizes)
+    return [*names, speed, *gib, ", ".join(fit.changes)]
 
 
-def _lengths(fits: Sequence[Fit]) -> list[int]:
-    return sorted({fit.length for fit in fits})
-
-
-def _rows(fits: Sequence[Fit]) -> Iterator[tuple[tuple[str, str], list[Fit]]]:
-    for (model, method), group in groupby(fits, key=lambda fit: (fit.model, fit.method)):
-        yield (model, NAMES[method]), list(group)
+def _host_bytes(chosen: Judged) -> int:
+    return host_bytes(chosen.candidate, chosen.memory)

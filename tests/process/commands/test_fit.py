@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
 from launch.plan import fit
+from launch.probe import described
+from launch.probe.import_memory import ASSUMED_CUDA
 from launch.report import fit_table
 from scripts import render_fit
 from tests import builders
@@ -26,7 +31,10 @@ def test_what_cannot_fit_is_not_traced_and_the_table_has_100_columns_on_a_termin
     program = [sys.executable, "-m", "launch", *argv]
     screen = builders.on_terminal(program, tmp_path, LOWMEM_TRACES=str(tmp_path))
     assert max(map(len, re.sub(r"\x1b\[\S*?m|\r.*\r", "", screen).splitlines())) <= 100
-    assert sum("llama3.1-70b" in line for line in lines) == len(fit.METHODS)
+    rows = [line for line in lines if "llama3.1-70b" in line]
+    assert len(rows) == len(fit.METHODS)
+    for row in rows:
+        assert re.search(r" all  .*short by at least [\d,.]+ GiB (on the card|of host RAM) \(", row)
     assert "tracing" not in done.stderr
     assert "predicted, not measured" in done.stdout
     assert not list(tmp_path.glob("*.log"))
@@ -36,38 +44,55 @@ def test_what_is_no_question_of_memory_is_said_with_its_reason(tmp_path):
     argv = ("--model=gpt2-small", "--length=4096")
     done = launch(tmp_path, "fit", *MACHINE, *argv, LOWMEM_TRACES=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    assert "No question of memory: gpt2-small full at 4,096 tokens, gpt2-small LoRA" in said
-    assert said.count("but the model has 1024 positions") == 1
+    assert done.stdout.count("-   data.max_length 4096, but the model has 1024 positions") == 3
+
+
+@pytest.mark.parametrize(
+    ("card", "ram_gib", "model", "key"),
+    [
+        ("RTX 4090", 32, "qwen2.5-3b", r"--training\.optim=adamw_8bit \(single_gpu, "),
+        (
+            "RTX 3060",
+            34,
+            "qwen2.5-1.5b",
+            r"--launch\.host_reserve_gib=1\.\d \(deepspeed_zero2_offl",
+        ),
+    ],
+)
+def test_a_reason_names_what_is_short_and_a_key_that_helps(card, ram_gib, model, key):
+    machine = described.from_words(card, 1, ram_gib)
+    traces = Path(os.environ["LOWMEM_TRACES"])
+    (row,) = fit.fits(machine, ASSUMED_CUDA, traces, (model,), ("full",), (512,))
+    assert row.chosen is None
+    on_card, on_host = sorted(row.shortage.removeprefix("short by ").split(" or "), key=len)
+    assert re.fullmatch(r"at least 0\.\d\d GiB on the card \(single_gpu\)", on_card)
+    assert re.fullmatch(r"at least [\d.]+ GiB of host RAM \(zero2_offload\)", on_host)
+    assert re.match(key, row.fits_with)
 
 
 @pytest.mark.modes
-def test_a_training_that_fits_is_what_the_plan_of_its_recipe_says(tmp_path):
-    argv = (*MACHINE, "--model=minigpt-medium", "--length=512", "--json")
-    done = launch(tmp_path, "fit", *argv)
+@pytest.mark.parametrize("method", fit.METHODS)
+def test_the_line_of_a_row_makes_the_plan_that_the_row_shows(tmp_path, method):
+    argv = (*MACHINE, "--model=minigpt-medium", "--length=512")
+    done = launch(tmp_path, "fit", *argv, "--json")
     assert done.returncode == 0, done.stderr
-    rows = {row["method"]: row for row in json.loads(done.stdout)["fits"]}
-    assert [rows[method]["fits"] for method in fit.METHODS] == [True] * 3
-    recipe = fit.recipe_of("minigpt-medium", "lora", 512, half=False)
-    sections = recipe.model_dump(mode="json", exclude_defaults=True)
-    file = builders.recipe(
-        tmp_path / "recipe",
-        "minigpt-medium",
-        model=sections["model"] | {"attn_implementation": "sdpa"},
-        lora=sections["lora"],
-        data={"max_length": 512, "validation_file": None},
-        training=sections["training"] | {"save_steps": 500, "logging_steps": 10},
-    )
-    planned = launch(tmp_path, "plan", str(file), *MACHINE, "--rows-of=512", "--json")
+    (row,) = (row for row in json.loads(done.stdout)["fits"] if row["method"] == method)
+    lines = launch(tmp_path, "fit", *argv, "--lines").stdout.splitlines()
+    assert row["line"] in lines
+    program, words = shlex.split(row["line"])[:4], shlex.split(row["line"])[4:]
+    assert program == ["python", "-m", "launch", "run"]
+    alike = ("--model.attn_implementation=sdpa", "--data.validation_file=null")
+    planned = launch(tmp_path, "plan", *words, *alike, *MACHINE, "--rows-of=512", "--json")
     assert planned.returncode == 0, planned.stderr
-    plan, row = json.loads(planned.stdout), rows["lora"]
-    for key in ("mode", "per_device_train_batch_size", "levers"):
+    plan = json.loads(planned.stdout)
+    for key in ("mode", "per_device_train_batch_size", "gradient_accumulation_steps", "levers"):
         assert row["strategy"][key] == plan["strategy"][key]
     assert row["budget_bytes"] == plan["budget_bytes"]
     estimate = plan["estimate"]
     total = sum(estimate["peak"]["parts"].values()) + estimate["outside_bytes"]
     assert row["device_bytes"] == total + estimate["fragmentation_bytes"]
-    tokens = 512 * plan["strategy"]["per_device_train_batch_size"] * 4
+    batch = plan["strategy"]["per_device_train_batch_size"]
+    tokens = 512 * batch * plan["strategy"]["gradient_accumulation_steps"]
     assert row["tokens_per_s"] == pytest.approx(tokens / plan["seconds_per_step"])
 
 
