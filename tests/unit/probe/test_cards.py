@@ -25,6 +25,8 @@ from tests.builders import launch
         ("3080ti", "RTX 3080 Ti", 12288),
         ("A5000", "RTX A5000", 24564),
         ("RTX A5000 Laptop GPU", "RTX A5000 Laptop", 16384),
+        ("GeForce RTX 4090 Laptop GPU", "RTX 4090 Laptop", 16376),
+        ("3080 laptop 8GB", "RTX 3080 Laptop", 8192),
         ("RTX 6000 Ada Generation", "RTX 6000 Ada", 49140),
         ("Tesla T4", "T4", 15360),
         ("V100 32GB", "V100", 32768),

@@ -530,7 +530,7 @@ def test_every_row_has_a_source_and_rates_that_can_be(row):
         <= 2.5e15
     )
     assert peaks.get("bfloat16", peaks["float16"]) <= peaks["float16"]
-    assert 250e9 <= row.bytes_per_s <= 8e12
+    assert 190e9 <= row.bytes_per_s <= 8e12
     assert 6 <= row.gb <= 192
     assert 0.9 * row.gb <= row.total_bytes / GIB <= 1.02 * row.gb
     assert row.pcie in (3, 4, 5)
@@ -568,6 +568,11 @@ def test_reading_the_table_takes_few_calls():
         ("NVIDIA RTX A2000 12GB", 12.0, "8.6", "RTX A2000", 31.9, 288),
         ("NVIDIA RTX A5000", 24.0, "8.6", "RTX A5000", 111.1, 768),
         ("NVIDIA RTX A5000 Laptop GPU", 16.0, "8.6", "RTX A5000 Laptop", 77.4, 448),
+        ("NVIDIA GeForce RTX 3080 Laptop GPU", 8.0, "8.6", "RTX 3080 Laptop", 42, 448),
+        ("NVIDIA GeForce RTX 3080 Ti Laptop GPU", 16.0, "8.6", "RTX 3080 Ti Laptop", 47.2, 512),
+        ("NVIDIA GeForce RTX 4050 Laptop GPU", 6.0, "8.9", "RTX 4050 Laptop", 24.3, 192),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, "8.9", "RTX 4090 Laptop", 79.4, 576),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", 23.9, "12.0", "RTX 5090 Laptop", 90.7, 896),
         ("NVIDIA RTX A6000", 48.0, "8.6", "RTX A6000", 154.8, 768),
         ("NVIDIA RTX 6000 Ada Generation", 48.0, "8.9", "RTX 6000 Ada", 364.2, 960),
         ("NVIDIA L4", 22.5, "8.9", "L4", 121, 300),
@@ -626,8 +631,8 @@ def test_a_card_without_bf16_is_found_too(name, gib, architecture, row):
 @pytest.mark.parametrize(
     ("name", "gib", "architecture", "like"),
     [
-        # another chip than a 4090
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", 16.0, "8.9", "RTX 4060 Ti"),
+        # another chip than a 3070 Ti
+        ("NVIDIA GeForce RTX 3070 Ti Laptop GPU", 8.0, "8.6", "RTX 3060 Ti"),
         ("NVIDIA GeForce RTX 4090 D", 24.0, "8.9", "L4"),
         ("NVIDIA H200 NVL", 139.8, "9.0", "H200"),
         ("AMD Radeon RX 7900M", 16.0, "gfx1100", "RX 7900 GRE"),
