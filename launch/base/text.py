@@ -67,7 +67,12 @@ def size(count: int) -> str:
 
 def pace(step_s: float) -> str:
     """The time of a step as people read it."""
-    return f"{step_s:.3g} s a step" if step_s < 100 else f"{duration(step_s)} a step"
+    return f"{step_seconds(step_s)} a step"
+
+
+def step_seconds(step_s: float) -> str:
+    """The seconds of a step, in three digits; a long time as people read it."""
+    return f"{step_s:.3g} s" if step_s < 100 else duration(step_s)
 
 
 def duration(seconds: float) -> str:

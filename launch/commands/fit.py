@@ -80,7 +80,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     console.print(fit_table.table(answers, f"{machine.name}: what fits"))
     if machine.assumed:
         console.print(f"Assumed: {machine.assumed}.")
-    console.print("\n".join(fit_table.LEGEND))
+    console.print("\n".join([fit_table.margin_line(answers), *fit_table.LEGEND]))
     return 0
 
 

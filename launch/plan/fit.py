@@ -20,9 +20,10 @@ from launch.plan import candidates, planner, ways_to_fit
 from launch.plan import facts as plan_facts
 from launch.plan.scaled_traces import ScaledTraces
 from launch.plan.search import search
-from launch.predict import model_config
+from launch.predict import model_config, seconds_margins
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts, Installed
+from launch.predict.seconds_margins import SecondsMargin
 from launch.probe import architectures
 from launch.probe.import_memory import Imports
 from launch.schema.levers import TRIED
@@ -59,12 +60,20 @@ class Fit:
     refused: str = ""
     shortage: str = ""
     fits_with: str = ""  # a key with which it fits, where one is known
+    margin: SecondsMargin | None = None  # of predicted seconds, on these cards
 
     @property
     def tokens_per_s(self) -> float | None:
         if self.chosen is None or self.chosen.time is None:
             return None
         return self.chosen.time.samples_per_s * self.length
+
+    @property
+    def tokens_per_s_range(self) -> tuple[float, float] | None:
+        """The tokens a second within the margin of the seconds."""
+        if self.tokens_per_s is None or self.margin is None:
+            return None
+        return self.tokens_per_s / self.margin.most, self.tokens_per_s / self.margin.least
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -122,6 +131,7 @@ def fits(
     processes hold; `traces`: the folder of stored traces."""
     expands = architectures.expands_segments(machine.gpus, "")
     installed = Installed(may_expand=expands, import_memory=of_imports)
+    margin = seconds_margins.of_cards(machine.gpus)
     with WORKER:
         for model in models:
             counted = model_config.read(ModelSection(shape=model), root=FILES, cache=traces.parent)
@@ -130,7 +140,7 @@ def fits(
                 recipes = [
                     recipe_of(model, method, length, half, len(machine.gpus)) for half in halves
                 ]
-                fit = Fit(model, method, length, recipes[0], None)
+                fit = Fit(model, method, length, recipes[0], None, margin=margin)
                 try:
                     built = [
                         plan_facts.build(recipe, machine, *counted, ANY_FORMAT)
@@ -183,12 +193,12 @@ def _with_shortage(fit: Fit, facts: Facts, losers: Sequence[Judged]) -> Fit:
     recipe, machine, lacking = facts.recipe, facts.machine, {}
     for loser in sorted(losers, key=lambda loser: loser.excess):
         missing_bytes, memory = ways_to_fit.shortage(recipe, machine, loser)
-        least = "at least " if loser.by in ("states", "price") else ""
         mode = loser.candidate.mode.removeprefix("deepspeed_")
-        lacking.setdefault(memory, f"{least}{size(missing_bytes)} {memory} ({mode})")
+        lacking.setdefault(memory, f"{size(missing_bytes)} {memory} ({mode})")
+    least = "at least " if any(loser.by in ("states", "price") for loser in losers) else ""
     ways = itertools.chain(
         ways_to_fit.smaller_reserve(facts, losers),
         ways_to_fit.ways_to_fit(facts, with_other_adapters=False),
     )
-    shortage = f"short by {' or '.join(lacking.values())}"
+    shortage = f"short by {least}{' or '.join(lacking.values())}"
     return replace(fit, shortage=shortage, fits_with=next(ways, ""))

@@ -18,7 +18,7 @@ from launch.schema.machine import GIB
 
 NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 NO = "-"
-COLUMNS = ("model", "train", "tokens", "tok/s", "VRAM", "RAM", "with, or why not")
+COLUMNS = ("model", "train", "tokens", "tok/s", "VRAM, GiB", "RAM, GiB", "with, or why not")
 LEGEND = (
     f"Asked for: micro-batches of {MICRO_BATCH_TOKENS:,} tokens, {ACCUMULATION} of them a step,"
     " bf16 autocast, sdpa, AdamW, LoRA r=16. All rows have the same tokens.",
@@ -42,7 +42,8 @@ def table(fits: Sequence[Fit], title: str) -> Table:
     shown = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for name in COLUMNS[:-1]:
         is_number = name not in COLUMNS[:2]
-        shown.add_column(name, no_wrap=True, justify="right" if is_number else "left")
+        head = name.replace(", ", "\n")
+        shown.add_column(head, no_wrap=True, justify="right" if is_number else "left")
     shown.add_column(COLUMNS[-1])
     for row in _rows(fits):
         shown.add_row(*row)
@@ -50,9 +51,17 @@ def table(fits: Sequence[Fit], title: str) -> Table:
 
 
 def markdown(fits: Sequence[Fit]) -> str:
-    """The table in Markdown."""
+    """The table in Markdown, and the margin of its seconds."""
     rows = [COLUMNS, ["---"] * len(COLUMNS), *_rows(fits)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows) + f"\n{margin_line(fits)}\n"
+
+
+def margin_line(fits: Sequence[Fit]) -> str:
+    """A sentence on the margin of the tokens a second."""
+    margin = fits[0].margin
+    if margin is None:
+        return "tok/s: no evidence for this card: no training on one like it was measured."
+    return f"tok/s in brackets: {margin.reason}."
 
 
 def as_json(fits: Sequence[Fit]) -> list[dict[str, Any]]:
@@ -67,6 +76,7 @@ def as_json(fits: Sequence[Fit]) -> list[dict[str, Any]]:
             "shortage": fit.shortage or None,
             "fits_with": fit.fits_with or None,
             "tokens_per_s": fit.tokens_per_s,
+            "tokens_per_s_range": fit.tokens_per_s_range,
             "device_bytes": fit.chosen and fit.chosen.memory.device_bytes,
             "budget_bytes": fit.chosen and fit.chosen.budget_bytes,
             "host_bytes": fit.chosen and _host_bytes(fit.chosen),
@@ -84,8 +94,8 @@ def lines(fits: Sequence[Fit]) -> Iterator[str]:
     yield from LINES_BEGIN
     for fit in fits:
         if fit.chosen is not None:
-            speed = f": {fit.tokens_per_s:,.0f} tok/s" if fit.tokens_per_s else ""
-            yield f"# {fit.model} {NAMES[fit.method]}, {fit.length:,} tokens{speed}"
+            name = f"# {fit.model} {NAMES[fit.method]}, {fit.length:,} tokens"
+            yield f"{name}: {_speed(fit)} tok/s"
             yield line(fit)
 
 
@@ -121,10 +131,18 @@ def _cells(fit: Fit) -> list[str]:
     if fit.chosen is None:
         helps = f"; fits with {fit.fits_with}" if fit.fits_with else ""
         return [*names, NO, NO, NO, fit.refused or fit.shortage + helps]
-    speed = f"{fit.tokens_per_s:,.0f}" if fit.tokens_per_s else "?"
     sizes = fit.chosen.memory.device_bytes, _host_bytes(fit.chosen)
-    gib = (f"{size / GIB:.1f} GiB" for size in sizes)
-    return [*names, speed, *gib, ", ".join(fit.changes)]
+    gib = (f"{size / GIB:.1f}" for size in sizes)
+    return [*names, _speed(fit), *gib, ", ".join(fit.changes)]
+
+
+def _speed(fit: Fit) -> str:
+    if fit.tokens_per_s is None:
+        return "?"
+    within = fit.tokens_per_s_range
+    return f"{fit.tokens_per_s:,.0f}" + (
+        f" ({within[0]:,.0f} to {within[1]:,.0f})" if within else ""
+    )
 
 
 def _host_bytes(chosen: Judged) -> int:

@@ -11,9 +11,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from launch.base.text import WHOLE, duration, pace, size
+from launch.base.text import WHOLE, duration, pace, size, step_seconds
 from launch.plan.planner import Choice
+from launch.predict import seconds_margins
 from launch.predict.budgets import host_budget_bytes
+from launch.predict.seconds_margins import SecondsMargin
 from launch.schema.machine import Machine
 from launch.schema.plan import MULTIPLE, Change, MemoryEstimate, Padding, Peak, Plan, Strategy
 from launch.schema.recipe import Recipe
@@ -69,7 +71,9 @@ def facts(
     yield from _batch(plan)
     yield Fact("mode", _mode(machine, plan), plan.why)
     yield from _memory(recipe, machine, plan)
-    yield Fact("time", _time(recipe, plan, now, finished_steps))
+    margin = _seconds_margin(machine, plan)
+    time = _time(recipe, machine, plan, now, finished_steps)
+    yield Fact("time", time, (margin.reason,) if margin and plan.seconds_per_step else ())
     yield Fact("schedule", _schedule(recipe, plan), tuple(schedule_notes(recipe, plan)))
     for switch in plan.switches:
         yield Fact(switch.name, switch.runs, (switch.why,), "kernels")
@@ -371,9 +375,11 @@ def _peak(plan: Plan, peak: Peak) -> Iterator[str]:
         yield estimate.outside_source
 
 
-def _time(recipe: Recipe, plan: Plan, now: datetime | None, finished_steps: int) -> str:
+def _time(
+    recipe: Recipe, machine: Machine, plan: Plan, now: datetime | None, finished_steps: int
+) -> str:
     """Seconds a step, steps, hours and the end, as far as they are known before training."""
-    text, seconds = time_text(recipe, plan, finished_steps)
+    text, seconds = _time_text(recipe, machine, plan, finished_steps)
     if now is None or seconds is None or seconds > HOPELESS_S:
         return text
     # minutes are rounded up: a start at 10:00 that takes 10 s ends at 10:01
@@ -382,14 +388,16 @@ def _time(recipe: Recipe, plan: Plan, now: datetime | None, finished_steps: int)
     return f"{text}: ends about {day}{end:%H:%M}"
 
 
-def time_text(recipe: Recipe, plan: Plan, finished_steps: int = 0) -> tuple[str, float | None]:
+def _time_text(
+    recipe: Recipe, machine: Machine, plan: Plan, finished_steps: int
+) -> tuple[str, float | None]:
     """Seconds a step, steps and their time, as far as they are known before training; and the
     seconds, None where they are not."""
     steps = plan.total_steps(recipe)
     if plan.seconds_per_step is None:
         count = "" if steps is None else f"{steps:,} steps; "
         return f"{count}seconds a step are not known yet: no step of this kind was traced", None
-    each = f"{pace(plan.seconds_per_step)} predicted"
+    each = _pace(machine, plan, plan.seconds_per_step)
     if steps is None:
         return f"{each}; steps and end are not known before the rows are counted", None
     steps_left = max(steps - finished_steps, 0)
@@ -397,6 +405,25 @@ def time_text(recipe: Recipe, plan: Plan, finished_steps: int = 0) -> tuple[str,
     count = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
     hopeless = "; hopeless on this machine" if seconds > HOPELESS_S else ""
     return f"{each} x {count} = {duration(seconds)}{hopeless}", seconds
+
+
+def _pace(machine: Machine, plan: Plan, step_s: float) -> str:
+    """Seconds a step with their margin, which those on CPUs have not yet."""
+    if plan.strategy.device == "cpu":
+        return f"{pace(step_s)} predicted"
+    margin = _seconds_margin(machine, plan)
+    if margin is None:
+        return f"{step_seconds(step_s)} (no evidence for this card)"
+    least, most = margin.least * step_s, margin.most * step_s
+    least_text = f"{least:.3g}" if most < 100 else step_seconds(least)
+    most_text = f"{most:.3g}" if most < 100 else step_seconds(most)
+    return f"{step_seconds(step_s)} ({least_text} to {most_text}) predicted"
+
+
+def _seconds_margin(machine: Machine, plan: Plan) -> SecondsMargin | None:
+    if plan.strategy.device == "cpu":
+        return None
+    return seconds_margins.of_cards(machine.gpus[: plan.strategy.processes_per_machine])
 
 
 def length_text(plan: Plan) -> str:

@@ -7,10 +7,11 @@ from datetime import datetime
 
 import pytest
 
-from launch.base.text import COLUMNS, WHOLE
+from launch.base.text import COLUMNS, WHOLE, duration, step_seconds
+from launch.predict import seconds_margins
 from launch.report import first_screen, plan_lines
 from launch.schema.plan import Change, SourceRows, Switch
-from tests.builders import machine, plan, recipe_of
+from tests.builders import gpu, machine, plan, recipe_of
 
 NOW = datetime(2026, 3, 5, 22, 10)
 LOG = ("log", "logs/chat_trainer_wish-20260305-221000.log")
@@ -47,6 +48,30 @@ def test_the_time_is_a_step_times_the_steps_that_are_left_and_the_clock_at_its_e
 ):
     lines = screen(seconds_per_step=step_s, finished_steps=finished_steps)
     assert value(lines, "time").startswith(words)
+
+
+@pytest.mark.parametrize("step_s", [0.123, 1000.0])
+def test_seconds_on_a_card_have_the_margin_of_its_class(step_s):
+    on = machine(gpus=1)
+    margin = seconds_margins.of_cards(on.gpus)
+    assert margin
+    least, most = margin.least * step_s, margin.most * step_s
+    within = (
+        f"{least:.3g} to {most:.3g}" if most < 100 else f"{duration(least)} to {duration(most)}"
+    )
+    lines = screen(on=on, seconds_per_step=step_s)
+    words = f"{step_seconds(step_s)} ({within}) predicted x 60 steps = "
+    assert value(lines, "time").startswith(words)
+    made = replace(plan(recipe_of(), on), seconds_per_step=step_s)
+    (time,) = (row for row in plan_lines.facts(recipe_of(), on, made) if row.label == "time")
+    assert time.why == (margin.reason,)
+
+
+def test_seconds_on_a_card_like_which_none_was_measured_say_so():
+    on = machine(cards=(replace(gpu(), name="RTX 3080 Laptop"),))
+    lines = screen(on=on, seconds_per_step=12.3)
+    words = "12.3 s (no evidence for this card) x 60 steps = 12 min: ends about 22:23"
+    assert value(lines, "time") == words
 
 
 def test_steps_that_are_not_counted_have_no_end():

@@ -1,0 +1,59 @@
+"""Margins of predicted seconds: how measured trainings on cards of a class compare with them
+(configs/seconds_margins.yaml)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from launch.base.workspace import FILES
+from launch.probe import cards
+from launch.schema.machine import Gpu
+
+FILE = FILES / "configs" / "seconds_margins.yaml"
+# names of configs/cards.yaml that make a class
+CLASSES = {
+    "GeForce": r"(GTX|RTX) \d{4}( Ti| SUPER| D)*",
+    "A100 and A800": r"A100( .*)?",
+    "H100 and newer": r"(H100|H200|B200)( .*)?",
+}
+
+
+@dataclass(frozen=True)
+class SecondsMargin:
+    """Measured over predicted seconds of a step, of nine measured trainings in ten."""
+
+    cards: str  # their class
+    trainings: int
+    least: float
+    most: float
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"of {self.trainings} measured trainings on such cards ({self.cards}), nine in ten took"
+            f" {self.least:g} to {self.most:g} times the predicted seconds"
+        )
+
+
+def class_of(name: str) -> str | None:
+    """The class of a row of configs/cards.yaml; None for a card like which none was measured."""
+    return next((each for each, form in CLASSES.items() if re.fullmatch(form, name)), None)
+
+
+def of_cards(gpus: Sequence[Gpu]) -> SecondsMargin | None:
+    """The margin for these cards; None unless all are of one class, of which enough trainings were
+    measured."""
+    rows = [cards.of(gpu) for gpu in gpus]
+    classes = {class_of(row.name) if row and is_named else None for row, is_named in rows}
+    return _table().get(classes.pop() or "") if len(classes) == 1 else None
+
+
+@cache
+def _table() -> Mapping[str, SecondsMargin]:
+    import yaml
+
+    content = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return {name: SecondsMargin(name, **figures) for name, figures in content.items()}
