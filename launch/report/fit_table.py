@@ -100,7 +100,8 @@ def lines(fits: Sequence[Fit]) -> Iterator[str]:
 
 
 def line(fit: Fit) -> str:
-    """The command that trains a row; `plan` in place of `run` makes the same choice."""
+    """The command that trains a row. A plan of it takes faster kernels than sdpa where there are
+    some, and counts the recipe's held-out rows, so that it may choose otherwise."""
     recipe, training = fit.recipe, fit.recipe.training
     typed = {
         "model.shape": recipe.model.shape,
