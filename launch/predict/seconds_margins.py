@@ -15,7 +15,7 @@ from launch.schema.machine import Gpu
 FILE = FILES / "configs" / "seconds_margins.yaml"
 # names of configs/cards.yaml that make a class
 CLASSES = {
-    "GeForce": r"(GTX|RTX) \d{4}( Ti| SUPER| D)*",
+    "GeForce": cards.GEFORCE.pattern,
     "A100 and A800": r"A100( .*)?",
     "H100 and newer": r"(H100|H200|B200)( .*)?",
 }
