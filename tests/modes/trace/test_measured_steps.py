@@ -1,4 +1,5 @@
-"""Whole trainings that others measured on cards (tests/data/gpu/measured.json), and their plans."""
+"""Whole trainings that were measured on cards, and their plans: memory (tests/data/gpu/
+measured.json), and seconds of a step of one of each kind (tests/data/time_evidence)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import seconds_of_cards
+from launch.data.worker import WORKER
 from launch.schema.machine import GIB
 from tests import builders
 
@@ -118,3 +121,23 @@ def test_after_a_step_weights_gradients_and_states_are_there_and_the_logits_of_i
     # 4 rows of 128,256 scores of 2 bytes: 325 to 345 tokens, of at most 768
     assert all(0.31 < rest < 0.34 for rest in rests.values()), rests
     assert max(rests.values()) - min(rests.values()) < 0.01, rests
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdpqlora-4090x2-lora7b-ddp",  # GeForce, two cards
+        "qwen-7b-lora-2048",  # A100
+        "qwen-1.8b-lora-512",  # A100, waits for its host
+        "h200-c3-ours",  # QLoRA, computes all the time
+        "h200-c1-lowmem-grouped",  # all weights, waits for its host
+        "h200-c2-lowmem-grouped-bf16",  # LoRA, waits for its host
+        "nanogpt-gpt2-a100",
+    ],
+)
+def test_seconds_are_within_a_quarter_of_what_was_measured(name: str, tmp_path: Path):
+    about = seconds_of_cards.evidence()
+    rows = [row for row in about["rows"] if row["id"] == name]
+    with WORKER:
+        (row,) = seconds_of_cards.measured_rows({**about, "rows": rows}, name, tmp_path)
+    assert 0.8 < row["ratio"] < 1.25
