@@ -27,24 +27,18 @@ from launch.data.worker import WORKER
 from launch.plan import candidates
 from launch.plan import facts as plan_facts
 from launch.plan.fit import ANY_FORMAT
-from launch.predict import estimate, model_config
+from launch.predict import estimate, model_config, seconds_margins
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts, Installed, Rows
 from launch.predict.traces import Traces
-from launch.probe import described
+from launch.probe import cards, described
 from launch.probe.import_memory import ASSUMED_CUDA
 from launch.recipe import load
 from launch.schema.recipe import Recipe
 
 EVIDENCE = recording.CODE / "tests/data/time_evidence/rows.json"
 RESULT = "seconds_of_cards"
-# the cards of a class begin with these words
-CARDS = {
-    "GeForce": ("RTX 30", "RTX 40", "RTX 50"),
-    "A100 and A800": ("A100",),
-    "H100 and newer": ("H100", "H200", "B200"),
-}
-CLASSES = ("GeForce", "A100 and A800", "H100 and newer", "launch-bound", "compiled", "other")
+CLASSES = (*seconds_margins.CLASSES, "launch-bound", "compiled", "other")
 DOUBTFUL = "doubtful"  # rows of which the training, or its figures, are not known well
 # sentences that rows may have, and the titles of their tables
 SAID = {"doubt": "Doubtful rows", "reason": "Rows that are no recipe"}
@@ -62,7 +56,7 @@ FIXED: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def evidence() -> dict[str, Any]:
+def read_evidence() -> dict[str, Any]:
     return json.loads(EVIDENCE.read_text(encoding="utf-8"))
 
 
@@ -85,7 +79,7 @@ def recipe_of(row: Mapping[str, Any], model: str | Mapping[str, Any], folder: Pa
 
 
 def counts_of(mean_tokens: float, varied: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    """What tokenising would count of a data set's rows with this mean, every token a target."""
+    """The counts of tokenised rows with this mean length, every token a target."""
     lengths = [min(round(mean_tokens * share), longest) for share in varied["shares"]]
     tokens = round(mean_tokens * varied["rows"])
     return {
@@ -109,9 +103,9 @@ def rows_of(row: Mapping[str, Any], recipe: Recipe, varied: Mapping[str, Any], r
     return replace(rows, counts=counts, lengths=(longest, longest))
 
 
-def judged(row: Mapping[str, Any], about: Mapping[str, Any], folder: Path) -> Judged:
+def judged(row: Mapping[str, Any], content: Mapping[str, Any], folder: Path) -> Judged:
     """The prediction for a row's own strategy, which is the only one that its recipe allows."""
-    recipe = recipe_of(row, about["models"][row["model"]], folder)
+    recipe = recipe_of(row, content["models"][row["model"]], folder)
     machine = described.from_words(row["card"], row["cards"], row["ram_gib"])
     workspace = Workspace.here()
     config, parameters, family = model_config.read(recipe.model, root=FILES, cache=workspace.cache)
@@ -120,7 +114,7 @@ def judged(row: Mapping[str, Any], about: Mapping[str, Any], folder: Path) -> Ju
     size, targets = facts.model.size, facts.model.lora_targets
     facts = replace(
         facts,
-        rows=rows_of(row, recipe, about["lengths"], facts.rows),
+        rows=rows_of(row, recipe, content["lengths"], facts.rows),
         installed=Installed(import_memory=ASSUMED_CUDA),
         traces=Traces(recipe, size, targets, workspace.traces, lambda line: None),
     )
@@ -143,21 +137,21 @@ def class_of(row: Mapping[str, Any]) -> str:
         DOUBTFUL: "doubt" in row,
         "compiled": row["recipe"]["training"].get("torch_compile"),
         "launch-bound": row.get("is_launch_bound"),
-        **{name: row["card"].startswith(words) for name, words in CARDS.items()},
     }
-    return next((name for name, is_marked in marks.items() if is_marked), "other")
+    card = seconds_margins.class_of(cards.by_words(row["card"]).name)
+    return next((name for name, is_marked in marks.items() if is_marked), card or "other")
 
 
-def measured_rows(about: Mapping[str, Any], only: str, place: Path) -> Iterator[dict[str, Any]]:
+def measured_rows(content: Mapping[str, Any], only: str, place: Path) -> Iterator[dict[str, Any]]:
     """Each row that is a recipe, and has these letters in its name, beside its prediction."""
-    for number, row in enumerate(about["rows"]):
+    for number, row in enumerate(content["rows"]):
         if "recipe" not in row or only not in row["id"]:
             continue
         result: dict[str, Any] = {"case": row["id"], "measured_s": row["s_per_step"]}
         folder = place / str(number)
         folder.mkdir()
         try:
-            time = judged(row, about, folder).time
+            time = judged(row, content, folder).time
         except LaunchError as error:
             yield result | {"failed": str(error)}
             continue
@@ -180,11 +174,11 @@ def tokens_of(row: Mapping[str, Any]) -> float:
 
 
 def pairs(
-    about: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]
+    content: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     """Pairs of rows that differ in one thing, by at least CLEARLY in their measured seconds of a
     token, with the ratio of the second to the first as measured and as predicted."""
-    for pair in about["pairs"]:
+    for pair in content["pairs"]:
         if not all("ratio" in rows.get(name, {}) for name in pair["ids"]):
             continue
         first, second = (rows[name] for name in pair["ids"])
@@ -214,7 +208,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return lines
 
 
-def text(about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+def text(content: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     done = [row for row in rows if "ratio" in row]
     head = ["training", "class", "measured s", "predicted s", "ratio", "launches"]
     lines = [
@@ -237,10 +231,12 @@ def text(about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
             f"{pair['predicted']:.2f}",
             "yes" if pair["is_right"] else "no",
         ]
-        for pair in pairs(about, {row["case"]: row for row in done})
+        for pair in pairs(content, {row["case"]: row for row in done})
     ]
     order = ["differs", "first", "second", "measured", "predicted", "ordered as measured"]
-    said = {name: [[row["id"], row[name]] for row in about["rows"] if name in row] for name in SAID}
+    said = {
+        name: [[row["id"], row[name]] for row in content["rows"] if name in row] for name in SAID
+    }
     failed = [f"- {row['case']}: {row['failed']}\n" for row in rows if "failed" in row]
     return (
         recording.table(head, lines)
@@ -262,15 +258,15 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="rows whose name contains this; not written")
     arguments = parser.parse_args()
-    about, rows = evidence(), []
+    content, rows = read_evidence(), []
     with tempfile.TemporaryDirectory() as place, WORKER:
-        for row in measured_rows(about, arguments.only, Path(place)):
+        for row in measured_rows(content, arguments.only, Path(place)):
             rows.append(row)
             print(row["case"], row.get("failed", row.get("ratio")), flush=True)
             if not arguments.only:
-                recording.write(RESULT, {"rows": rows}, text(about, rows))
+                recording.write(RESULT, {"rows": rows}, text(content, rows))
     if arguments.only:
-        print("\n" + text(about, rows))
+        print("\n" + text(content, rows))
     return int(any("failed" in row for row in rows))
 
 

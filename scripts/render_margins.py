@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 CODE = Path(__file__).resolve().parent.parent
-# run as a script: launch/ and benchmarks/ are beside scripts/, so they are imported after this line
+# Run as a script: launch/ and benchmarks/ are beside scripts/, not on the path, so that they are
+# imported behind this line (E402).
 sys.path.insert(0, str(CODE))
 
-from benchmarks.seconds_of_cards import DOUBTFUL, RESULT, evidence  # noqa: E402
+from benchmarks.seconds_of_cards import DOUBTFUL, RESULT, read_evidence  # noqa: E402
 from launch.predict.seconds_margins import CLASSES, FILE, class_of  # noqa: E402
 from launch.probe import cards  # noqa: E402
 
@@ -30,7 +31,7 @@ HEADING = """\
 
 def factors() -> dict[str, list[float]]:
     """Measured over predicted seconds of the trainings on each class of cards."""
-    of_case = {row["id"]: row["card"] for row in evidence()["rows"] if "card" in row}
+    of_case = {row["id"]: row["card"] for row in read_evidence()["rows"] if "card" in row}
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
     by_class: dict[str, list[float]] = {name: [] for name in CLASSES}
     for row in rows:

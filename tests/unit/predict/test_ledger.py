@@ -434,7 +434,7 @@ class Launcher:
         self.child.stdin.flush()
 
     def end(self) -> tuple[list[str], list[int]]:
-        """What was said, and how many measurements it read after each of its writes."""
+        """Lines that were said, and the number of measurements read after each of its writes."""
         said, counts = json.loads(self.child.stdout.readline())
         return said, counts
 

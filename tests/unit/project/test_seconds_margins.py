@@ -45,7 +45,7 @@ def test_five_trainings_make_no_margin():
 
 
 def test_classes_of_cards_are_those_of_the_results():
-    for row in seconds_of_cards.evidence()["rows"]:
+    for row in seconds_of_cards.read_evidence()["rows"]:
         if "recipe" in row and (name := seconds_of_cards.class_of(row)) in seconds_margins.CLASSES:
             assert seconds_margins.class_of(cards.by_words(row["card"]).name) == name
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import seconds_of_cards as seconds
 from launch.probe import described
 
-ABOUT = seconds.evidence()
+ABOUT = seconds.read_evidence()
 RECIPES = [row for row in ABOUT["rows"] if "recipe" in row]
 
 
@@ -55,11 +55,11 @@ def result(
 
 def test_a_pair_counts_if_its_measured_seconds_differ_clearly():
     rows = {"a": result("a", 1.0, 1.0), "b": result("b", 1.5, 1.2), "c": result("c", 1.05, 2.0)}
-    about = {"pairs": [{"differs": "x", "ids": ["a", name]} for name in ("b", "c", "d")]}
-    (pair,) = seconds.pairs(about, rows)
+    content = {"pairs": [{"differs": "x", "ids": ["a", name]} for name in ("b", "c", "d")]}
+    (pair,) = seconds.pairs(content, rows)
     assert pair["ids"] == ["a", "b"] and pair["is_right"]
     rows["b"]["predicted"]["step_s"] = 1.0  # alike is not ordered
-    assert not next(seconds.pairs(about, rows))["is_right"]
+    assert not next(seconds.pairs(content, rows))["is_right"]
 
 
 def test_doubtful_rows_do_not_count_among_all():
