@@ -15,7 +15,7 @@ from launch.base.errors import CheckpointError
 from launch.base.workspace import FILES, Workspace
 from launch.plan.planner import Choice
 from launch.predict import estimate
-from launch.predict.history import cache_keys
+from launch.predict.history import cache_keys, corrections
 from launch.predict.history.calibration import Figures, Measurement
 from launch.predict.history.ledger import Ledger
 from launch.report import html, text, time_spent
@@ -43,7 +43,8 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
     )  # not one that only wrote the model
     is_complete = not result.failure and result.summary.get("complete")
     if choice.plan.estimate.peak and is_complete and has_measured:
-        measurement = _measurement(choice, run, result, events, screen)
+        steady = parts[attempts[-1].root].steady  # an earlier attempt may have had another plan
+        measurement = _measurement(choice, run, result, steady, screen)
         Ledger(workspace.ledger_file, screen.say).record(measurement)
     score = result.summary.get("exact_match_after")
     chat = [chat_command(recipe.output_dir), *sample_lines(recipe.data.sources[0].path, score)]
@@ -121,12 +122,12 @@ def _ending(attempt: AttemptDir) -> str:
 
 
 def _measurement(
-    choice: Choice, run: RunDir, result: RunResult, events: Sequence[StepEvent], screen: Screen
+    choice: Choice, run: RunDir, result: RunResult, steady: Sequence[StepEvent], screen: Screen
 ) -> Measurement:
     """The run's figures beside their predictions, which later plans learn from."""
     plan, machine, summary = choice.plan, choice.machine, result.summary
     strategy, memory = plan.strategy, plan.estimate
-    seconds = [event.seconds for event in events[steps.STEADY_FROM :]]
+    seconds = [event.seconds for event in steady]
     on_gpu = strategy.device == "cuda"
     allocated, reserved = memory.allocated_bytes, memory.reserved_bytes
     # Measured peaks are those of the last attempt up to its last step: an evaluation after that is
@@ -166,6 +167,9 @@ def _measurement(
             host_pss_bytes=result.host_peak_bytes or None,
             step_s=statistics.median(seconds) if seconds else None,
         ),
+        time_model=corrections.time_model(),
+        correction=plan.seconds_correction.factor,
+        waits_share=plan.waits_share,
     )
 
 

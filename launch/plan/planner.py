@@ -28,6 +28,7 @@ from launch.predict import estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts, Model, Rows
 from launch.predict.oom_history import CLEARLY_BELOW
+from launch.predict.time.timing import TimeEstimate
 from launch.schema.data_section import DataSection
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Change, Plan, Rendezvous, Strategy
@@ -206,7 +207,7 @@ def _chosen(facts: Facts) -> Plan:
         ),
         phases=chosen.phases.device,
         host=chosen.phases.host,
-        seconds_per_step=chosen.time.step_s if chosen.time else None,
+        **_seconds(chosen.time),
         lengths=facts.question(candidate).lengths,
         rows_of=facts.rows.lengths[0] if facts.rows.rows_of is not None else None,
         rendezvous=rendezvous(recipe.launch),
@@ -223,6 +224,17 @@ def _chosen(facts: Facts) -> Plan:
         allocator_limit_bytes=_allocator_limit_bytes(recipe.launch, chosen),
         allocator_settings=facts.allocator_settings(candidate),
     )
+
+
+def _seconds(time: TimeEstimate | None) -> dict[str, Any]:
+    """The fields of a plan on its seconds; none where its step was not traced."""
+    if time is None:
+        return {}
+    return {
+        "seconds_per_step": time.step_s,
+        "seconds_correction": time.correction,
+        "waits_share": time.waits_share,
+    }
 
 
 def _target_share(rows: Rows, model: Model) -> float | None:

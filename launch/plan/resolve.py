@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from launch.plan.new_tokens import ModelFacts
 from launch.plan.planner import Choice
 from launch.predict import budgets, model_config
 from launch.predict.facts import Facts, History, Installed, Limits, Wishes
-from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import stored_weights
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
 from launch.predict.memory.stored_weights import StoredWeights
@@ -125,7 +125,7 @@ def read(
         rows=plan_facts.with_counts(rows),
         installed=installed,
         wishes=wishes,
-        history=_history(workspace, machine, device, is_here, trace, say),
+        history=_history(workspace, machine, counted.size, device, is_here, trace, say),
         limits=limits,
         traces=(
             Traces(recipe, counted.size, counted.lora_targets, workspace.traces, say)
@@ -250,11 +250,16 @@ def _installed(
 
 
 def _history(
-    workspace: Workspace, machine: Machine, device: Device, is_here: bool, trace: bool, say: Say
+    workspace: Workspace,
+    machine: Machine,
+    model: ModelSize,
+    device: Device,
+    is_here: bool,
+    trace: bool,
+    say: Say,
 ) -> History:
     """Results of runs and trials on this machine."""
-    margin = _error_margin(workspace, machine, device, say) if trace else NO_MARGIN
-    history = History(error_margin=margin)
+    history = _past_runs(workspace, machine, model, device, say) if trace else History()
     return replace(history, recall=_recall(workspace, machine, say)) if is_here else history
 
 
@@ -337,15 +342,21 @@ def _refuse_cards(recipe: Recipe, machine: Machine, wishes: Wishes) -> None:
     torch_build.refuse(machine, machine.gpus[:count])
 
 
-def _error_margin(workspace: Workspace, machine: Machine, device: Device, say: Say) -> Margin:
-    """Share by which measured memory exceeds a prediction on this machine as a rule; 0 until enough
-    runs have been measured."""
-    from launch.predict.history.cache_keys import machine_key
+def _past_runs(
+    workspace: Workspace, machine: Machine, model: ModelSize, device: Device, say: Say
+) -> History:
+    """The share by which measured memory exceeds a prediction on this machine as a rule, 0 until
+    enough runs have been measured; and by how much seconds do."""
+    from launch.predict.history import cache_keys, calibration, corrections
     from launch.predict.history.ledger import Ledger
 
-    ledger = Ledger(workspace.ledger_file, say)
-    margin = ledger.margin("reserved_bytes", device, machine_key(machine), prior=0.0)
-    return replace(margin, fraction=max(margin.fraction, 0.0))
+    runs, here = Ledger(workspace.ledger_file, say).measurements(), cache_keys.machine_key(machine)
+    margin = calibration.margin(runs, "reserved_bytes", device, here, prior=0.0)
+    like, model_key = corrections.of_machine(runs, here), cache_keys.model_key(model)
+    return History(
+        error_margin=replace(margin, fraction=max(margin.fraction, 0.0)),
+        correction=partial(corrections.of, like, model_key),
+    )
 
 
 def _recall(

@@ -182,7 +182,7 @@ def share_of_longest(facts: Facts, candidate: Strategy) -> float:
 def _time(facts: Facts, candidate: Strategy, trace: Trace, split: StepSplit | None) -> TimeEstimate:
     work = StepWork(trace.passes, _update_bytes(facts.model.full_copy), trace.least_share)
     speed = rates.of(facts.machine, candidate)
-    return timing.estimate(
+    time = timing.estimate(
         work,
         candidate,
         facts.model.size,
@@ -193,6 +193,7 @@ def _time(facts: Facts, candidate: Strategy, trace: Trace, split: StepSplit | No
         card_figures(facts.machine, facts.installed, candidate),
         _mean_targets(facts, candidate, trace, split),
     )
+    return time.corrected(facts.history.correction(candidate, time.waits_share))
 
 
 def _mean_targets(

@@ -29,11 +29,13 @@ from launch.schema.machine import Link, Machine
 from launch.schema.modes import Mode
 from launch.schema.plan import (
     MULTIPLE,
+    NOT_CORRECTED,
     Change,
     DataFormat,
     MemoryEstimate,
     ModelSize,
     Padding,
+    SecondsCorrection,
     Strategy,
 )
 from launch.schema.recipe import Recipe
@@ -126,6 +128,8 @@ class History:
     error_margin: Margin = NO_MARGIN  # by which past predictions were exceeded
     continues_another: bool = False  # with rows in another order than a run from the beginning
     tuned: Strategy | None = None  # the fastest in short trials
+    # of a strategy's seconds, in whose given share its device waits for its host
+    correction: Callable[[Strategy, float], SecondsCorrection] = lambda *_: NOT_CORRECTED
     # the fastest strategy in real trials of a recipe
     recall: Callable[[ModelSize, Recipe], Strategy | None] = lambda model, recipe: None
 

@@ -17,7 +17,16 @@ from launch.predict import seconds_margins
 from launch.predict.budgets import host_budget_bytes
 from launch.predict.seconds_margins import SecondsMargin
 from launch.schema.machine import Machine
-from launch.schema.plan import MULTIPLE, Change, MemoryEstimate, Padding, Peak, Plan, Strategy
+from launch.schema.plan import (
+    MULTIPLE,
+    Change,
+    MemoryEstimate,
+    Padding,
+    Peak,
+    Plan,
+    SecondsCorrection,
+    Strategy,
+)
 from launch.schema.recipe import Recipe
 
 WORTH_A_WORD = 0.1  # of what a step computes, saved
@@ -408,11 +417,11 @@ def _time_text(
 
 
 def _pace(machine: Machine, plan: Plan, step_s: float) -> str:
-    """Seconds a step with their margin, which those on CPUs have not yet."""
-    if plan.strategy.device == "cpu":
-        return f"{pace(step_s)} predicted"
+    """Seconds a step with their margin, by this machine's own runs or by those on such cards."""
     margin = _seconds_margin(machine, plan)
     if margin is None:
+        if plan.strategy.device == "cpu":
+            return f"{pace(step_s)} predicted"
         return f"{step_seconds(step_s)} (no evidence for this card)"
     least, most = margin.least * step_s, margin.most * step_s
     least_text = f"{least:.3g}" if most < 100 else step_seconds(least)
@@ -420,7 +429,9 @@ def _pace(machine: Machine, plan: Plan, step_s: float) -> str:
     return f"{step_seconds(step_s)} ({least_text} to {most_text}) predicted"
 
 
-def _seconds_margin(machine: Machine, plan: Plan) -> SecondsMargin | None:
+def _seconds_margin(machine: Machine, plan: Plan) -> SecondsMargin | SecondsCorrection | None:
+    if plan.seconds_correction.runs:
+        return plan.seconds_correction
     if plan.strategy.device == "cpu":
         return None
     return seconds_margins.of_cards(machine.gpus[: plan.strategy.processes_per_machine])

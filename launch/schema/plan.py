@@ -300,6 +300,29 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class SecondsCorrection:
+    """The factor by which this machine's own runs correct predicted seconds; `least` and `most` are
+    those of single runs over it."""
+
+    factor: float = 1.0
+    least: float = 1.0
+    most: float = 1.0
+    runs: int = 0
+    of: str = ""  # which runs
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"corrected x {self.factor:.3g}, the median of {self.runs} runs {self.of} on this"
+            f" machine, which took {self.factor * self.least:.3g} to"
+            f" {self.factor * self.most:.3g} times the seconds that its rates give"
+        )
+
+
+NOT_CORRECTED = SecondsCorrection()
+
+
+@dataclass(frozen=True)
 class Rendezvous:
     """The address at which the nodes of a run meet, and the number of this node."""
 
@@ -367,6 +390,8 @@ class Plan:
     phases: DevicePhases = field(default_factory=DevicePhases)
     host: HostPhases = field(default_factory=HostPhases)
     seconds_per_step: float | None = None  # predicted, of an optimizer step
+    seconds_correction: SecondsCorrection = NOT_CORRECTED  # in them
+    waits_share: float = 0.0  # of these seconds, in which the device waits for its host
     # tokens of the longest source and target that was planned for
     lengths: tuple[int, int] = (0, 0)
     rows_of: int | None = None  # tokens of every row, if asked for rows of one length (--rows-of)

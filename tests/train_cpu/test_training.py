@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,22 @@ def test_what_was_measured_equals_what_was_predicted_for_model_states(finished):
     assert outcome["optimizer_bytes"] == pytest.approx(estimate["optimizer_bytes"], abs=4 * 100)
     assert math.isfinite(outcome["loss"])
     assert outcome["host_pss_bytes"] > 100 << 20
+
+
+def test_three_like_runs_correct_the_next_plan_by_what_they_took(finished, tmp_path):
+    """The run is written down three times, as if it had been trained so often."""
+    folder, _ = finished
+    cache = tmp_path / "workspace/.cache"
+    shutil.copytree(folder / "workspace/.cache", cache)
+    (line,) = (cache / "ledger.jsonl").read_text().splitlines()
+    took, predicted = (json.loads(line)[side]["step_s"] for side in ("measured", "predicted"))
+    plan = ("plan", str(folder / "tiny.yaml"), "--explain")
+    before = builders.launch(cache.parent, *plan).stdout
+    (cache / "ledger.jsonl").write_text(f"{line}\n" * 3)
+    after = builders.launch(cache.parent, *plan).stdout
+    assert "corrected x" not in before
+    assert f"corrected x {took / predicted:.3g}, the median of 3 runs of this model by cpu" in after
+    assert f"{took:.3g} s ({took:.3g} to {took:.3g}) predicted x 18 steps" in after
 
 
 def padding_by_the_data(run: RunDir) -> float:

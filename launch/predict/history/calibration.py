@@ -28,6 +28,8 @@ WORDS: dict[Quantity, str] = {
 UNDER = 0.03  # an error from which a run counts as under-predicted
 EDGES = (-0.1, -0.03, -0.01, 0.01, 0.03, 0.1)  # of the histogram's bars
 BAR = 30  # characters of the longest one
+LEVEL = 0.95  # of a margin: the share of runs that stay below it
+NEWEST = 500  # residuals that a margin looks at: predictions get better, old errors say less
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class Measurement:
     versions: Mapping[str, str]  # package -> version
     predicted: Figures
     measured: Figures
+    time_model: str = ""  # the code that predicted the seconds (corrections.time_model)
+    correction: float = 1.0  # by earlier runs, in the predicted seconds
+    waits_share: float = 0.0  # of them, in which the device was to wait for its host
     kind: Literal["measurement"] = "measurement"
 
 
@@ -131,22 +136,30 @@ def compare(plan: Plan, measured: SecondStep, host_budget_bytes: int) -> Compari
 
 
 def margin(
-    here: Sequence[float], everywhere: Sequence[float], device: Device, prior: float, level: float
+    runs: Sequence[Measurement],
+    quantity: Quantity,
+    device: Device,
+    machine_key: str,
+    prior: float,
+    level: float = LEVEL,
 ) -> Margin:
     """The allowance above a prediction: from residuals of this machine, else of this kind of
-    device, else `prior`.
+    device, else `prior`; `runs` are those of the ledger, oldest first.
 
     The bound is split-conformal: the next residual, if it is like these, stays below it with
     probability `level`. Source: Lei et al., Distribution-Free Predictive Inference for Regression,
     JASA 2018, section 2.2; Angelopoulos and Bates, arXiv:2107.07511, section 1.
     """
-    for residuals, where in (
-        (here, "this machine"),
-        (everywhere, f"every {device} machine in the ledger"),
+    newest = residuals(reversed(runs), quantity, device)
+    here = [residual for run, residual in newest if run.machine_key == machine_key]
+    everywhere = [residual for _, residual in newest]
+    for among, where in (
+        (here[:NEWEST], "this machine"),
+        (everywhere[:NEWEST], f"every {device} machine in the ledger"),
     ):
-        bound = conformal_bound(residuals, level)
+        bound = conformal_bound(among, level)
         if bound is not None:
-            return Margin(bound, f"{level:.0%} bound of {len(residuals)} runs on {where}")
+            return Margin(bound, f"{level:.0%} bound of {len(among)} runs on {where}")
     needed = math.ceil(round(level / (1 - level), 9))
     return Margin(
         prior,

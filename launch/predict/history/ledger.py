@@ -26,12 +26,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from launch.base import files, locks
 from launch.base.errors import ResourceError
 from launch.predict.history import calibration
-from launch.predict.history.calibration import Margin, Measurement, Quantity
+from launch.predict.history.calibration import Measurement
 from launch.schema.machine import Device
 from launch.schema.plan import Strategy
 
-LEVEL = 0.95  # of a margin: the share of runs that stay below it
-NEWEST = 500  # residuals that a margin looks at: predictions get better, old errors say less
 BUSY_S = 30.0  # waits for other launchers; a write takes milliseconds
 # A pipe or a link in the place of the file ends in an OSError
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW
@@ -97,21 +95,6 @@ class Ledger:
         return self.recall(machine_key, model_key, recipe_key) is not None and self._append(
             Forgotten(machine_key=machine_key, model_key=model_key, recipe_key=recipe_key)
         )
-
-    def margin(
-        self,
-        quantity: Quantity,
-        device: Device,
-        machine_key: str,
-        prior: float,
-        level: float = LEVEL,
-    ) -> Margin:
-        """The allowance above a prediction (calibration.margin); `prior` while there are too few
-        runs."""
-        newest = calibration.residuals(reversed(self.measurements()), quantity, device)
-        here = [residual for run, residual in newest if run.machine_key == machine_key]
-        everywhere = [residual for _, residual in newest]
-        return calibration.margin(here[:NEWEST], everywhere[:NEWEST], device, prior, level)
 
     def calibration_lines(self) -> list[str]:
         """The errors of predictions in all runs so far, for people."""

@@ -9,14 +9,20 @@ kernel takes the longer of what its products and its bytes take (a roofline: Wil
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from launch.predict.time import operators, timeline
 from launch.predict.time.operators import Pace
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.rates import HOST_BYTES_PER_S, Rates
 from launch.schema.machine import NOT_MEASURED, CardFigures, Link
-from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
+from launch.schema.plan import (
+    NOT_CORRECTED,
+    MemoryEstimate,
+    ModelSize,
+    SecondsCorrection,
+    Strategy,
+)
 from launch.schema.recorded_step import Passes
 
 # Shares of the peak. Streaming gets 0.89 of an A800's memory: github.com/mli/
@@ -58,6 +64,17 @@ class TimeEstimate:
     offload_s: float  # between host and device, of what nothing hides
     num_samples: int  # the effective batch
     reason: str
+    correction: SecondsCorrection = NOT_CORRECTED  # in the seconds
+
+    def corrected(self, correction: SecondsCorrection) -> TimeEstimate:
+        """The same by this machine's own runs: each part times their factor."""
+        seconds = (field.name for field in fields(self) if field.name.endswith("_s"))
+        parts = {name: correction.factor * getattr(self, name) for name in seconds}
+        return replace(self, **parts, correction=correction)
+
+    @property
+    def waits_share(self) -> float:
+        return self.launch_s / self.step_s
 
     @property
     def samples_per_s(self) -> float:

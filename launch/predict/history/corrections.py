@@ -1,0 +1,75 @@
+"""Correction of predicted seconds by the runs of this machine. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Sequence
+from functools import cache
+from itertools import islice
+from pathlib import Path
+
+from launch.predict.history.calibration import Measurement
+from launch.predict.time import timing
+from launch.schema.plan import NOT_CORRECTED, SecondsCorrection, Strategy
+
+FEWEST, NEWEST = 3, 9  # runs of a median: a single odd one moves nothing, old ones fade
+MOST = 200  # runs that are looked at
+BOUND_BY_HOST = 0.2  # of the step, from which a device waits for its host
+
+
+@cache
+def time_model() -> str:
+    """A hash of the code that predicts seconds: figures of other code teach nothing."""
+    modules = sorted(Path(timing.__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in modules)).hexdigest()[:16]
+
+
+def of_machine(runs: Sequence[Measurement], machine_key: str) -> tuple[Measurement, ...]:
+    """The runs that corrections are made of, newest first, of `runs`, oldest first."""
+    those = (
+        run
+        for run in reversed(runs)
+        if run.machine_key == machine_key
+        and run.time_model == time_model()
+        and run.predicted.step_s
+        and run.measured.step_s
+    )
+    return tuple(islice(those, MOST))
+
+
+def of(
+    runs: Sequence[Measurement], model_key: str, strategy: Strategy, waits_share: float
+) -> SecondsCorrection:
+    """The median of measured over uncorrected seconds: of this model in this mode, else of this
+    mode, else of all on this device. A device that waits for its host is like others that do."""
+    like = [
+        run
+        for run in runs
+        if run.device == strategy.device
+        and (run.waits_share > BOUND_BY_HOST) == (waits_share > BOUND_BY_HOST)
+    ]
+    in_mode = [
+        run
+        for run in like
+        if (run.mode, run.num_processes) == (strategy.mode, strategy.num_processes)
+    ]
+    of_model = [run for run in in_mode if run.model_key == model_key]
+    groups = (
+        (of_model, f"of this model by {strategy.mode}"),
+        (in_mode, f"by {strategy.mode}"),
+        (like, f"on its {'cards' if strategy.device == 'cuda' else 'CPU'}"),
+    )
+    for group, name in groups:
+        if len(group) >= FEWEST:
+            return _median(group[:NEWEST], name)
+    return NOT_CORRECTED
+
+
+def _median(runs: Sequence[Measurement], name: str) -> SecondsCorrection:
+    ratios = sorted(
+        (run.measured.step_s or 0.0) * run.correction / (run.predicted.step_s or 1.0)
+        for run in runs
+    )
+    middle = statistics.median(ratios)
+    return SecondsCorrection(middle, ratios[0] / middle, ratios[-1] / middle, len(ratios), name)
