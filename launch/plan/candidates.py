@@ -282,6 +282,27 @@ def splits(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
             )
 
 
+def sorted_splits(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
+    """Yield the same effective batch in micro-batches of rows of like length: of the recipe's own
+    tokens, and of a half, a quarter and an eighth of them. Which rows are alike is known once they
+    are tokenised."""
+    recipe, rows = facts.recipe, facts.rows
+    if rows.counts is None or recipe.data.packing or candidate.levers.flattens:
+        return
+    if recipe.data.batch_by_tokens is False or not rows.is_ragged:
+        return
+    asked = candidate.per_device_train_batch_size
+    for times in (1, 2, 4, 8):
+        steps = candidate.gradient_accumulation_steps * times
+        is_split = asked % times == 0 and (times == 1 or not recipe.launch.exact_batch)
+        if is_split and steps > 1:
+            yield replace(
+                candidate.with_levers(batch_by_tokens=True),
+                per_device_train_batch_size=asked // times,
+                gradient_accumulation_steps=steps,
+            )
+
+
 def _tunes(tuned: Candidate, candidate: Candidate) -> bool:
     """True if a tuning was of this mode, ranks and effective batch."""
     return all(

@@ -239,6 +239,8 @@ def switches(
     for row in TRIED:
         if row.name == "activation_offloading" and not gpus:
             continue  # a CPU has no other place
+        if row.name == "batch_by_tokens":
+            continue  # said beside the batch
         asked, value = row.asked(recipe), row.of(chosen.levers)
         by = _by(asked == value, value != row.plain)
         if row.name == "every_n_layers" and value and no_every_n_layers and asked is None:

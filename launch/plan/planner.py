@@ -217,7 +217,6 @@ def _chosen(facts: Facts) -> Plan:
             else None
         ),
         packing=recipe.data.packing,
-        by_tokens=recipe.data.batch_by_tokens,
         padding=facts.padding(candidate),
         base_fingerprint=facts.model.base_fingerprint,
         allocator_fraction=_allocator_fraction(recipe.launch),

@@ -115,20 +115,24 @@ class Front:
     possible: Sequence[Candidate]
     _open: dict[Candidate, _Open] = field(default_factory=dict)
     _lost: dict[Candidate, Judged] = field(default_factory=dict)
+    _own: set[Candidate] = field(default_factory=set)  # the recipe's steps, of rows sorted or not
 
     def __post_init__(self) -> None:
+        self._own |= set(self.possible)
         for candidate in self.possible:
             by_states = estimate.by_states(self.facts, candidate)
             if by_states.misses:
                 self._lost[candidate] = by_states
                 continue
-            for split in candidates.splits(self.facts, candidate):
+            in_order = list(candidates.sorted_splits(self.facts, candidate))
+            self._own |= set(in_order)
+            for split in (*candidates.splits(self.facts, candidate), *in_order):
                 self._add(split, by_states)
 
     def _add(self, candidate: Candidate, of_less: Judged) -> None:
         """Add a candidate; until it is judged itself, it takes as long as one that saves less."""
         if candidate not in self._open:
-            preference = candidates.preference(self.facts, candidate, candidate in self.possible)
+            preference = candidates.preference(self.facts, candidate, candidate in self._own)
             judged = replace(of_less, candidate=candidate, misses=None, by="states")
             self._open[candidate] = _Open(candidate, self._place(candidate), preference, judged, -1)
 
@@ -197,7 +201,7 @@ class Front:
         near = [each for each in open_ if each.judged.seconds <= AS_FAST * fastest_s]
         if self.facts.wishes.free_batch:
             return min(near, key=lambda each: (_is_indirect(each.candidate), each.judged.seconds))
-        return min(near, key=lambda each: each.place)
+        return min(near, key=lambda each: (each.place, each.judged.seconds))
 
     def _closer(self, front: _Open) -> tuple[Judged, int]:
         """Judge a candidate by more than before."""

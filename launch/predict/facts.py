@@ -212,7 +212,7 @@ class Facts:
             return "the rows are not tokenised yet"
         if self.traces is None:
             return "nothing is traced"
-        if data.batch_by_tokens:
+        if candidate.levers.batch_by_tokens:
             return "data.batch_by_tokens divides each step by its own rows"
         if self.history.continues_another:
             return "a run that continues another has the rows that remain"

@@ -239,7 +239,7 @@ def rows_of_line(plan: Plan) -> str:
 
 
 def _batch(plan: Plan) -> Iterator[Fact]:
-    why = list(_by_tokens(plan)) if plan.by_tokens else []
+    why = list(_by_tokens(plan)) if plan.strategy.levers.batch_by_tokens else []
     if plan.packing:
         count = plan.strategy.effective_batch_size
         content = f"of at most {length_text(plan)} tokens"
@@ -293,26 +293,10 @@ def padding(plan: Plan, padding: Padding) -> str:
     line = f"{padding.share:.0%} of the tokens that a step computes"
     if padding.order == "packed":
         line += f"; {padding.at_random:.0%} if rows were not packed"
-    elif plan.by_tokens:
+    elif plan.strategy.levers.batch_by_tokens:
         line += f"; {padding.at_random:.0%} if rows came at random"
-        if padding.in_quarters is not None and padding.share - padding.in_quarters > WORTH_A_WORD:
-            rows = plan.strategy.per_device_train_batch_size // 4
-            finer = f"{rows} x {plan.strategy.gradient_accumulation_steps * 4}"
-            line += (
-                f"; {padding.in_quarters:.0%} if micro-batches were {finer}, the same step in"
-                " smaller pieces"
-            )
     elif padding.order == "by_length":
         line += f"; {padding.at_random:.0%} if rows were not grouped by length"
-    elif padding.by_tokens is not None and padding.share - padding.by_tokens > WORTH_A_WORD:
-        line += (
-            f"; --data.batch_by_tokens=true leaves {padding.by_tokens:.0%}, and trains the same"
-            " steps"
-        )
-        if padding.by_tokens - padding.by_length > WORTH_A_WORD:
-            line += (
-                f"; with steps of one length, --data.group_by_length=true, {padding.by_length:.0%}"
-            )
     elif padding.share - padding.by_length > WORTH_A_WORD:
         line += (
             f"; --data.group_by_length=true leaves {padding.by_length:.0%}, in steps of one length"
@@ -363,7 +347,8 @@ def _memory(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[Fact]:
 def _peak(plan: Plan, peak: Peak) -> Iterator[str]:
     """Yield what a rank holds at its highest, and beside it."""
     estimate = plan.estimate
-    varies = plan.by_tokens and plan.strategy.gradient_accumulation_steps > 1
+    strategy = plan.strategy
+    varies = strategy.levers.batch_by_tokens and strategy.gradient_accumulation_steps > 1
     content = (
         f"{plan.micro_batch_tokens[0]:,} tokens at once"
         if varies

@@ -157,11 +157,11 @@ class DataSection(Section):
         description="Fill an optimizer step with rows of about one length; every row once an "
         "epoch.",
     )
-    batch_by_tokens: Annotated[bool, affects("memory", "step_time")] = Field(
-        default=False,
+    batch_by_tokens: Annotated[bool | None, affects("memory", "step_time", "planned")] = Field(
+        default=None,
         description="Split a step into micro-batches of rows of about one length, with at most "
         "as many padded tokens as per_device_train_batch_size of the longest rows "
-        "have.",
+        "have. null: planned, where it is faster.",
     )
 
     @property

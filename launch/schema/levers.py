@@ -130,6 +130,8 @@ class Levers:
     # the positions are divided into this many parts, whose logits are computed one after another
     num_output_chunks: int = 1
     logits_at_targets: bool = False  # of the other positions, no logits are computed
+    # the rows of a step are sorted by length, and a micro-batch limited by its tokens
+    batch_by_tokens: bool = False
     optim: str = "adamw_torch_fused"  # by TrainingArguments' name
 
     @property
@@ -202,7 +204,8 @@ class Lever:
     `mode_refusal` why a mode cannot, by the value."""
 
     name: str  # the field of Levers
-    module: str  # of training/levers/, which applies it
+    # of training/levers/, which applies it; None: it decides what rows a trainer gets at once
+    module: str | None
     switch: str  # its name in the list of a plan's kernels
     key: str  # of the recipe, dotted
     # bit-equal: torch.equal; same function: it differs by rounding
@@ -430,6 +433,23 @@ LEVERS = (
         refusal=_unless(
             lambda model: model.head != "other", NOT_AT_TARGETS, "anew for each number of targets"
         ),
+    ),
+    Lever(
+        name="batch_by_tokens",
+        module=None,
+        switch="rows",
+        key="data.batch_by_tokens",
+        exactness="same function",
+        text=lambda _: "rows sorted by length",
+        off="rows as they come",
+        asked=lambda recipe: recipe.data.batch_by_tokens,
+        tried=(False, True),  # candidates.sorted_splits, for speed
+        saved=lambda _: 0.0,
+        same=lambda _: (
+            "a step has the same rows and the same loss, with less padding; only dropout draws"
+            " other numbers"
+        ),
+        is_recorded=False,
     ),
     Lever(
         name="optim",

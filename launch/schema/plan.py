@@ -345,11 +345,8 @@ class Padding:
     samples: int  # the units that a batch counts: rows, or packed sequences
     rows: int
     tokens: int
-    # if a step's micro-batches were limited by tokens; None: a record of an older version
-    by_tokens: float | None = None
     # of an optimizer step on average, if its micro-batches are limited by tokens
     micro_steps: float | None = None
-    in_quarters: float | None = None  # if micro-batches had a quarter of the tokens
 
 
 @dataclass(frozen=True)
@@ -398,7 +395,6 @@ class Plan:
     rendezvous: Rendezvous | None = None  # None: one machine
     link: Link | None = None  # between the ranks; None: not tested
     packing: bool = False  # a batch counts packed sequences
-    by_tokens: bool = False  # micro-batches are limited by tokens: data.batch_by_tokens
     padding: Padding | None = None  # None: the rows have not been tokenised yet
     # of the frozen weights under an adapter, which no checkpoint holds
     base_fingerprint: str | None = None

@@ -127,3 +127,26 @@ def test_by_tokens_every_engine_takes_the_steps_of_fixed_micro_batches(mode, tmp
     assert sum(step["computed_tokens"] for step in ours) < sum(
         step["computed_tokens"] for step in theirs
     )
+
+
+def test_a_plan_sorts_the_rows_of_a_step_where_that_is_faster_and_trains_the_same(tmp_path):
+    """Of one micro-batch a step, and no key that asks for it."""
+    training = {"max_steps": 6, "per_device_train_batch_size": 16}
+    recipe = builders.recipe(tmp_path, training=training, data={"max_length": 512})
+    words = ["red " * 400, *["blue"] * 7]
+    rows = [{"prompt": f"{number} {words[number % 8]}", "response": "x"} for number in range(96)]
+    builders.write_parquet(tmp_path / "train.parquet", rows)
+    found = builders.launch(tmp_path / "sorted", "run", str(recipe), "--explain")
+    assert found.returncode == 0, found.stderr
+    assert "data.batch_by_tokens: asked false, runs true" in found.stdout
+    assert "the same rows and the same loss, with less padding" in found.stdout
+    words = [f"--output_dir={tmp_path / 'other'}", "--data.batch_by_tokens=false"]
+    obeyed = builders.launch(tmp_path / "as_they_come", "run", str(recipe), *words)
+    assert obeyed.returncode == 0, obeyed.stderr
+    ours, theirs = (
+        builders.events(builders.only_run(tmp_path / name)) for name in ("sorted", "as_they_come")
+    )
+    assert [step["samples_seen"] for step in ours] == [step["samples_seen"] for step in theirs]
+    for step, other in zip(ours, theirs, strict=True):
+        assert step["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert step["computed_tokens"] < 0.7 * other["computed_tokens"]

@@ -65,7 +65,7 @@ def of(
         start=begin,
         lengths=rows.lengths if recipe.data.group_by_length else None,
         group_size=continues.group_size if continues else None,
-        budget=budget if recipe.data.batch_by_tokens else None,
+        budget=budget if plan.strategy.levers.batch_by_tokens else None,
     )
     return Samples(rows, order, [])
 

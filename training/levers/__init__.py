@@ -10,7 +10,7 @@ from typing import Any
 from launch.schema.levers import LEVERS, Levers
 from launch.schema.training_section import TrainingSection
 
-_NAMES = dict.fromkeys(row.module for row in LEVERS)
+_NAMES = dict.fromkeys(row.module for row in LEVERS if row.module)
 _MODULES = [import_module(f"{__name__}.{name}") for name in _NAMES]
 
 

@@ -129,7 +129,7 @@ def _kernels(recipe: Recipe, model: Model, rows: Rows, candidate: Strategy, trai
             micro_batches = training.max_steps * candidate.gradient_accumulation_steps
         lengths = onednn.padded_lengths(
             [source for source, _ in counts["lengths"]],
-            1 if data.group_by_length or data.batch_by_tokens else at_once,
+            1 if data.group_by_length or candidate.levers.batch_by_tokens else at_once,
             micro_batches,
         )
     return onednn.kernels(model.parameters, trained, lengths, recipe.evaluates)

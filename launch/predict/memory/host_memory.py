@@ -273,7 +273,7 @@ def _data(job: Job) -> dict[str, int]:
     rows = min(job.rows or 0, data.max_train_samples or job.rows or 0)
     columns, waiting = _columns(job), _waiting(job)
     batch = strategy.per_device_train_batch_size * data.max_length * columns * 8
-    of_lengths = LENGTHS_BYTES if data.group_by_length or data.batch_by_tokens else 0
+    of_lengths = LENGTHS_BYTES if data.group_by_length or strategy.levers.batch_by_tokens else 0
     return {
         "order of samples": job.ranks * rows * (ORDER_BYTES + of_lengths),
         "data workers": (

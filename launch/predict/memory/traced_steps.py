@@ -40,8 +40,7 @@ def of(facts: Facts, candidate: Strategy) -> list[TracedStep]:
     parts = candidate.gradient_accumulation_steps
     if sizes := facts.largest(candidate).sizes:
         return _of_sizes(facts, question, sizes)
-    by_tokens = facts.recipe.data.batch_by_tokens
-    if not by_tokens or parts == 1 or facts.rows.rows_of is not None:
+    if not candidate.levers.batch_by_tokens or parts == 1 or facts.rows.rows_of is not None:
         return [TracedStep(question, rows)]
     multiple = MULTIPLE[candidate.device]
     shorter = tuple(

@@ -48,30 +48,18 @@ def of(
     )
     order, share = ("by_length", grouped_share) if data.group_by_length else ("random", at_random)
 
-    def by_tokens(strategy: Strategy) -> _Computed:
+    micro_steps = None
+    if strategy.levers.batch_by_tokens:
         splitter = _by_tokens(strategy, multiple, max_lengths)
         steps = grouped if data.group_by_length else drawn
-        return _computed(steps, splitter, strategy, multiple)
-
-    token_share, _, micro_steps = by_tokens(strategy)
-    in_quarters = None
-    if data.batch_by_tokens:
-        share = token_share
-        if strategy.per_device_train_batch_size % 4 == 0:
-            finer = replace(
-                strategy,
-                per_device_train_batch_size=strategy.per_device_train_batch_size // 4,
-                gradient_accumulation_steps=strategy.gradient_accumulation_steps * 4,
-            )
-            in_quarters = by_tokens(finer).share
+        share, _, micro_steps = _computed(steps, splitter, strategy, multiple)
     # sequences are padded to the longest of a micro-batch: to the longest of them all, at most
     if data.packing:
         most = _padded(counts["longest_input"], multiple)
         order, share = "packed", 1 - counts["tokens"] / (counts["rows"] * most)
     if strategy.levers.flattens:  # rows follow one another in a batch
         tokens = strategy.per_device_train_batch_size * counts["tokens"] / counts["rows"]
-        share = grouped_share = in_quarters = 1 - tokens / (tokens + (multiple - 1) / 2)
-        token_share = share
+        share = grouped_share = 1 - tokens / (tokens + (multiple - 1) / 2)
     return Padding(
         order=order,
         share=share,
@@ -80,9 +68,7 @@ def of(
         samples=counts["rows"],
         rows=rows,
         tokens=counts["tokens"],
-        by_tokens=token_share,
-        micro_steps=micro_steps if data.batch_by_tokens else None,
-        in_quarters=in_quarters,
+        micro_steps=micro_steps,
     )
 
 
@@ -96,21 +82,24 @@ def mean_split(
     """The mean split of a step of rows."""
     lengths = counts["lengths"]
     # without padding
-    if strategy.levers.flattens and not data.batch_by_tokens:
+    by_tokens = strategy.levers.batch_by_tokens
+    if strategy.levers.flattens and not by_tokens:
         share = sum(map(sum, lengths)) / len(lengths) / sum(max_lengths)
         return StepSplit(
             strategy.per_device_train_batch_size * share, strategy.gradient_accumulation_steps
         )
     alike = replace(  # what many candidates have in common
         strategy,
+        mode="cpu",
+        backend=None,
+        num_machines=1,
+        mixed_precision="no",
         per_device_eval_batch_size=1,
-        levers=Levers(attn_implementation=strategy.levers.attn_implementation),
+        levers=Levers(batch_by_tokens=by_tokens),
         dataloader_num_workers=0,
     )
     rows = counts["rows"] if data.group_by_length else None
-    return _mean_split(
-        tuple(map(tuple, lengths)), rows, alike, multiple, max_lengths, data.batch_by_tokens
-    )
+    return _mean_split(tuple(map(tuple, lengths)), rows, alike, multiple, max_lengths)
 
 
 @lru_cache(maxsize=64)
@@ -120,13 +109,14 @@ def _mean_split(
     strategy: Strategy,
     multiple: int,
     max_lengths: tuple[int, int],
-    is_by_tokens: bool,
 ) -> StepSplit:
     if grouped_rows is None:
         steps = _drawn(lengths, strategy, DRAWN // 4)
     else:
         steps = _grouped(lengths, grouped_rows, strategy)
-    splitter = _by_tokens(strategy, multiple, max_lengths) if is_by_tokens else _by_rows(strategy)
+    splitter = _by_rows(strategy)
+    if strategy.levers.batch_by_tokens:
+        splitter = _by_tokens(strategy, multiple, max_lengths)
     computed = _computed(steps, splitter, strategy, multiple)
     # of a rank's micro-batch
     tokens = computed.tokens / computed.micro_steps / len(steps) / strategy.num_processes

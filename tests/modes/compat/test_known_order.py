@@ -127,7 +127,7 @@ def test_a_micro_batch_without_padding_is_planned_without_a_mask(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "data", "words"),
+    ("values", "levers", "words"),
     [
         ({"counts": None}, {}, "not tokenised yet"),
         ({"continues_another": True}, {}, "continues another"),
@@ -135,10 +135,10 @@ def test_a_micro_batch_without_padding_is_planned_without_a_mask(tmp_path):
     ],
 )
 def test_where_the_order_is_not_known_a_bound_counts_and_the_plan_says_why(
-    folder, values, data, words
+    folder, values, levers, words
 ):
-    facts = builders.changed(facts_of(folder, "sdpa", **data), **values)
-    candidate = candidate_of("sdpa")
+    facts = builders.changed(facts_of(folder, "sdpa"), **values)
+    candidate = candidate_of("sdpa").with_levers(**levers)
     reason = facts.no_order(candidate)
     assert reason is not None
     assert words in reason

@@ -84,7 +84,8 @@ def _check_phases(plan: Plan) -> None:
     assert max(part.device_bytes for part in parts) == (
         estimate.device_bytes - estimate.margin_bytes
     )
-    if not plan.by_tokens:  # else each part is that of the micro-batch that takes most in it
+    # by tokens each part is that of the micro-batch that takes most in it
+    if not plan.strategy.levers.batch_by_tokens:
         # after an evaluation blocks lie elsewhere, and other rests of segments belong to them
         again = phases.step.allocated_bytes
         assert phases.first_step.allocated_bytes <= again

@@ -890,7 +890,7 @@ def test_packing_that_was_asked_for_takes_the_place_of_a_recipes_cut_by_tokens()
     assert not recipe.data.batch_by_tokens
     said = [(change.key, change.requested, change.effective, change.reason) for change in changes]
     assert said == [
-        ("data.batch_by_tokens", "true", "false", "data.packing leaves nothing for it to do")
+        ("data.batch_by_tokens", "true", "null", "data.packing leaves nothing for it to do")
     ]
     recipe, changes = load.load("single_gpu_optimized", ["--data.packing=false"])
     assert recipe.data.batch_by_tokens
