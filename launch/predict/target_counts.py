@@ -97,8 +97,6 @@ def no_logits_at_targets(recipe: Recipe, family: ModelFamily) -> str | None:
     """The reason why the plan computes the logits of every position; None: it does not."""
     if reason := ROWS["logits_at_targets"].refusal(PLAIN, family):
         return reason
-    if recipe.training.compiles:
-        return "torch.compile would compile anew for each number of targets"
     if recipe.task == "pretrain" and recipe.data.packing:
         return "every position of packed texts has a target"
     return None

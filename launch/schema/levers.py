@@ -270,15 +270,15 @@ def _liger(levers: Levers, family: ModelFamily) -> str | None:
     return f"the model is a {family.model_type}; there are {', '.join(LIGER_FAMILIES)}"
 
 
-def _unless(can: Callable[[ForwardFacts], bool], lack: str, compiles: str) -> Refused:
-    """The refusal of a model that lacks what a lever needs, as `lack` says, and of torch.compile,
-    which would compile what `compiles` says."""
+def _unless(can: Callable[[ForwardFacts], bool], lack: str, is_in_layers: bool = False) -> Refused:
+    """The refusal of a model that lacks what a lever needs, as `lack` says, and, if it changes the
+    layers, of torch.compile, which compiles them."""
 
     def refusal(levers: Levers, family: ModelFamily) -> str | None:
         if not can(family.forward):
             return f"the model is a {family.model_type}, {lack}"
-        if levers.torch_compile:
-            return f"torch.compile would compile {compiles}; leave one out"
+        if is_in_layers and levers.torch_compile:
+            return "torch.compile compiles layers, of which this has not been tested; leave one out"
         return None
 
     return refusal
@@ -349,7 +349,13 @@ LEVERS = (
         switch="compile",
         key="training.torch_compile",
         exactness="same function",
-        text=lambda _: "compiled",
+        mode_refusal=lambda mode, _: (
+            "gathers the weights of each module by hooks, between which little can be compiled;"
+            " leave training.torch_compile out"
+            if mode.zero_stage == 3
+            else None
+        ),
+        text=lambda _: "layers compiled",
         off="not compiled",
         asked=lambda recipe: recipe.training.compiles or None,
         is_recorded=False,  # as steps that are not
@@ -404,7 +410,7 @@ LEVERS = (
             and parts == _most_parts(around.tokens)
         ),
         same=lambda _: "each MLP makes the same of a part of the tokens at a time",
-        refusal=_unless(lambda model: model.tiles_mlp, NO_TILES, "each part"),
+        refusal=_unless(lambda model: model.tiles_mlp, NO_TILES, is_in_layers=True),
         mode_refusal=_no_tiles_in,
     ),
     Lever(
@@ -418,7 +424,7 @@ LEVERS = (
         asked=lambda recipe: recipe.training.num_output_chunks,
         tried=(1, 8, 32),  # 8: as many as torchtune's default
         same=lambda _: "the loss is the same sum, its logits made in parts",
-        refusal=_unless(lambda model: model.head == "unchanged", NO_PARTS, "each part"),
+        refusal=_unless(lambda model: model.head == "unchanged", NO_PARTS),
         mode_refusal=_no_parts_in,
     ),
     Lever(
@@ -430,9 +436,7 @@ LEVERS = (
         text=lambda _: "logits at targets",
         off="logits at all positions",
         asked=lambda recipe: recipe.training.logits_at_targets,
-        refusal=_unless(
-            lambda model: model.head != "other", NOT_AT_TARGETS, "anew for each number of targets"
-        ),
+        refusal=_unless(lambda model: model.head != "other", NOT_AT_TARGETS),
     ),
     Lever(
         name="batch_by_tokens",

@@ -52,7 +52,7 @@ HONOURED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
-        "test_the_model_is_compiled_as_asked_for",
+        "test_the_layers_are_compiled_as_asked_for",
     ),
     **dict.fromkeys(
         ("neftune_noise_alpha", "torch_empty_cache_steps"), "test_a_step_does_what_is_asked_for"

@@ -130,10 +130,9 @@ class LowMemTrainer(OpenTrainer):
         return self.head.for_loss(labels, named, smoothing) if self.head else nullcontext()
 
     def _masks(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Tell transformers what the collator knows of the mask. torch.compile asks nothing of the
-        device, and a trace has no collator."""
+        """Tell transformers what the collator knows of the mask; a trace has no collator."""
         is_padded = inputs.pop("is_padded", None)
-        if is_padded is None or self.args.torch_compile:
+        if is_padded is None:
             return nullcontext()
         return transformers_private.known_padding(is_padded)
 
