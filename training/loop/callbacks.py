@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -166,6 +167,9 @@ class Reporter(TrainerCallback):
         self._bar = _bar() if draw and rank == 0 else None
         self._figures = ""
         self._second_step_at: float | None = None  # the first step is slower than the others
+        # seconds of evaluations and saves since then, and the steps from one to the next
+        self._between: dict[str, list[float]] = {"evaluation": [], "save": []}
+        self._every: dict[str, int] = {}
         self._step_began = 0.0
         self._learning_rate = 0.0
         self.gradients_bytes = 0
@@ -195,8 +199,23 @@ class Reporter(TrainerCallback):
             self.host.begin_training()
         self._step_began = time.monotonic()
 
-    # the time of an evaluation or a save does not count for the next step
-    on_evaluate = on_save = on_train_begin
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._count("evaluation", state.eval_steps)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._count("save", state.save_steps)
+
+    def _count(self, kind: str, every: float) -> None:
+        """Count the time of an evaluation or a save, which is not the next step's."""
+        now = time.monotonic()
+        if self._second_step_at is not None:
+            self._between[kind].append(now - self._step_began)
+        self._every[kind] = max(int(every), 1)
+        self._step_began = now
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -317,17 +336,26 @@ class Reporter(TrainerCallback):
         logger.info("%s", mean.line(self._time_left(mean.step, mean.max_steps)))
 
     def _pace_s(self) -> float | None:
-        """Seconds of a step of this attempt, with evaluations and checkpoints; None before its
-        third step."""
+        """Seconds of a step of this attempt, without evaluations and saves; None before its third
+        step."""
         past = self._steps - STEADY_STEP
         if self._second_step_at is None or past < 1:
             return None
-        return (time.monotonic() - self._second_step_at) / past
+        between_s = sum(map(sum, self._between.values()))
+        return (time.monotonic() - self._second_step_at - between_s) / past
 
     def _time_left(self, step: int, max_steps: int) -> str:
-        """The remaining time; "" before the third step and after the last."""
+        """The remaining time of steps, evaluations and saves, as far as this attempt had some; ""
+        before the third step and after the last."""
         pace_s = self._pace_s()
-        return "" if pace_s is None or step >= max_steps else eta((max_steps - step) * pace_s)
+        if pace_s is None or step >= max_steps:
+            return ""
+        left_s = (max_steps - step) * pace_s
+        for kind, seconds in self._between.items():
+            if seconds:
+                every = self._every[kind]
+                left_s += statistics.median(seconds) * (max_steps // every - step // every)
+        return eta(left_s)
 
     def _say_time_left_early(self, step: int, max_steps: int, logging_steps: int) -> None:
         """Log the remaining time at the third step, where the next log line is a minute away."""

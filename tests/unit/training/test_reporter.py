@@ -125,6 +125,28 @@ def test_log_lines_say_the_time_left_from_the_third_step_until_the_last(tmp_path
     assert " ETA 0:00:00 " not in lines[2]  # 6 steps of at least 0.2 s
 
 
+def test_the_time_left_has_the_evaluations_that_are_left_and_no_others(tmp_path, caplog):
+    """One of two seconds after the fourth step: of 9 steps with one after every fourth, one is
+    left; of 7 none is."""
+    left_s = []
+    for max_steps in (9, 7):
+        (tmp_path / str(max_steps)).mkdir()
+        loop = Loop(tmp_path / str(max_steps))
+        loop.said[1].max_steps, loop.said[1].eval_steps = max_steps, 4
+        for _ in range(4):
+            loop.step()
+        time.sleep(2.0)
+        loop.reporter.on_evaluate(*loop.said)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="lowmem"):
+            loop.step()
+            loop.log()
+        (seconds,) = re.findall(r" ETA 0:00:(\d\d) ", caplog.text)
+        left_s.append(int(seconds))
+    assert left_s[0] - left_s[1] >= 1
+    assert left_s[1] <= 1
+
+
 @pytest.mark.parametrize(("logging_steps", "num_lines"), [(500, 1), (3, 0)])
 def test_the_time_left_is_logged_early_where_the_next_log_line_is_far(
     tmp_path, caplog, monkeypatch, logging_steps, num_lines
