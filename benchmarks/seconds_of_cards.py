@@ -105,6 +105,11 @@ def rows_of(row: Mapping[str, Any], recipe: Recipe, varied: Mapping[str, Any], r
 
 def judged(row: Mapping[str, Any], content: Mapping[str, Any], folder: Path) -> Judged:
     """The prediction for a row's own strategy, which is the only one that its recipe allows."""
+    return only_one(facts_of(row, content, folder))
+
+
+def facts_of(row: Mapping[str, Any], content: Mapping[str, Any], folder: Path) -> Facts:
+    """The facts of a row's training."""
     recipe = recipe_of(row, content["models"][row["model"]], folder)
     machine = described.from_words(row["card"], row["cards"], row["ram_gib"])
     workspace = Workspace.here()
@@ -112,13 +117,12 @@ def judged(row: Mapping[str, Any], content: Mapping[str, Any], folder: Path) -> 
     facts = plan_facts.build(recipe, machine, config, parameters, family, ANY_FORMAT)
     facts = plan_facts.as_folder(facts)
     size, targets = facts.model.size, facts.model.lora_targets
-    facts = replace(
+    return replace(
         facts,
         rows=rows_of(row, recipe, content["lengths"], facts.rows),
         installed=Installed(import_memory=ASSUMED_CUDA),
         traces=Traces(recipe, size, targets, workspace.traces, lambda line: None),
     )
-    return only_one(facts)
 
 
 def only_one(facts: Facts) -> Judged:
