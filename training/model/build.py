@@ -31,7 +31,12 @@ from launch.schema.model_sections import (
     QuantizationSection,
 )
 from launch.schema.plan import ModelSize
-from training.compat import deepspeed_private, generation_private, transformers_private
+from training.compat import (
+    deepspeed_private,
+    generation_private,
+    peft_private,
+    transformers_private,
+)
 from training.compat.transformers_private import Network
 from training.data import tokenizer as data_tokenizer
 from training.data.chat.loss_spans import ConversationRenderer
@@ -320,6 +325,9 @@ def with_lora(
     network: Network = get_peft_model(
         model, config, autocast_adapter_dtype=lora.autocast_adapter_dtype
     )
+    # dropout and DoRA compute in the type of the cast
+    if not (lora.lora_dropout or lora.use_dora):
+        peft_private.leave_casts_to_autocast(network)
     if not lora.autocast_adapter_dtype:
         _cast_adapters(network)
         network.load_adapter = partial(network.load_adapter, autocast_adapter_dtype=False)

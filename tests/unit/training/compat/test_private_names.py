@@ -50,6 +50,11 @@ NAMES = [
         "self model",
     ),
     (
+        "leave_casts_to_autocast",
+        "peft.tuners.tuners_utils:BaseTunerLayer._cast_input_dtype",
+        "self x dtype",
+    ),
+    (
         "known_padding",
         "transformers.masking_utils:_ignore_causal_mask_sdpa",
         "padding_mask q_length kv_length",
