@@ -18,7 +18,7 @@ from launch.recipe.strict_yaml import show
 from launch.schema import levers
 from launch.schema.levers import Lever, Levers
 from launch.schema.machine import Gpu, Link, Machine
-from launch.schema.modes import LAUNCH_MODES, Mode
+from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
 from launch.schema.plan import Strategy as Candidate
 from launch.schema.recipe import Recipe
 from launch.schema.training_section import Precision
@@ -84,19 +84,20 @@ def _as_asked(facts: Facts) -> Iterator[Candidate]:
             per_device_eval_batch_size=training.per_device_eval_batch_size
             or _eval_batch(training.per_device_train_batch_size),
             mixed_precision=precision,
-            levers=_levers(facts, gpus, precision),
+            levers=_levers(facts, gpus, precision, row),
             tf32=kernels.tf32(recipe, gpus),
             pin_memory=facts.history.oom.may_pin,
             dataloader_num_workers=workers(recipe, machine, num_processes // launch.nodes, on_gpu),
         )
 
 
-def _levers(facts: Facts, gpus: Sequence[Gpu], precision: Precision) -> Levers:
+def _levers(facts: Facts, gpus: Sequence[Gpu], precision: Precision, mode: LaunchMode) -> Levers:
     """Those that the recipe asks for, with kernels that these cards and packages have."""
     recipe, size, installed = facts.recipe, facts.model.size, facts.installed
     no_packages = installed.no_flash_attn, installed.no_varlen_attn
     return replace(
         levers.asked(recipe),
+        fused_adapters=kernels.fused_adapters(recipe, mode, precision),
         logits_at_targets=target_counts.at_targets(recipe, size.family),
         torch_compile=recipe.training.compiles and installed.no_compiler is None,
         attn_implementation=kernels.attention(recipe, size, gpus, precision, *no_packages),

@@ -18,6 +18,7 @@ from launch.probe import architectures
 from launch.schema.levers import ROWS, TRIED
 from launch.schema.machine import Gpu
 from launch.schema.model_sections import AttnImplementation
+from launch.schema.modes import LaunchMode
 from launch.schema.plan import ModelSize, Strategy, Switch
 from launch.schema.recipe import Recipe
 from launch.schema.training_section import LIGER_LOSSES, Precision
@@ -201,6 +202,30 @@ def liger(recipe: Recipe, gpus: Sequence[Gpu], no_package: str | None) -> bool:
     return True
 
 
+def fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) -> bool:
+    """True if adapters compute with their layers: unless there is a reason against it, or the
+    recipe says no. Raises ConfigError if it says yes, and they cannot."""
+    asked = recipe.lora.fused_adapters if recipe.lora else None
+    reason = no_fused_adapters(recipe, mode, precision)
+    if asked and reason and mode.is_whole:  # else the lever's row refuses the mode
+        raise ConfigError(f"lora.fused_adapters: true, but {reason}; leave it out")
+    return reason is None if asked is None else asked
+
+
+def no_fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) -> str | None:
+    """The reason why adapters compute beside their layers, as PEFT does it; None: they do not."""
+    lora = recipe.lora
+    obstacles = (
+        (lora is None, "there is no lora"),
+        (lora and lora.use_dora, "DoRA scales the sum of weights"),
+        (lora and lora.lora_dropout, "dropout draws another input for the adapters"),
+        (precision == "no", "they are fused under autocast (training.bf16)"),
+        (not mode.is_whole, f"{mode.engine} casts the weights of adapters itself"),
+        (recipe.training.compiles, "torch.compile fuses kernels itself"),
+    )
+    return next((reason for is_met, reason in obstacles if is_met), None)
+
+
 # ---- explained
 
 
@@ -234,6 +259,11 @@ def switches(
             _on(chosen.levers.use_liger_kernel),
             why if chosen.levers.use_liger_kernel else "not asked for",
         )
+    if recipe.lora:
+        row, value = ROWS["fused_adapters"], chosen.levers.fused_adapters
+        reason = no_fused_adapters(recipe, chosen.launch_mode, chosen.mixed_precision)
+        why = "fewer kernels and bytes; their sum is rounded once"
+        yield Switch(row.switch, row.says(chosen.levers), why if value else reason or "asked for")
     optimizer = ROWS["optim"]
     yield Switch(optimizer.switch, chosen.levers.optim, optimizer.text(chosen.levers.optim))
     for row in TRIED:

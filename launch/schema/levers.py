@@ -127,6 +127,7 @@ class Levers:
     activation_offloading: bool = False  # what is checkpointed is kept in host memory
     # the tokens of a micro-batch go through each MLP in this many parts, one after another
     tiled_mlp_num_shards: int = 1
+    fused_adapters: bool = False  # products of adapters are added to those of their layers
     # the positions are divided into this many parts, whose logits are computed one after another
     num_output_chunks: int = 1
     logits_at_targets: bool = False  # of the other positions, no logits are computed
@@ -412,6 +413,21 @@ LEVERS = (
         same=lambda _: "each MLP makes the same of a part of the tokens at a time",
         refusal=_unless(lambda model: model.tiles_mlp, NO_TILES, is_in_layers=True),
         mode_refusal=_no_tiles_in,
+    ),
+    Lever(
+        name="fused_adapters",
+        module="adapters",
+        switch="adapters",
+        key="lora.fused_adapters",
+        exactness="same function",
+        text=lambda _: "fused with their layers",
+        off="beside their layers",
+        asked=lambda recipe: recipe.lora.fused_adapters if recipe.lora else None,
+        mode_refusal=lambda mode, _: (
+            None
+            if mode.is_whole
+            else "has not been tested with lora.fused_adapters true; leave it out"
+        ),
     ),
     Lever(
         name="num_output_chunks",

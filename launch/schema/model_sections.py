@@ -191,6 +191,11 @@ class LoraSection(Section):
         default=False,
         description="Train the length of each output's weights apart from their direction (DoRA).",
     )
+    fused_adapters: Annotated[bool | None, affects("memory", "step_time", "planned")] = Field(
+        default=None,
+        description="Add the adapters' products to those of their layers under autocast, without"
+        " PEFT's tensors between them, and round the sum once. null: planned.",
+    )
     init_lora_weights: Annotated[bool | Literal["gaussian", "orthogonal"], affects("weights")] = (
         Field(
             default=True,

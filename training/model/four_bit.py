@@ -97,6 +97,15 @@ def scales(parameter: torch.Tensor) -> list[torch.Tensor]:
     return [state.absmax, state.code, *nested]
 
 
+def dequantized(weight: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a weight, of 4 bits or not, in this type."""
+    if getattr(weight, "quant_state", None) is None:
+        return weight.to(dtype)
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data, weight.quant_state).to(dtype)
+
+
 def copy_state(weight: Any, empty: Any) -> None:
     """Give a 4-bit weight's quantisation state, with empty tensors, to the parameter that replaces
     it."""

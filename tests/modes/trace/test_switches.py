@@ -242,6 +242,46 @@ def test_varlen_attn_trains_to_the_weights_of_sdpa_in_float32(packing, lora):
         torch.testing.assert_close(other_weights[key], value, rtol=1e-4, atol=1e-5)
 
 
+def losses(is_fused: bool = True, is_narrow: bool = True) -> list[float]:
+    """Of 50 steps with adapters on float32 weights."""
+    recipe = asked(
+        lora={"r": 4, "fused_adapters": is_fused and is_narrow, "init_lora_weights": False},
+        training={"bf16": is_narrow, "logging_steps": 1, "gradient_accumulation_steps": 1},
+    )
+    chosen = plan(recipe)
+    assert chosen.strategy.levers.fused_adapters == (is_fused and is_narrow)
+    trainer = real_steps.trainer(recipe, chosen, LENGTH, True, 50)
+    trainer.train()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def test_fused_adapters_stay_as_near_to_float32_as_adapters_beside_their_layers():
+    exact = losses(is_narrow=False)
+    fused, beside = (
+        sum(abs(loss - other) for loss, other in zip(losses(value), exact, strict=True))
+        for value in (True, False)
+    )
+    assert len(exact) == 50
+    assert exact[-1] < exact[0]
+    assert 0 < fused <= 1.2 * beside
+
+
+def test_fused_adapters_add_nothing_to_the_output_of_their_layer():
+    beside, fused = (
+        seen(
+            model={"dtype": "bfloat16"},
+            lora={"r": 4, "fused_adapters": value},
+            training={"bf16": True},
+        )
+        for value in (False, True)
+    )
+    layers = 7 * LAYERS  # with an adapter
+    fewer = beside.calls["aten::add"] - fused.calls["aten::add"]
+    assert fewer >= layers * MICRO_STEPS * STEPS
+    assert beside.calls["aten::_to_copy"] >= fused.calls["aten::_to_copy"]
+    assert fused.states == beside.states == {torch.float32}
+
+
 # Where there is none the plan says so, and steps run as they are: tests/unit has that.
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a compiler: apt-get install g++")
 def test_torch_compile_runs_training_steps_in_graphs_and_evaluations_without():

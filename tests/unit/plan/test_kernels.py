@@ -16,6 +16,7 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.plan import kernels
 from launch.probe import packages
 from launch.report import plan_lines
+from launch.schema.modes import LAUNCH_MODES
 from launch.schema.plan import ForwardFacts, ModelFamily, ModelSize, Plan
 from tests.builders import gpu, machine, plan, recipe_of
 
@@ -206,6 +207,43 @@ def test_a_family_without_sdpa_is_planned_with_eager_attention_and_refused_with_
     named = recipe_of(model={"shape": "llama-tiny", "attn_implementation": "sdpa"})
     with pytest.raises(ConfigError, match=r"transformers has no sdpa for gemma2; leave it out"):
         kernels.attention(named, gemma, (), "no", None)
+
+
+@pytest.mark.parametrize(
+    ("mode", "precision", "sections", "words"),
+    [
+        ("single_gpu", "bf16", {}, None),
+        ("dual_gpu_nccl", "fp16", {}, None),
+        ("cpu", "bf16", {}, None),
+        ("single_gpu", "no", {}, "under autocast"),
+        ("single_gpu", "bf16", {"lora": None}, "no lora"),
+        ("single_gpu", "bf16", {"lora": {"lora_dropout": 0.1}}, "dropout"),
+        ("single_gpu", "bf16", {"lora": {"use_dora": True}}, "DoRA"),
+        ("single_gpu", "bf16", {"training": {"torch_compile": True}}, "torch.compile"),
+        ("fsdp2", "bf16", {}, "fsdp2 casts"),
+        ("deepspeed_zero2", "bf16", {}, "deepspeed casts"),
+    ],
+)
+def test_adapters_are_fused_where_they_compute_in_16_bits(mode, precision, sections, words):
+    recipe = recipe_of(**{"lora": {"r": 4}, **sections})
+    reason = kernels.no_fused_adapters(recipe, LAUNCH_MODES[mode], precision)
+    assert (words in reason) if words else reason is None
+    assert kernels.fused_adapters(recipe, LAUNCH_MODES[mode], precision) is (reason is None)
+
+
+def test_fused_adapters_that_cannot_be_are_refused():
+    asked = {"r": 4, "fused_adapters": True}
+    with pytest.raises(ConfigError, match=r"fused_adapters: true, but .*autocast.*; leave it out"):
+        plan(recipe_of(lora=asked))
+    with pytest.raises(ConfigError, match=r"fused_adapters: true, but .*DoRA"):
+        plan(recipe_of(lora={**asked, "use_dora": True}, training=HALF))
+    fused, plain = (
+        plan(recipe_of(lora={"r": 4, "fused_adapters": value}, training=HALF))
+        for value in (None, False)
+    )
+    assert fused.strategy.levers.fused_adapters
+    assert not plain.strategy.levers.fused_adapters
+    assert row(plain, "adapters") == ("beside their layers", "asked for")
 
 
 def test_rows_that_follow_one_another_are_hardly_padded():

@@ -52,7 +52,7 @@ class Gradients(TrainerCallback):
 
 
 def asked(**sections: Any) -> Recipe:
-    lora = {"r": 4, "init_lora_weights": False, **sections.pop("lora", {})}
+    lora = {"r": 4, "init_lora_weights": False, "fused_adapters": False, **sections.pop("lora", {})}
     training = {"per_device_train_batch_size": 2, **AUTOCAST, **sections.pop("training", {})}
     return recipe_of(**{"model": MODEL, "lora": lora, "training": training, **sections})
 
