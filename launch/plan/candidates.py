@@ -97,6 +97,7 @@ def _levers(facts: Facts, gpus: Sequence[Gpu], precision: Precision, mode: Launc
     no_packages = installed.no_flash_attn, installed.no_varlen_attn
     return replace(
         levers.asked(recipe),
+        fused_norms=kernels.fused_norms(recipe, size, mode, gpus),
         fused_adapters=kernels.fused_adapters(recipe, mode, precision),
         logits_at_targets=target_counts.at_targets(recipe, size.family),
         torch_compile=recipe.training.compiles and installed.no_compiler is None,

@@ -226,6 +226,29 @@ def no_fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) ->
     return next((reason for is_met, reason in obstacles if is_met), None)
 
 
+def fused_norms(recipe: Recipe, model: ModelSize, mode: LaunchMode, gpus: Sequence[Gpu]) -> bool:
+    """True if RMS norms are computed by PyTorch's kernel: unless there is a reason against it, or
+    the recipe says no. Raises ConfigError if it says yes, and they cannot be."""
+    asked, reason = recipe.training.fused_norms, no_fused_norms(recipe, model, mode, gpus)
+    if asked and reason and mode.is_whole:  # else the lever's row refuses the mode
+        raise ConfigError(f"training.fused_norms: true, but {reason}; leave it out")
+    return reason is None if asked is None else asked
+
+
+def no_fused_norms(
+    recipe: Recipe, model: ModelSize, mode: LaunchMode, gpus: Sequence[Gpu]
+) -> str | None:
+    """The reason why norms are those of transformers; None: they are not."""
+    obstacles = (
+        (not gpus, "CPUs have no kernel for it"),
+        (not model.family.forward.has_rms_norms, f"{model.config['model_type']} has other norms"),
+        (recipe.training.extras.get("use_liger_kernel"), "Liger has its own"),
+        (recipe.training.compiles, "torch.compile fuses kernels itself"),
+        (not mode.is_whole, f"it has not been tested with {mode.engine}"),
+    )
+    return next((reason for is_met, reason in obstacles if is_met), None)
+
+
 # ---- explained
 
 
@@ -263,6 +286,11 @@ def switches(
         row, value = ROWS["fused_adapters"], chosen.levers.fused_adapters
         reason = no_fused_adapters(recipe, chosen.launch_mode, chosen.mixed_precision)
         why = "fewer kernels and bytes; their sum is rounded once"
+        yield Switch(row.switch, row.says(chosen.levers), why if value else reason or "asked for")
+    if gpus:
+        row, value = ROWS["fused_norms"], chosen.levers.fused_norms
+        reason = no_fused_norms(recipe, model, chosen.launch_mode, gpus)
+        why = "computed in float32, rounded once"
         yield Switch(row.switch, row.says(chosen.levers), why if value else reason or "asked for")
     optimizer = ROWS["optim"]
     yield Switch(optimizer.switch, chosen.levers.optim, optimizer.text(chosen.levers.optim))

@@ -94,6 +94,12 @@ class LeverKeys(BaseModel):
         " at once. null: planned.",
     )
 
+    fused_norms: Annotated[bool | None, PLANNED] = Field(
+        default=None,
+        description="Compute RMS norms on GPUs by PyTorch's kernel, in float32, and round once."
+        " null: planned.",
+    )
+
     @model_validator(mode="before")
     @classmethod
     def checkpoints_what_keywords_name(cls, values: Any) -> Any:
@@ -127,6 +133,7 @@ class Levers:
     activation_offloading: bool = False  # what is checkpointed is kept in host memory
     # the tokens of a micro-batch go through each MLP in this many parts, one after another
     tiled_mlp_num_shards: int = 1
+    fused_norms: bool = False  # RMS norms by one kernel of PyTorch
     fused_adapters: bool = False  # products of adapters are added to those of their layers
     # the positions are divided into this many parts, whose logits are computed one after another
     num_output_chunks: int = 1
@@ -320,6 +327,12 @@ def _no_parts_in(mode: LaunchMode, num_chunks: int) -> str | None:
     )
 
 
+def _whole_models(key: str) -> Callable[[LaunchMode, Any], str | None]:
+    """The refusal of modes whose ranks hold parts of a model."""
+    reason = f"has not been tested with {key} true; leave it out"
+    return lambda mode, _: None if mode.is_whole else reason
+
+
 # in the order in which the trainer applies them
 LEVERS = (
     Lever(
@@ -415,6 +428,17 @@ LEVERS = (
         mode_refusal=_no_tiles_in,
     ),
     Lever(
+        name="fused_norms",
+        module="norms",
+        switch="norms",
+        key="training.fused_norms",
+        exactness="same function",
+        text=lambda _: "RMS norms by PyTorch's kernel",
+        off="transformers' modules",
+        asked=lambda recipe: recipe.training.fused_norms,
+        mode_refusal=_whole_models("training.fused_norms"),
+    ),
+    Lever(
         name="fused_adapters",
         module="adapters",
         switch="adapters",
@@ -423,11 +447,7 @@ LEVERS = (
         text=lambda _: "fused with their layers",
         off="beside their layers",
         asked=lambda recipe: recipe.lora.fused_adapters if recipe.lora else None,
-        mode_refusal=lambda mode, _: (
-            None
-            if mode.is_whole
-            else "has not been tested with lora.fused_adapters true; leave it out"
-        ),
+        mode_refusal=_whole_models("lora.fused_adapters"),
     ),
     Lever(
         name="num_output_chunks",

@@ -41,6 +41,7 @@ class ForwardFacts:
     has_sdpa: bool = True
     # its attention computes a row of documents from their starts and positions alone
     flattens: bool = False
+    has_rms_norms: bool = False  # that compute as Llama's do
     attention_dropout: float = 0.0  # in training, where the config does not name it
 
 

@@ -80,6 +80,7 @@ def cuda_semantics(
             library.impl("dropout", _dropout, "AutogradCPU")
             library.impl("softmax.int", _softmax(aten._softmax.default), "AutogradCPU")
             library.impl("log_softmax.int", _softmax(aten._log_softmax.default), "AutogradCPU")
+            library.impl("_fused_rms_norm", _no_kernel, "CPU")  # else it is made of other operators
             _autocast_as_cuda(library)
         types = [torch.Tensor, torch.nn.Parameter, FakeTensor]
         changes = [
@@ -367,6 +368,10 @@ def _softmax(kernel: Any) -> Callable[..., torch.Tensor]:
         return kernel(tensor if dtype is None else tensor.to(dtype), dim, False)
 
     return softmax
+
+
+def _no_kernel(*args: Any) -> Any:
+    raise AssertionError("a fake tensor has no values")
 
 
 def _native_layer_norm(

@@ -16,7 +16,7 @@ from launch.schema.plan import ForwardFacts, HeadResult
 from training.compat import forward_private, torch_private, transformers_private
 from training.compat.forward_private import tree_leaves
 from training.compat.torch_private import TorchDispatchMode
-from training.levers import tiled_mlp
+from training.levers import norms, tiled_mlp
 from training.trace import layer_stacks
 
 # Two numbers that no model's width has, so that a dimension says what it counts
@@ -41,6 +41,7 @@ def read(model: PreTrainedModel) -> ForwardFacts:
         tiles_mlp(model),
         forward_private.supports(model, "sdpa"),
         flattens,
+        any(norms.norms(model)),
         dropout,
     )
 

@@ -387,6 +387,23 @@ def test_all_is_undone_also_after_an_error(fake):
     assert behaviour() == as_before
 
 
+def test_an_rms_norm_is_one_kernel_and_its_statistics_are_in_float32(fake):
+    hidden = torch.empty(2, 3, 16, dtype=BF16, requires_grad=True)
+    weight = torch.empty(16, dtype=BF16)
+
+    def run() -> None:
+        with cuda_semantics.cuda_semantics(AMPERE), torch.autocast("cpu", BF16):
+            out = torch.ops.aten._fused_rms_norm(hidden, (16,), weight, 1e-6)[0]
+            out.sum().backward()
+
+    of_norm = [(name, size) for name, size in births(run) if "rms_norm" in name]
+    assert of_norm == [
+        ("aten::_fused_rms_norm", 2 * 3 * 16 * 2),
+        ("aten::_fused_rms_norm", 2 * 3 * 4),
+        ("aten::_fused_rms_norm_backward", 2 * 3 * 16 * 2),
+    ]
+
+
 # ---- inside the kernels
 
 

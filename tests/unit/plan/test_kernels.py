@@ -246,6 +246,33 @@ def test_fused_adapters_that_cannot_be_are_refused():
     assert row(plain, "adapters") == ("beside their layers", "asked for")
 
 
+@pytest.mark.parametrize(
+    ("mode", "cards", "sections", "words"),
+    [
+        ("single_gpu", (gpu(),), {}, None),
+        ("dual_gpu_nccl", (gpu(), gpu()), {}, None),
+        ("cpu", (), {}, "no kernel"),
+        ("single_gpu", (gpu(),), {"training": {"use_liger_kernel": True}}, "Liger"),
+        ("single_gpu", (gpu(),), {"training": {"torch_compile": True}}, "torch.compile"),
+        ("fsdp2", (gpu(), gpu()), {}, "not been tested with fsdp2"),
+    ],
+)
+def test_rms_norms_are_fused_on_gpus(mode, cards, sections, words):
+    llama = model_of({"model_type": "llama"}, has_rms_norms=True)
+    facts = recipe_of(**sections), llama, LAUNCH_MODES[mode], cards
+    reason = kernels.no_fused_norms(*facts)
+    assert (words in reason) if words else reason is None
+    assert kernels.fused_norms(*facts) is (reason is None)
+
+
+def test_norms_that_cannot_be_fused_are_those_of_transformers_and_asked_for_refused():
+    gpt2, mode, card = model_of({"model_type": "gpt2"}), LAUNCH_MODES["single_gpu"], (gpu(),)
+    assert kernels.no_fused_norms(recipe_of(), gpt2, mode, card) == "gpt2 has other norms"
+    asked = recipe_of(training={"fused_norms": True})
+    with pytest.raises(ConfigError, match=r"fused_norms: true, but gpt2 has other norms; leave"):
+        kernels.fused_norms(asked, gpt2, mode, card)
+
+
 def test_rows_that_follow_one_another_are_hardly_padded():
     from launch.predict.time import padding
 
