@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from training.levers import adapters
 
 pytestmark = pytest.mark.unit
 
+aten = torch.ops.aten
 ROWS, LENGTH, WIDTH, OUTPUTS = 3, 40, 128, 192
 
 
@@ -78,6 +81,40 @@ def test_output_and_gradients_are_as_near_to_float32_as_without(dtype, lora):
 def test_a_checkpoint_around_the_layers_changes_no_bit():
     fused, again = gradients(net()), gradients(net(), again=True)
     assert all(torch.equal(value, again[name]) for name, value in fused.items())
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_weights_of_a_module_are_cast_at_once_and_anew_in_each_forward_pass():
+    made = net()
+    with Operators() as operators:
+        before = gradients(made)
+    assert operators.calls[aten._foreach_copy_.default] == 1
+    # the casts of 4 gradients, of the input, of the output, and of its gradient
+    assert operators.calls[aten._to_copy.default] == 7
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1)
+    assert not torch.equal(gradients(made)["out"], before["out"])
+
+
+def test_a_layer_that_is_called_alone_casts_its_weights_itself():
+    made, plain = net(), net(fused=False)
+    hidden = torch.randn(LENGTH, WIDTH).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = (each.base_model.model.first(hidden) for each in (made, plain))
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
 
 
 def test_without_autocast_and_without_adapters_layers_compute_as_before():
