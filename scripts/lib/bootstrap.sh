@@ -62,14 +62,22 @@ _lowmem_remember_torch() {
         _lowmem_die "cannot write $ROOT/.venv.torch"
 }
 
-# .venv/.lowmem-requirements: hash of requirements.txt, hash of requirements-dev.txt or -, Python's version, the file
+# Hash of what a start installs: requirements.txt, and requirements-cuda.txt where it is.
+_lowmem_run_hash() {
+    local text cuda=''
+    text="$(<"$ROOT/requirements.txt")" || return 1
+    [[ ! -r "$ROOT/requirements-cuda.txt" ]] || cuda="$(<"$ROOT/requirements-cuda.txt")"
+    _lowmem_sha256 <<<"$text$cuda"
+}
+
+# .venv/.lowmem-requirements: hash of _lowmem_run_hash, hash of requirements-dev.txt or -, Python's version, the file
 # that .venv/bin/python must still lead to (an upgrade of the system's Python leaves a .venv without packages).
 _lowmem_ready() {
     local venv="$ROOT/.venv" run_hash='' dev_hash='' base='' wanted
     [[ -x "$venv/bin/python" && -r "$venv/.lowmem-requirements" ]] || return 1
     { read -r run_hash && read -r dev_hash && read -r && IFS= read -r base; } <"$venv/.lowmem-requirements" || return 1
     [[ "$venv/bin/python" -ef "$base" ]] || return 1
-    wanted="$(_lowmem_sha256 <"$ROOT/requirements.txt")" || return 1
+    wanted="$(_lowmem_run_hash)" || return 1
     [[ "${wanted%% *}" == "$run_hash" ]] || return 1
     [[ "$(_lowmem_torch_there)" == "$LOWMEM_TORCH_WANTED" ]] || return 1
     [[ "${LOWMEM_DEV:-}" == 1 ]] || return 0
@@ -218,6 +226,9 @@ _lowmem_install() {
         fi
         [[ "$torch" == default ]] || automatic=automatic
     fi
+    # Triton is for the builds of torch that bring it
+    [[ "$torch" == cpu || "$torch" == rocm || "$OSTYPE" != linux* || ! -r "$ROOT/requirements-cuda.txt" ]] ||
+        requirements="$ROOT/requirements-cuda.txt"
     [[ "${LOWMEM_DEV:-}" != 1 ]] || requirements="$ROOT/requirements-dev.txt"
     if [[ "${LOWMEM_REQUIRE_HASHES:-}" == 1 ]]; then
         [[ "${LOWMEM_DEV:-}" != 1 ]] || _lowmem_die "requirements.lock holds no hashes of requirements-dev.txt;" \
@@ -264,7 +275,7 @@ _lowmem_install() {
     rm -f "$venv/.lowmem-requirements"
 
     # hashed before: a file that is edited meanwhile differs from the stamp and is installed at the next start
-    run_hash="$(_lowmem_sha256 <"$ROOT/requirements.txt")" || _lowmem_die "needs sha256sum or shasum on PATH"
+    run_hash="$(_lowmem_run_hash)" || _lowmem_die "needs sha256sum or shasum on PATH"
     [[ "${LOWMEM_DEV:-}" != 1 ]] || dev_hash="$(_lowmem_sha256 <"$requirements")"
     # without its libraries, which requirements.txt names: an index that does not answer costs half a minute, not ten
     if [[ -n "$automatic" ]]; then
@@ -307,7 +318,7 @@ _lowmem_count_pins() {
         while IFS= read -r line || [[ -n "$line" ]]; do
             [[ ! "$line" =~ ^[A-Za-z0-9._-]+== ]] || count=$((count + 1))
         done <"$file"
-        [[ "$1" == */requirements-dev.txt ]] || break
+        [[ "$1" == */requirements-*.txt ]] || break
     done
     printf '%s\n' "$count"
 }

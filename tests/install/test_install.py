@@ -68,8 +68,8 @@ def root(tmp_path: Path) -> Iterator[Path]:
     for name in COPIED:
         unwanted = shutil.ignore_patterns("__pycache__")
         shutil.copytree(builders.CODE / name, copy / name, ignore=unwanted)
-    files = ("requirements.txt", "requirements.lock", "pyproject.toml", "train_low_mem.py")
-    for name in (*files, "lowmem_command.py"):
+    files = ("requirements.txt", "requirements-cuda.txt", "requirements.lock", "pyproject.toml")
+    for name in (*files, "train_low_mem.py", "lowmem_command.py"):
         shutil.copy(builders.CODE / name, copy)
     yield copy
     shutil.rmtree(tmp_path)
@@ -84,8 +84,9 @@ def environment(folder: Path, settings: dict[str, str], **extra: str) -> dict[st
 
 
 def pinned() -> dict[str, str]:
-    """The versions in requirements.txt."""
-    text = (builders.CODE / "requirements.txt").read_text()
+    """The versions in requirements.txt and requirements-cuda.txt."""
+    files = ("requirements.txt", "requirements-cuda.txt")
+    text = "".join((builders.CODE / name).read_text() for name in files)
     return {plain(name): version for name, version in re.findall(r"(?m)^([\w.-]+)==(\S+)", text)}
 
 

@@ -510,10 +510,11 @@ def test_a_repository_without_its_requirements_says_so(root: Path):
 
 
 def test_every_requirement_is_pinned():
-    for name in ("requirements.txt", "requirements-dev.txt"):
+    for name in ("requirements.txt", "requirements-cuda.txt", "requirements-dev.txt"):
         lines = [line.split("#")[0].strip() for line in (REPO / name).read_text().splitlines()]
         for line in filter(None, lines):
-            assert re.fullmatch(r"[\w.-]+==[\w.]+|-r requirements\.txt", line), f"{name}: {line}"
+            pin = r"[\w.-]+==[\w.]+( ; sys_platform == 'linux')?|-r requirements\.txt"
+            assert re.fullmatch(pin, line), f"{name}: {line}"
 
 
 def test_with_hashes_required_a_file_that_was_exchanged_is_not_installed(tmp_path: Path):
@@ -637,6 +638,16 @@ def test_each_build_has_its_own_triton_though_both_write_the_same_files(torch: P
     assert printed(torch, triton) == "triton-rocm triton-rocm"
     assert start(torch, LOWMEM_TORCH="default", **indexes).returncode == 0
     assert printed(torch, triton) == "triton triton"
+
+
+def test_packages_beside_cuda_come_with_its_builds_alone(torch: Path, indexes):
+    (torch / "requirements-cuda.txt").write_text("-r requirements.txt\ntriton==3.0\n")
+    for build, file in (("cu126", "requirements-cuda"), ("cpu", "requirements")):
+        done = start(torch, LOWMEM_TORCH=build, **indexes)
+        assert done.returncode == 0, done.stderr
+        assert f"installing {file}.txt (" in done.stderr
+    (torch / "requirements-cuda.txt").write_text("-r requirements.txt\n")
+    assert "which is new or has changed" in start(torch, **indexes).stderr
 
 
 def test_a_build_that_the_index_does_not_have_leaves_the_one_that_is_there(torch: Path, indexes):
@@ -909,8 +920,17 @@ def test_the_lock_holds_every_pin_with_hashes_and_names_no_host():
     entries = re.split(r"\n(?=\S)", body.strip())
     assert [entry for entry in entries if not re.search(r"--hash=sha256:[0-9a-f]{64}", entry)] == []
     locked = {tuple(re.match(r"([\w.-]+)==([\w.+-]+)", entry).groups()) for entry in entries}  # type: ignore[union-attr]
-    for name, version in re.findall(
-        r"^([\w.-]+)==(\S+)", (REPO / "requirements.txt").read_text(), re.MULTILINE
-    ):
+    files = ("requirements.txt", "requirements-cuda.txt")
+    pins = "".join((REPO / name).read_text() for name in files)
+    for name, version in re.findall(r"^([\w.-]+)==(\S+)", pins, re.MULTILINE):
         assert (re.sub(r"[_.]", "-", name).lower(), version) in locked
     assert not re.search(r"https?://|index-url|find-links|file:", body)
+
+
+def test_the_tests_have_the_kernels_that_a_cuda_build_gets():
+    names = ("liger-kernel", "triton")
+    dev, lock = (
+        dict(re.findall(r"^([\w.-]+)==([\w.]+)", (REPO / file).read_text(), re.MULTILINE))
+        for file in ("requirements-dev.txt", "requirements.lock")
+    )
+    assert [dev[name] for name in names] == [lock[name] for name in names]
