@@ -120,8 +120,10 @@ def _parts(
     if config["model_type"] in predict_parameters.FAMILIES:
         forward = model_families.read_forward(config, file, cache)
         family = replace(predict_parameters.family(config), forward=forward)
-        return predict_parameters.parameters_by_name(config), family
-    return model_families.read(config, file, cache)
+        tensor_shapes = predict_parameters.parameters_by_name(config)
+    else:
+        tensor_shapes, family = model_families.read(config, file, cache)
+    return tensor_shapes, replace(family, liger=model_families.liger_kernels(config["model_type"]))
 
 
 def _check_elements(

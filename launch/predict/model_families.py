@@ -1,6 +1,7 @@
 """The parameters and the family of a model that is not counted from its config, and the forward
 pass of one that is: a child builds it on the meta device, once for each config and version of
-transformers. configs/model_families.json has the forward passes of the counted families."""
+transformers. configs/model_families.json has the forward passes of the counted families, and the
+kernels that liger-kernel has for a type."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,8 +28,16 @@ from launch.schema.result import ModelParts
 
 FORM = 5  # of a stored ModelParts; raised with each new field
 
-# version of transformers -> counted family -> its forward pass, by scripts/render_families.py
 COMMITTED = FILES / "configs" / "model_families.json"
+
+
+@dataclass(frozen=True)
+class _Committed:
+    """The content of COMMITTED, as scripts/render_families.py writes it: facts by version."""
+
+    transformers: dict[str, dict[str, ForwardFacts]]  # of counted families
+    # of types of text models: the kernels that Liger has for them
+    liger_kernel: dict[str, dict[str, tuple[str, ...]]]
 
 
 def read_forward(config: Mapping[str, Any], file: Path, cache: Path) -> ForwardFacts:
@@ -35,18 +45,31 @@ def read_forward(config: Mapping[str, Any], file: Path, cache: Path) -> ForwardF
     child finds it. Where transformers is not installed, it is that of the last version.
 
     Raises ConfigError for a config that another transformers cannot build."""
-    committed = _committed()
-    installed = [*committed][-1]
-    with suppress(PackageNotFoundError):
-        installed = version("transformers")
+    committed = _committed().transformers
+    installed = _installed("transformers", committed)
     if installed not in committed:
         return read(config, file, cache)[1].forward
     return committed[installed][config["model_type"]]
 
 
+def liger_kernels(model_type: str) -> tuple[str, ...]:
+    """The kernels that liger-kernel has for a type: those of the installed version, or of the last
+    version that is committed."""
+    committed = _committed().liger_kernel
+    installed = _installed("liger-kernel", committed)
+    return committed.get(installed, [*committed.values()][-1]).get(model_type, ())
+
+
+def _installed(package: str, committed: Mapping[str, Any]) -> str:
+    """The installed version of a package, or the last one that is committed."""
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return [*committed][-1]
+
+
 @functools.cache
-def _committed() -> dict[str, dict[str, ForwardFacts]]:
-    facts = files.read(COMMITTED, dict[str, dict[str, ForwardFacts]])
+def _committed() -> _Committed:
+    facts = files.read(COMMITTED, _Committed)
     assert facts, f"{COMMITTED} is missing"
     return facts
 

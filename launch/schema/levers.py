@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 PLANNED = affects("memory", "step_time", "planned")
 KWARGS = "training.activation_checkpointing_kwargs"
 
-# of MODEL_TYPE_TO_APPLY_LIGER_FN in liger_kernel 0.8
-LIGER_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # part of an optimizer's name, its way to update
 UPDATES = (
     (
@@ -272,10 +270,8 @@ def _asked_layers(recipe: Recipe) -> int | None:
 
 
 def _liger(levers: Levers, family: ModelFamily) -> str | None:
-    """The refusal of types for which Liger has no kernels, or none that are tested here."""
-    if family.model_type in LIGER_FAMILIES:
-        return None
-    return f"the model is a {family.model_type}; there are {', '.join(LIGER_FAMILIES)}"
+    """The refusal of types for which Liger has no kernels."""
+    return None if family.liger else f"liger-kernel has no kernels for a {family.model_type}"
 
 
 def _unless(can: Callable[[ForwardFacts], bool], lack: str, is_in_layers: bool = False) -> Refused:

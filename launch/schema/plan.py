@@ -63,6 +63,7 @@ class ModelFamily:
     # every so many layers of a stack are alike; 0: layers differ, without such a period
     layer_period: int = 1
     forward: ForwardFacts = ForwardFacts()
+    liger: tuple[str, ...] = ()  # liger-kernel's kernels for it, by keys of liger_kernel_config
 
     @property
     def ties_head(self) -> bool:

@@ -7,20 +7,27 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from launch.predict.model_families import COMMITTED
+from scripts import render_families
+
 HERE = Path(__file__).parent
 LAYERS, MICRO_STEPS, NORMS = 2, 4, 5  # of llama-tiny: two norms a layer and the last
 
 
-# No dependency of ours, and its kernels want triton, which torch for CPUs does not bring.
-@pytest.mark.skipif(
-    not (find_spec("liger_kernel") and find_spec("triton")),
-    reason="needs pip install liger-kernel triton",
-)
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is for Linux")
+
+
+def test_the_committed_kernels_are_those_of_the_installed_version():
+    committed = json.loads(COMMITTED.read_text(encoding="utf-8"))["liger_kernel"]
+    assert committed[version("liger-kernel")] == render_families.liger_kernels()
+
+
 def test_steps_with_its_kernels_are_those_without_and_the_loss_is_ours():
     done = subprocess.run(
         [sys.executable, str(HERE / "liger_on_cpu.py")],

@@ -22,6 +22,7 @@ COMPAT = ROOT / "training" / "compat"
 TRAINER = "transformers.trainer:Trainer"
 ZERO_12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 ZERO_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+LIGER = "liger_kernel.transformers.monkey_patch"
 FLASH = "transformers.modeling_flash_attention_utils"
 
 # who of ours needs it, the name, its first parameters (None: no function of Python's)
@@ -157,6 +158,8 @@ NAMES = [
     ("short_cache", "torch._subclasses.fake_tensor:_BypassDispatchCache", None),
     ("short_cache", "torch:_C._DisableTorchDispatch", None),
     ("short_cache", "torch:_C._set_throw_on_mutable_data_ptr", None),
+    ("patch", f"{LIGER}:_apply_liger_kernel_to_instance", "model"),
+    ("switches", f"{LIGER}:MODEL_TYPE_TO_APPLY_LIGER_FN", None),
     (
         "children/on_loopback.py",
         "torch.distributed.elastic.rendezvous.static_tcp_rendezvous:TCPStore",
