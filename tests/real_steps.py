@@ -41,11 +41,13 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
 
     torch.manual_seed(0)
     with torch.device("cpu"):
+        attention = strategy.levers.attn_implementation
+        built = "eager" if attention == "eager" else "sdpa"
         made = build.from_shape(
-            recipe.model, plan.shape, recipe.quantized(strategy.mixed_precision)
+            recipe.model, plan.shape, recipe.quantized(strategy.mixed_precision), built
         )
-        varlen_attention.register(strategy.levers.attn_implementation)
-        made.config._attn_implementation = strategy.levers.attn_implementation
+        varlen_attention.register(attention)
+        made.config._attn_implementation = attention
         network = build.prepare_to_train(made, recipe.model, recipe.lora, plan.lora_targets)
     found = Repeated(
         order=SampleOrder(

@@ -276,7 +276,7 @@ def switches(
         _why_attention(recipe, model, chosen, gpus, no_flash_attn, no_varlen_attn),
     )
     if gpus:
-        why = "asked for; memory and seconds are predicted without its kernels, the loss stays ours"
+        why = "asked for; the loss stays ours"
         yield Switch(
             "liger",
             _on(chosen.levers.use_liger_kernel),

@@ -64,6 +64,7 @@ _Counts = tuple[BatchCounts, BatchCounts | None]
 LOGS_IN_RAM = 4  # of a deep model some 20 MB each
 TIMEOUT_S = 300  # of one request
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
+PACKAGES += ("liger-kernel",)
 
 
 @dataclass(frozen=True)

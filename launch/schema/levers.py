@@ -351,7 +351,6 @@ LEVERS = (
         off="transformers' modules",
         asked=lambda recipe: recipe.training.extras.get("use_liger_kernel"),
         refusal=_liger,
-        is_recorded=False,  # they need a card: recorded as transformers' own modules
     ),
     Lever(
         name="torch_compile",

@@ -87,10 +87,9 @@ HONOURED: Mapping[str, str] = {
 # Keys of TrainingArguments that have no field here and do not affect everything.
 EXTRAS: Mapping[str, frozenset[Effect]] = {
     "average_tokens_across_devices": frozenset({"weights"}),  # of runs begun when it was taken
-    # liger is traced as transformers' own modules
     "tf32": frozenset({"weights", "step_time", "planned"}),
-    "use_liger_kernel": frozenset({"weights", "step_time", "planned"}),
-    "liger_kernel_config": frozenset({"weights", "step_time"}),
+    "use_liger_kernel": frozenset({"weights", "memory", "step_time", "planned"}),
+    "liger_kernel_config": frozenset({"weights", "memory", "step_time"}),
     "torch_compile": frozenset({"weights", "memory", "step_time", "planned"}),
     **dict.fromkeys(
         ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_kwargs"), frozenset({"weights"})

@@ -39,9 +39,7 @@ def patch(model: Network, switches: dict[str, bool]) -> list[torch.nn.Module]:
     functions = _taken_back(python_module, shared)
     for module in model.modules():
         forward = type(module).forward
-        if liger_private.is_of_experts(vars(module).get("forward")):
-            del module.forward, module._get_name
-        elif functions.keys() & set(forward.__code__.co_names):
+        if functions.keys() & set(forward.__code__.co_names):
             module.forward = MethodType(_with_globals(forward, functions), module)
     after = _forwards(model).items()
     return [module for module, forward in after if before.get(module, 0) is not forward]

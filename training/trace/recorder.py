@@ -322,6 +322,15 @@ class Recorder(TorchDispatchMode):
             for block in range(first, len(self.log.blocks))
         ]
 
+    def kernel(self, name: str, tensors: Sequence[torch.Tensor], workspace: Sequence[int]) -> None:
+        """Add a kernel that no operator launches, by the tensors that it reads or writes, each as
+        often as it does, and the sizes of what it has beside them."""
+        self._returned = None
+        layer, dtype = self.layer(), str(tensors[0].dtype).removeprefix("torch.")
+        self._called(Operator(name, "other", dtype, (0, 0, 0, 0), self._moved(tensors), 1), layer)
+        if workspace:
+            self._transient(workspace, workspace, name, layer)
+
     def module(self, module: torch.nn.Module, args: Any) -> None:
         """Record that a module is called."""
         if not self._suspended:
@@ -349,8 +358,7 @@ class Recorder(TorchDispatchMode):
             self._called(Operator(name, "view"), layer)
             return
         dtype = str(outputs[0].dtype).removeprefix("torch.")
-        sizes = [self.log.split(_bytes(each)) for each in [*_tensors((args, kwargs)), *outputs]]
-        moved = cast(Parts, tuple(map(sum, zip(*sizes, strict=True))))
+        moved = self._moved([*_tensors((args, kwargs)), *outputs])
         flops = None
         if operator.is_of_documents:
             flops = _flops_of_documents(args, operator.is_backward)
@@ -370,6 +378,10 @@ class Recorder(TorchDispatchMode):
             flops //= 2  # the kernel skips what is masked
         counted = self.log.split(float(flops))
         self._called(Operator(name, kind, dtype, counted, moved, launches), layer)
+
+    def _moved(self, tensors: Iterable[torch.Tensor]) -> Parts:
+        sizes = [self.log.split(_bytes(each)) for each in tensors]
+        return cast(Parts, tuple(map(sum, zip(*sizes, strict=True))))
 
     # ---- after the step
 

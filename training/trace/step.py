@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from launch.schema.recorded_step import (
     Log,
     RecordedStep,
 )
-from training.compat import fake_private, torch_private, transformers_private
+from training.compat import fake_private, liger_private, torch_private, transformers_private
 from training.compat.bitsandbytes_private import is_paged
 from training.compat.torch_private import FakeTensorMode, unset_fake_temporarily
 from training.data.batches import TARGET_TENSORS
@@ -49,7 +49,7 @@ from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit
-from training.trace import layer_stacks, precision
+from training.trace import layer_stacks, precision, triton_kernels
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
 from training.trace.experts import grouped_products
@@ -233,6 +233,7 @@ def step(
     the step is traced for; None: the CPU. `parts_apart`: for launch.predict.step.compose, the parts
     of the logits are told apart, and the last has fewer targets."""
     planned = plan.strategy
+    has_liger = planned.levers.use_liger_kernel and liger_private.is_installed()
     strategy = replace(
         planned,
         mode="cpu",
@@ -246,8 +247,7 @@ def step(
         mixed_precision="bf16" if planned.mixed_precision == "fp16" else planned.mixed_precision,
         dataloader_num_workers=0,
         tf32=False,
-        # both need a card's compiler: recorded as transformers' own modules, eagerly
-        levers=replace(planned.levers, use_liger_kernel=False, torch_compile=False),
+        levers=replace(planned.levers, use_liger_kernel=has_liger, torch_compile=False),
     )
     recorder = Recorder(batch)
     recorder.padded, recorder.vocabulary = padded, plan.shape.config["vocab_size"]
@@ -261,6 +261,7 @@ def step(
         replaced(fake_private.short_cache()),
         replaced([(*SAVE_ON_CPU, getattr(*SAVE_ON_CPU))]),  # a lever may change it within
         grouped_products(on_nvidia=target is not None and target.capability is not None),
+        triton_kernels.counted(recorder, target) if has_liger else nullcontext(),
     ):
         if recipe.quantization is not None:
             recorder.decompositions = four_bit.decompositions(on_cuda=target is not None)

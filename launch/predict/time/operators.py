@@ -65,6 +65,9 @@ ASSUMED_HOST = HostPace(operator_s=16e-6, view_s=2e-6, module_s=8e-6)
 # by architecture, where it was measured otherwise: beside an H200, ten trainings that wait for
 # their host (benchmarks/results/gpu_speed.md, c1 and c2)
 HOSTS = {"9.0": HostPace(operator_s=34e-6, view_s=4e-6, module_s=20e-6)}
+# operators that the host calls in the time of a call of one of Liger's functions: 192 us, by the
+# profile of c1-lowmem-grouped-liger (benchmarks/results/gpu_speed.md), beside 34 us
+TRITON, TRITON_OPERATORS = "triton::", 192 / 34
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ def cost_of(
 def _host_s(operator: Operator, host: HostPace) -> float:
     if operator.kind in ("view", "module"):
         return host.view_s if operator.kind == "view" else host.module_s
-    return host.operator_s
+    return host.operator_s * (TRITON_OPERATORS if operator.name.startswith(TRITON) else 1)
 
 
 def _bytes_per_s(operator: Operator, pace: Pace) -> float:

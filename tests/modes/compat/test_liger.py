@@ -9,15 +9,28 @@ import subprocess
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from launch.predict.model_families import COMMITTED
 from scripts import render_families
+from tests.builders import CODE
 
-HERE = Path(__file__).parent
-LAYERS, MICRO_STEPS, NORMS = 2, 4, 5  # of llama-tiny: two norms a layer and the last
+STEPS = 2
+NORM, ROPE, SWIGLU, GEGLU = (
+    "_rms_norm_forward_kernel",
+    "_triton_rope",
+    "_swiglu_forward_kernel",
+    "_geglu_tanh_forward_kernel",
+)
+TYPES = {
+    "llama": {NORM, ROPE, SWIGLU},
+    "gemma2": {NORM, ROPE, GEGLU},
+    "qwen3_moe": {NORM, ROPE},
+    "glm4": {NORM, SWIGLU},
+    "olmo2": {NORM, ROPE, SWIGLU},
+    "phi3": {NORM, ROPE, SWIGLU},
+}
 
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is for Linux")
@@ -28,25 +41,26 @@ def test_the_committed_kernels_are_those_of_the_installed_version():
     assert committed[version("liger-kernel")] == render_families.liger_kernels()
 
 
-def test_steps_with_its_kernels_are_those_without_and_the_loss_is_ours():
+def test_steps_are_those_of_transformers_modules_and_their_record_has_all_that_they_take():
+    """Longer: TRITON_INTERPRET=1 python -m tests.modes.compat.liger_on_cpu 50 llama gemma2 ..."""
     done = subprocess.run(
-        [sys.executable, str(HERE / "liger_on_cpu.py")],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(HERE.parents[2]), *sys.path]),
-            "TRITON_INTERPRET": "1",
-        },
+        [sys.executable, "-m", "tests.modes.compat.liger_on_cpu", str(STEPS), *TYPES],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=CODE,
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["on"] == pytest.approx(found["off"], rel=1e-6)
-    assert found["weights on"] == pytest.approx(found["weights off"], rel=1e-6)
-    ran = found["kernels on"]
-    assert found["kernels off"] == {}
-    assert ran["_rms_norm_forward_kernel"] == NORMS * MICRO_STEPS
-    assert ran["_swiglu_forward_kernel"] == LAYERS * MICRO_STEPS
-    assert ran["_triton_rope"] == 2 * LAYERS * MICRO_STEPS  # and back
-    assert not [name for name in ran if "entropy" in name]
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = {name: result for line in lines for name, result in line.items()}
+    assert list(results) == list(TYPES)
+    for name, result in results.items():
+        without, with_liger = result["losses"]
+        assert with_liger == pytest.approx(without, abs=1e-5)
+        assert result["largest difference of weights"] < 1e-5
+        assert TYPES[name] <= set(result["kernels"])
+        recorded = {kernel: STEPS * n for kernel, n in result["recorded kernels"].items()}
+        assert result["kernels"] == recorded
+        assert result["saved"] == result["recorded saved"]
+    assert results["llama"]["recorded peak"] == pytest.approx(results["llama"]["peak"], rel=1e-3)

@@ -86,10 +86,10 @@ class Steps(TrainerCallback):
             pass
 
 
-def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool) -> int:
+def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool, length: int = LENGTH) -> int:
     """The most that the allocator holds from the second step on, of a model with random weights on
     a random batch."""
-    trainer = real_steps.trainer(recipe, plan, LENGTH, padded, steps=2)
+    trainer = real_steps.trainer(recipe, plan, length, padded, steps=2)
     trainer.add_callback(Steps())
     network = trainer.model
     scales = [tensor for one in network.parameters() for tensor in four_bit.scales(one)]
