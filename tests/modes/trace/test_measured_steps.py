@@ -130,6 +130,7 @@ def test_after_a_step_weights_gradients_and_states_are_there_and_the_logits_of_i
         "qwen-7b-lora-2048",  # A100
         "qwen-1.8b-lora-512",  # A100, waits for its host
         "h200-c3-ours",  # QLoRA, computes all the time
+        "h200-c3-ours-liger",
         "h200-c1-lowmem-grouped",  # all weights, waits for its host
         "h200-c2-lowmem-grouped-bf16",  # LoRA, waits for its host
         "nanogpt-gpt2-a100",
