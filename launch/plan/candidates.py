@@ -102,7 +102,7 @@ def _levers(facts: Facts, gpus: Sequence[Gpu], precision: Precision, mode: Launc
         logits_at_targets=target_counts.at_targets(recipe, size.family),
         torch_compile=recipe.training.compiles and installed.no_compiler is None,
         attn_implementation=kernels.attention(recipe, size, gpus, precision, *no_packages),
-        use_liger_kernel=kernels.liger(recipe, gpus, installed.no_liger),
+        use_liger_kernel=kernels.liger(recipe, size.family, gpus, installed.no_liger),
     )
 
 

@@ -19,7 +19,7 @@ from launch.schema.levers import ROWS, TRIED
 from launch.schema.machine import Gpu
 from launch.schema.model_sections import AttnImplementation
 from launch.schema.modes import LaunchMode
-from launch.schema.plan import ModelSize, Strategy, Switch
+from launch.schema.plan import ModelFamily, ModelSize, Strategy, Switch
 from launch.schema.recipe import Recipe
 from launch.schema.training_section import LIGER_LOSSES, Precision
 
@@ -180,12 +180,18 @@ def tf32(recipe: Recipe, gpus: Sequence[Gpu]) -> bool:
     return is_asked
 
 
-def liger(recipe: Recipe, gpus: Sequence[Gpu], no_package: str | None) -> bool:
-    """True if Liger's norms, rotary embedding and SwiGLU replace those of transformers. Raises
-    ConfigError and ResourceError if they cannot."""
+def liger(recipe: Recipe, family: ModelFamily, gpus: Sequence[Gpu], no_package: str | None) -> bool:
+    """True if Liger's kernels replace modules of transformers. Raises ConfigError and ResourceError
+    if they cannot."""
     extras = recipe.training.extras
-    losses = extras.get("liger_kernel_config") or {}
-    if loss := next((name for name in LIGER_LOSSES if losses.get(name)), None):
+    config = extras.get("liger_kernel_config") or {}
+    lacking = config.keys() - {*family.liger, *LIGER_LOSSES}
+    if family.liger and lacking:
+        raise ConfigError(
+            f"training.liger_kernel_config: {', '.join(sorted(lacking))}, but liger-kernel's"
+            f" kernels for a {family.model_type} are {', '.join(family.liger)}; leave it out"
+        )
+    if loss := next((name for name in LIGER_LOSSES if config.get(name)), None):
         raise ConfigError(
             f"training.liger_kernel_config: {loss}: true, but the loss is not the model's"
             " here; leave it out: training.num_output_chunks makes the logits in parts, with the"

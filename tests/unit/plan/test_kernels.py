@@ -401,6 +401,13 @@ def test_liger_is_on_where_it_can_run():
             ConfigError,
             "fused_linear_cross_entropy: true, but the loss is not the model's here",
         ),
+        (
+            {"training": {"liger_kernel_config": {"rope": False, "geglu": True}}},
+            1,
+            None,
+            ConfigError,
+            "geglu, but liger-kernel's kernels for a llama are rope, rms_norm, swiglu; leave it",
+        ),
     ],
 )
 def test_liger_that_cannot_run_is_refused_with_the_reason(sections, cards, no_liger, error, words):

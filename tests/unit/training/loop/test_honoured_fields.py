@@ -26,7 +26,7 @@ from launch.plan import kernels
 from launch.recipe import training_arguments
 from launch.run_folder.layout import RunDir
 from launch.schema.levers import asked
-from launch.schema.plan import Plan
+from launch.schema.plan import ModelFamily, Plan
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import HONOURED
 from launch.schema.training_section import TrainingSection
@@ -160,7 +160,9 @@ def test_the_kernels_are_those_asked_for(field: str, value: Any, given: dict[str
     recipe, cards = builders.recipe_of(training=given), [builders.gpu()]
     decided = {
         "tf32": kernels.tf32(recipe, cards),
-        "use_liger_kernel": kernels.liger(recipe, cards, None),
+        "use_liger_kernel": kernels.liger(
+            recipe, ModelFamily("llama", liger=("rope",)), cards, None
+        ),
     }
     assert decided[field] is value
 
