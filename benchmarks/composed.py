@@ -141,6 +141,7 @@ def case_of(mixture: Mixture) -> tuple[Recipe, Plan, Question]:
         }
     )
     size, targets = _model(mixture.family, mixture.layers)
+    is_whole = LAUNCH_MODES[mixture.mode].is_whole
     on_cpu, several = mixture.mode == "cpu", mixture.mode not in ("cpu", "single_gpu")
     strategy = Strategy(
         mode=mixture.mode,
@@ -159,6 +160,8 @@ def case_of(mixture: Mixture) -> tuple[Recipe, Plan, Question]:
             num_output_chunks=mixture.parts,
             logits_at_targets=mixture.at_targets,
             tiled_mlp_num_shards=mixture.shards,
+            fused_norms=is_whole and not on_cpu,
+            fused_adapters=is_whole and bool(recipe.lora) and recipe.training.bf16,
         ),
         pin_memory=False,
         dataloader_num_workers=0,

@@ -45,13 +45,16 @@ SAID = {"doubt": "Doubtful rows", "reason": "Rows that are no recipe"}
 GOOD = (0.7, 1.4)  # ratios
 CLEARLY = 1.1  # ratio of two measured seconds that are to be ordered as measured
 ORDERED = 1.01  # and of two predicted ones, that says which is larger
-# laid under each row's recipe, so that nothing is left to the planner
+# laid under each row's recipe, so that nothing is left to the planner; all were measured without
+# kernels that plans fuse since
 FIXED: Mapping[str, Mapping[str, Any]] = {
     "training": {
         "num_output_chunks": 1,
         "tiled_mlp_num_shards": 1,
         "use_liger_kernel": False,
+        "fused_norms": False,
     },
+    "lora": {"fused_adapters": False},
     "launch": {"assume_fits": True, "exact_batch": True},
 }
 
@@ -60,7 +63,12 @@ def read_evidence() -> dict[str, Any]:
     return json.loads(EVIDENCE.read_text(encoding="utf-8"))
 
 
-def recipe_of(row: Mapping[str, Any], model: str | Mapping[str, Any], folder: Path) -> Recipe:
+def recipe_of(
+    row: Mapping[str, Any],
+    model: str | Mapping[str, Any],
+    folder: Path,
+    fixed: Mapping[str, Mapping[str, Any]] = FIXED,
+) -> Recipe:
     """The recipe of a row, as our loader reads it from a file; a model without a name gets a folder
     with its config. Raises ConfigError."""
     named = {"shape": model}
@@ -72,7 +80,7 @@ def recipe_of(row: Mapping[str, Any], model: str | Mapping[str, Any], folder: Pa
     content = {"name": "measured", "output_dir": str(folder / "trained"), **asked}
     content["model"] = {**named, **asked["model"]}
     content["data"] = {"train_file": str(folder / "rows.jsonl"), **asked["data"]}
-    content |= {key: {**values, **asked[key]} for key, values in FIXED.items()}
+    content |= {key: {**values, **asked[key]} for key, values in fixed.items() if key in asked}
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
     return load.load(str(file))[0]
@@ -108,9 +116,14 @@ def judged(row: Mapping[str, Any], content: Mapping[str, Any], folder: Path) -> 
     return only_one(facts_of(row, content, folder))
 
 
-def facts_of(row: Mapping[str, Any], content: Mapping[str, Any], folder: Path) -> Facts:
+def facts_of(
+    row: Mapping[str, Any],
+    content: Mapping[str, Any],
+    folder: Path,
+    fixed: Mapping[str, Mapping[str, Any]] = FIXED,
+) -> Facts:
     """The facts of a row's training."""
-    recipe = recipe_of(row, content["models"][row["model"]], folder)
+    recipe = recipe_of(row, content["models"][row["model"]], folder, fixed)
     machine = described.from_words(row["card"], row["cards"], row["ram_gib"])
     workspace = Workspace.here()
     config, parameters, family = model_config.read(recipe.model, root=FILES, cache=workspace.cache)

@@ -36,6 +36,8 @@ MOST_PLACES = 40
 COPIES = ("_to_copy", "clone", "copy_", "cat", "contiguous", "slice_backward", "select_backward")
 FILLS = ("zeros", "ones", "fill_", "zero_", "full", "arange", "new_zeros")
 UPDATE = ("optimizer", "zero")  # phases
+# of a row's recipe: the levers that plans turn on are those of today
+TODAY = {"training": {"num_output_chunks": 1}, "launch": seconds_of_cards.FIXED["launch"]}
 OUTSIDE = ("start", "evaluation")
 FIGURES = ("GB", "launches", "ms")
 
@@ -145,7 +147,7 @@ def row_of(case: Case, folder: Path) -> dict[str, Any]:
     """The kernels of a step, by kind, and the places of casts, copies and elementwise kernels."""
     evidence = seconds_of_cards.read_evidence()
     row = next(each for each in evidence["rows"] if each["id"] == case.row)
-    facts = seconds_of_cards.facts_of(row, evidence, folder)
+    facts = seconds_of_cards.facts_of(row, evidence, folder, TODAY)
     (strategy,), _ = candidates.possible(facts)
     recorder = recorded(case, facts, strategy)
     samples = strategy.per_device_train_batch_size

@@ -1,5 +1,5 @@
-"""On a card: TF32 rounds where it is on and only there; flash_attn and Liger give the losses of
-PyTorch's kernels."""
+"""On a card: TF32 rounds where it is on and only there; flash_attn, Liger, fused norms and fused
+adapters give the losses of PyTorch's kernels."""
 
 from __future__ import annotations
 
@@ -60,3 +60,15 @@ def test_liger_gives_the_losses_of_transformers_modules(tmp_path):
     assert "liger      on: asked for" in said
     without, _ = losses(tmp_path / "without")
     assert liger == pytest.approx(without, rel=1e-2)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 8}])
+def test_fused_norms_and_adapters_give_the_losses_of_their_modules(tmp_path, lora):
+    model = {"shape": "llama-tiny", "dtype": "bfloat16" if lora else "float32"}
+    fused, said = losses(tmp_path / "fused", model=model, lora=lora)
+    assert "norms      RMS norms by PyTorch's kernel" in said
+    assert ("adapters   fused" in said) is bool(lora)
+    plain = {"fused_norms": False}
+    adapters = {**lora, "fused_adapters": False} if lora else None
+    without, _ = losses(tmp_path / "without", model=model, lora=adapters, training=plain)
+    assert fused == pytest.approx(without, rel=1e-2)

@@ -28,6 +28,7 @@ LORA_7B = (
     "--model.dtype=bfloat16",
     "--training.bf16=true",
     "--lora.r=32",
+    "--lora.fused_adapters=false",
 )
 MEDIUM = ("--model.shape=minigpt-medium", "--training.bf16=true", "--data.max_length=2048")
 
@@ -53,6 +54,7 @@ def planned(
     flags = [
         f"--training.per_device_train_batch_size={batch}",
         "--training.per_device_eval_batch_size=1",
+        "--training.fused_norms=false",  # as the guides
     ]
     return resolve.resolve(
         str(file),
@@ -65,7 +67,7 @@ def planned(
     ("machine", "batch", "words", "low", "high"),
     [
         # the A5000 guide: 12-14 GB
-        ("a5000-16g", 6, (*LORA_7B, "--data.max_length=2048", PLAIN), 105, 130),
+        ("a5000-16g", 6, (*LORA_7B, "--data.max_length=2048", PLAIN), 95, 115),
         ("a5000-16g", 1, (*LORA_7B, "--data.max_length=256", CHECKPOINTED), 15.5, 17),
         # the A6000 guide: 20-25 GB at 32
         ("a6000-48g", 32, (*MEDIUM, PLAIN), 43, 53),

@@ -48,14 +48,19 @@ def machine(folder: Path, name: str, count: int, gib: float, architecture: str) 
 
 
 def planned(folder: Path, on: Path, *words: str, **environment: str) -> dict[str, Any]:
-    """The plan of a training of text, as `plan --json` prints it."""
+    """The plan of a training of text, as `plan --json` prints it, with transformers' and PEFT's own
+    modules, as all were measured."""
     recipe = builders.recipe(folder, task="pretrain", launch={"exact_batch": True})
     content = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     content["data"] = {"train_file": str(folder / "rows.jsonl"), "max_length": 4096}
     (folder / "rows.jsonl").write_text('{"text": "some words"}\n' * 64, encoding="utf-8")
     recipe.write_text(yaml.safe_dump(content), encoding="utf-8")
+    modules = ["--training.fused_norms=false"]
+    if any(word.startswith("--lora.") for word in words):
+        modules.append("--lora.fused_adapters=false")
     done = builders.launch(
-        folder, "plan", str(recipe), "--json", "--machine", str(on), *words, **environment
+        *(folder, "plan", str(recipe), "--json", "--machine", str(on), *words, *modules),
+        **environment,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
