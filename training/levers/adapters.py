@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from launch.schema.levers import Levers
 from training.model import four_bit
 
+aten = torch.ops.aten
+
 
 def apply(trainer: Any, levers: Levers) -> None:
     if levers.fused_adapters:
@@ -47,7 +49,7 @@ def _cast_weights(fused: Sequence[FusedForward], parent: torch.nn.Module, args: 
         return
     with torch.no_grad():
         casts = [torch.empty_like(weight, dtype=narrow) for weight in weights]
-        torch.ops.aten._foreach_copy_(casts, weights)
+        aten._foreach_copy_(casts, weights)
     for each, down, up in zip(fused, casts[::2], casts[1::2], strict=True):
         each.casts = down, up
 

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from launch.schema.levers import Levers
 from launch.schema.training_section import COMPILE_KEYS, TrainingSection
-from training.compat import compiler_private, transformers_private
+from training.compat import levers_private, transformers_private
 from training.compat.transformers_private import Network
 
 logger = logging.getLogger("lowmem")
@@ -54,7 +54,7 @@ class _Graphs(TrainerCallback):
     """Says what was compiled, and what was not."""
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        compiled = compiler_private.counted()
+        compiled = levers_private.compiled()
         logger.info("torch.compile: %d graphs, %d graph breaks", compiled.graphs, compiled.breaks)
         if compiled.eager:
             logger.warning(

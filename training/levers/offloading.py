@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import modeling_utils
 
 from launch.schema.levers import Levers
-from training.compat import views_private
+from training.compat import levers_private
 
 # the name in transformers of the hooks within which it checkpoints a layer with `offload`
 SAVE_ON_CPU = (modeling_utils, "save_on_cpu")
@@ -181,7 +181,7 @@ def apply(trainer: Any, levers: Levers) -> None:
 
 def is_activation(tensor: torch.Tensor) -> bool:
     """False for weights and their views, for masks and numbers of positions, and for nothing."""
-    is_weight = isinstance(tensor, torch.nn.Parameter) or views_private.is_view_of_weight(tensor)
+    is_weight = isinstance(tensor, torch.nn.Parameter) or levers_private.is_view_of_weight(tensor)
     return tensor.is_floating_point() and tensor.numel() > 0 and not is_weight
 
 

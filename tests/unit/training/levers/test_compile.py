@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from training.compat import compiler_private
+from training.compat import levers_private
 from training.levers.compile import compile_layers
 
 SIZES: dict[str, Any] = {
@@ -44,7 +44,7 @@ def losses(model: Any) -> tuple[list[torch.Tensor], list[int]]:
         loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
         loss.backward()
         found.append(loss.detach())
-        graphs.append(compiler_private.counted().graphs)
+        graphs.append(levers_private.compiled().graphs)
     return found, graphs
 
 
@@ -66,7 +66,7 @@ def test_losses_and_gradients_are_those_of_layers_as_they_are(kind, checkpoints)
         torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-4, atol=1e-5)
     kinds_of_layers = 2 if kind == "gemma3_text" else 1
     assert graphs[4] == graphs[-1] <= 4 * kinds_of_layers
-    assert compiler_private.counted()[1:] == (0, 0)
+    assert levers_private.compiled()[1:] == (0, 0)
 
 
 def test_code_that_meets_too_many_kinds_of_inputs_is_counted():
@@ -80,4 +80,4 @@ def test_code_that_meets_too_many_kinds_of_inputs_is_counted():
     layer.compile(dynamic=False, backend="eager")
     for number in range(12):
         layer(torch.ones(2 + number), 1.0)
-    assert compiler_private.counted().eager == 1
+    assert levers_private.compiled().eager == 1

@@ -1,20 +1,26 @@
-"""The private names of torch's compiler (2.11 to 2.13) that training uses."""
+"""The private names of torch (2.11 to 2.13) that levers use."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 
 class Compiled(NamedTuple):
-    """What this process has compiled so far."""
+    """Counts of what this process has compiled so far."""
 
     graphs: int
     breaks: int  # of graphs, where Python runs between two of them
     eager: int  # pieces of code that were not compiled: too many kinds of inputs, or no graph
 
 
-def counted() -> Compiled:
-    """Torch's own counts."""
+def is_view_of_weight(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor._base, torch.nn.Parameter)
+
+
+def compiled() -> Compiled:
+    """The counts of torch's compiler."""
     from torch._dynamo.utils import counters
 
     frames = counters["frames"]
