@@ -78,7 +78,8 @@ def test_a_card_that_ran_out_in_writing_needs_other_states_and_no_other_batch(se
     again = plan(recipe, two, oom=OomHistory(ran_out=(failed,)))
     assert again.strategy.launch_mode.zero_stage == 1
     assert again.strategy.per_device_train_batch_size == 8
-    assert again.strategy.levers == first.strategy.levers
+    # which ranks that share states have not been tested with
+    assert again.strategy.levers == replace(first.strategy.levers, fused_norms=False)
     assert f"ran out of memory in {section}" in " ".join(again.rejected)
 
 
