@@ -1,9 +1,9 @@
 """Liger's kernels of norms, rotary embedding and gated MLPs in the modules of one model.
 
-Liger also changes the Python module of the model's class, which other models share. That is taken
-back: attention gets a forward method of its own, which finds Liger's rotary embedding. The experts
-of a mixture stay those of transformers: Liger's compute in the type of their weights, whatever
-autocast says."""
+Liger also changes the Python module of the model's class, and the activations of transformers,
+which other models share. That is taken back: attention gets a forward method of its own, which
+finds Liger's rotary embedding. The experts of a mixture stay those of transformers: Liger's compute
+in the type of their weights, whatever autocast says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from transformers.activations import ACT2FN
 
 from launch.schema.levers import Levers
 from launch.schema.training_section import LIGER_LOSSES, TrainingSection
@@ -35,8 +36,10 @@ def patch(model: Network, switches: dict[str, bool]) -> list[torch.nn.Module]:
     """Let modules of a model compute with Liger's kernels, but for the loss, and return them."""
     python_module = sys.modules[type(model).__module__]
     shared, before = dict(vars(python_module)), _forwards(model)
+    activations = dict(ACT2FN.items())
     liger_private.patch(model, {**switches, **dict.fromkeys(LIGER_LOSSES, False)})
     functions = _taken_back(python_module, shared)
+    ACT2FN.update(activations)
     for module in model.modules():
         forward = type(module).forward
         if functions.keys() & set(forward.__code__.co_names):

@@ -35,8 +35,8 @@ def test_a_model_that_the_host_cannot_build_is_refused_and_what_is_offered_fits(
     refused = builders.launch(tmp_path / "workspace", *words)
     assert refused.returncode == 3
     missed = (
-        r"single_gpu x1, batch 16 x 2: short by 0\.\d\d GiB of host RAM: 2\.\d\d GiB in host RAM in"
-        r" load, budget 2\.40 GiB \(3\.20 GiB available"
+        r"single_gpu x1, batch 16 x 2, rows sorted by length: short by 0\.\d\d GiB of host RAM:"
+        r" 2\.\d\d GiB in host RAM in load, budget 2\.40 GiB \(3\.20 GiB available"
     )
     assert re.search(missed, refused.stderr)
     ways = offered(refused.stderr)

@@ -62,6 +62,7 @@ def planning(
     most_targets: Sequence[int] = (),
     exact_batch: bool = True,
     may_expand: bool = False,
+    fused_adapters: bool | None = None,
     **training: Any,
 ) -> Facts:
     """Facts of a card with so much free memory. `most_targets` of tokenised rows;
@@ -75,7 +76,7 @@ def planning(
                 "dtype": "bfloat16",
                 "attn_implementation": attention,
             },
-            "lora": {"r": 8},
+            "lora": {"r": 8, "fused_adapters": fused_adapters},
             "data": {"train_file": "/data/train.parquet", "max_length": LENGTH, **(data or {})},
             "training": {
                 "bf16": True,
@@ -141,10 +142,13 @@ def test_a_single_sample_checkpoints_fewer_layers_than_more_rows_that_fit(own):
     long: dict[str, Any] = {"data": {"max_length": 2048}, "per_device_train_batch_size": 4}
     of_rows = chosen(own, 4, **long).plan
     assert of_rows.strategy.levers.checkpointed_share == 1
-    singles = [chosen(own, free_gib, exact_batch=False, **long).plan for free_gib in (4, 5, 6)]
+    singles = [
+        chosen(own, free_gib, exact_batch=False, **long).plan for free_gib in (3.9, 4.7, 5.7)
+    ]
     assert [each.strategy.per_device_train_batch_size for each in singles] == [1, 1, 1]
     assert [each.strategy.levers.checkpointed_share for each in singles] == [1 / 2, 1 / 4, 0]
-    seconds = [each.seconds_per_step for each in (of_rows, *singles)]
+    seconds = [each.seconds_per_step for each in singles]
+    assert of_rows.seconds_per_step > seconds[0]
     assert all(slow > quick * AS_FAST for slow, quick in itertools.pairwise(seconds))
     # two rows that fit without checkpointing are not slower than one: they alone are traced
     traced = set(own.glob("*.json"))
@@ -257,6 +261,9 @@ def test_a_compiled_step_is_planned_as_one_that_is_not(cache):
         "num_output_chunks": 1,
         "logits_at_targets": False,
         "activation_checkpointing": False,
+        # beside torch.compile they are those of transformers and PEFT
+        "fused_norms": False,
+        "fused_adapters": False,
     }
     plain, compiled = (chosen(cache, 70, **fixed, torch_compile=on).plan for on in (False, True))
     assert compiled.strategy == plain.strategy.with_levers(torch_compile=True)
@@ -299,7 +306,7 @@ def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(cache):
 
 def test_mlps_in_parts_do_not_fit_where_logits_are_the_peak(cache):
     long: dict[str, Any] = {"data": {"max_length": 8192}, "per_device_train_batch_size": 1}
-    plan = chosen(cache, 4, **long).plan
+    plan = chosen(cache, 3.9, **long).plan
     assert plan.strategy.levers.activation_offloading
     (line,) = (line for line in plan.table if "checkpointing, MLPs in 8 parts" in line)
     assert "does not fit" in line
@@ -316,11 +323,11 @@ def with_lora(cache: Path, length: int, cards: int, shape: str = "qwen2.5-7b") -
 
 
 def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(own):
-    """At 8,192 tokens ZeRO 2 with states in host RAM fits. ZeRO 3 fetches all weights from there
-    in each micro-step."""
+    """At 8,192 tokens one card fits by itself. ZeRO 3 fetches all weights from host RAM in each
+    micro-step."""
     facts = with_lora(own, 8192, 1)
     plan = planner.choose(facts).plan
-    assert plan.strategy.mode == "deepspeed_zero2_offload"
+    assert plan.strategy.mode == "single_gpu"
     possible, _ = candidates.possible(facts)
     (asked,) = (each for each in possible if each.mode == "deepspeed_zero3_offload")
     all_layers = asked.with_levers(every_n_layers=1)
@@ -335,15 +342,17 @@ def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(own):
     assert judged.seconds > plan.seconds_per_step * AS_FAST
 
 
-def test_full_copies_that_sharded_ones_may_beat_are_compared_before_one_is_replayed(cache):
+def test_sharded_copies_that_may_be_faster_are_priced_before_a_full_one_is_replayed(cache):
     facts = with_lora(cache, 2048, 2)
     judged: list[tuple[Judged, str]] = []
     possible, _ = candidates.possible(facts)
     two = [each for each in possible if each.num_processes == 2]
     chosen = search.search(facts, two, judged)
     assert chosen is not None
-    assert not chosen.candidate.launch_mode.is_whole
-    assert any(each.candidate.launch_mode.is_whole and not each.misses for each, _ in judged)
+    assert chosen.candidate.launch_mode.is_whole
+    faster = [each for each, _ in judged if each.time and each.seconds < chosen.seconds]
+    assert any(not each.candidate.launch_mode.is_whole for each in faster)
+    assert all(each.by == "price" and each.misses for each in faster)
     assert [each for each, _ in judged if each.by == "replay"] == [chosen]
 
 
@@ -354,7 +363,7 @@ def test_only_what_may_win_is_composed(tmp_path):
     done = builders.launch(tmp_path, "plan", "sft_fast", *words, LOWMEM_TRACES=str(tmp_path / "t"))
     said = done.stdout + done.stderr
     assert done.returncode == 0, said
-    assert "deepspeed_zero1" in said
+    assert "deepspeed_" in said
     assert "1 layer in 2" in said
     assert len([*(tmp_path / "t").glob("*.json")]) <= 4
     assert len([*(tmp_path / "t").glob("*.step")]) <= 8

@@ -39,7 +39,9 @@ def names(modules: list[Any]) -> set[str]:
     return {type(module).__name__ for module in modules}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe", "glm4", "olmo2", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma2", "qwen3_moe", "glm4", "olmo2", "phi3", "nemotron"]
+)
 def test_another_model_of_the_process_is_not_changed(name):
     other = of_type(name)
     python_module = sys.modules[type(other).__module__]
