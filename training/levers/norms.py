@@ -8,7 +8,6 @@ from types import CodeType
 from typing import Any
 
 import torch
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from launch.schema.levers import Levers
 
@@ -23,6 +22,9 @@ def apply(trainer: Any, levers: Levers) -> None:
 
 def norms(network: torch.nn.Module) -> Iterator[Any]:
     """The norms that compute as Llama's does: of a weight, and of nothing that is added to it."""
+    # here, so that ranks of other models do without these 15 MB
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
     code = _instructions(LlamaRMSNorm.forward.__code__)
     for module in network.modules():
         if _instructions(getattr(type(module).forward, "__code__", None)) == code:
