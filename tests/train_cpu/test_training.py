@@ -157,6 +157,7 @@ def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
     words += [
         "--training.per_device_train_batch_size=2",
         "--training.gradient_accumulation_steps=4",
+        "--data.batch_by_tokens=false",  # as many rows in each micro-batch
     ]
     done = builders.launch(folder / "workspace", "run", str(folder / "tiny.yaml"), *words)
     assert done.returncode == 0, done.stderr + done.stdout
