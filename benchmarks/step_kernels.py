@@ -61,7 +61,7 @@ class Case:
     """A row of the evidence, and the mean length of its rows."""
 
     row: str
-    about: str
+    title: str
     length: int
     is_padded: bool
 
@@ -171,7 +171,7 @@ def row_of(case: Case, folder: Path) -> dict[str, Any]:
     longest = sorted(places.items(), key=lambda item: -item[1].ms)
     return {
         "case": case.row,
-        "about": case.about,
+        "title": case.title,
         "launches": sum(each.launches for each in kinds.values()),
         "kinds": {kind: asdict(each) for kind, each in sorted(kinds.items())},
         "places": [
@@ -196,7 +196,7 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
             [place["kind"], place["place"], place["operator"], *_figures(place)]
             for place in row["places"]
         ]
-        parts.append(f"## {row['about']}\n\n" + recording.table(head, lines))
+        parts.append(f"## {row['title']}\n\n" + recording.table(head, lines))
         parts.append(recording.table(["kind", "place", "operator", *FIGURES], places))
     return "\n".join(parts)
 

@@ -208,14 +208,20 @@ def liger(recipe: Recipe, family: ModelFamily, gpus: Sequence[Gpu], no_package: 
     return True
 
 
-def fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) -> bool:
-    """True if adapters compute with their layers: unless there is a reason against it, or the
-    recipe says no. Raises ConfigError if it says yes, and they cannot."""
-    asked = recipe.lora.fused_adapters if recipe.lora else None
-    reason = no_fused_adapters(recipe, mode, precision)
+def _unless_refused(name: str, recipe: Recipe, mode: LaunchMode, reason: str | None) -> bool:
+    """True for a lever that is on unless there is a reason against it, or the recipe says no.
+    Raises ConfigError if the recipe says yes, and the reason stands against it."""
+    row = ROWS[name]
+    asked = row.asked(recipe)
     if asked and reason and mode.is_whole:  # else the lever's row refuses the mode
-        raise ConfigError(f"lora.fused_adapters: true, but {reason}; leave it out")
+        raise ConfigError(f"{row.key}: true, but {reason}; leave it out")
     return reason is None if asked is None else asked
+
+
+def fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) -> bool:
+    """True if adapters compute with their layers."""
+    reason = no_fused_adapters(recipe, mode, precision)
+    return _unless_refused("fused_adapters", recipe, mode, reason)
 
 
 def no_fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) -> str | None:
@@ -233,12 +239,9 @@ def no_fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) ->
 
 
 def fused_norms(recipe: Recipe, model: ModelSize, mode: LaunchMode, gpus: Sequence[Gpu]) -> bool:
-    """True if RMS norms are computed by PyTorch's kernel: unless there is a reason against it, or
-    the recipe says no. Raises ConfigError if it says yes, and they cannot be."""
-    asked, reason = recipe.training.fused_norms, no_fused_norms(recipe, model, mode, gpus)
-    if asked and reason and mode.is_whole:  # else the lever's row refuses the mode
-        raise ConfigError(f"training.fused_norms: true, but {reason}; leave it out")
-    return reason is None if asked is None else asked
+    """True if RMS norms are computed by PyTorch's kernel."""
+    reason = no_fused_norms(recipe, model, mode, gpus)
+    return _unless_refused("fused_norms", recipe, mode, reason)
 
 
 def no_fused_norms(

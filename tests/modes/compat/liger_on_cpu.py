@@ -39,7 +39,7 @@ kernels: Counter[str] = Counter()
 
 
 def complete_the_interpreter() -> None:
-    """What Triton 3.9's lacks: numbers with a point as arguments, functions of libdevice."""
+    """Add to Triton's interpreter numbers with a point as arguments, and functions of libdevice."""
     converted, executed = interpreter._implicit_cvt, interpreter.GridExecutor.__call__
 
     def convert(value: Any) -> Any:

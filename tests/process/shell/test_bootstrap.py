@@ -247,7 +247,7 @@ def test_a_start_with_everything_in_place_runs_one_program_and_no_python(first, 
     assert (done.returncode, done.stderr) == (0, "")
     assert log.read_text() == "sha256sum\n"
     lines = start(root, "set -x; _lowmem_ready; set +x").stderr.splitlines()
-    assert len(lines) < 35
+    assert len(lines) < 32
     assert not [line for line in lines if " -c " in line]
 
 

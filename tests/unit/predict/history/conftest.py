@@ -15,7 +15,7 @@ from tests.unit.predict.history.launchers import Launcher
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a house whose name needs quoting keeps its ledger; nothing is there yet."""
+    """The place of a ledger, not made yet, below a folder whose name needs quoting."""
     return Workspace(tmp_path / "a house; it's #1 50%?").ledger_file
 
 

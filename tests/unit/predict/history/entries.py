@@ -60,12 +60,12 @@ def residuals(book: Ledger, quantity: Any = "allocated_bytes", device: Any = "cu
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """What another program reads from the file."""
+    """The lines of the file, as another program reads them."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def add(path: Path, text: str) -> None:
-    """What another program does to the file."""
+    """Append text, as another program may."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(text)

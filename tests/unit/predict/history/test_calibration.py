@@ -1,4 +1,4 @@
-"""How far predictions are off, and the margin that follows."""
+"""Errors of predictions, and the margin that follows from them."""
 
 from __future__ import annotations
 

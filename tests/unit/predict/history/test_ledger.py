@@ -1,5 +1,4 @@
-"""What was learnt is kept and found again, and never stops a run: real files, real processes,
-damaged disks."""
+"""Results are stored and recalled, and never stop a run: real files and processes, damaged disks."""
 
 from __future__ import annotations
 
