@@ -1,4 +1,4 @@
-"""Results are stored and recalled, and never stop a run: real files and processes, damaged disks."""
+"""Results are stored and recalled, and never stop a run: real files and processes, full disks."""
 
 from __future__ import annotations
 
