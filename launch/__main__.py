@@ -41,7 +41,7 @@ VERBS = {
     "report": "runs",
     "compare": "runs",
     "samples": "runs",
-    "merge": "merge",
+    "merge": "model.merge",
     "keys": "recipe_keys",
 }
 CLOSED = {errno.EROFS, errno.EACCES}  # to writes

@@ -24,7 +24,7 @@ interpreter.go_on_with_packages()
 from launch.base import compile_caches, files, modules  # noqa: E402
 from launch.base.errors import LaunchError, ResourceError  # noqa: E402
 from launch.base.text import visible  # noqa: E402
-from launch.commands import merge  # noqa: E402
+from launch.commands.model import merge  # noqa: E402
 from launch.predict import model_config  # noqa: E402
 from launch.run_folder.layout import left_in  # noqa: E402
 from launch.schema.model_sections import QuantizationSection  # noqa: E402
