@@ -7,20 +7,20 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from launch.base import environment, files
-from launch.base.errors import ResourceError
+from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES, Workspace
 from launch.data import chat_templates, columns, sources, token_cache, token_hashes
 from launch.plan import facts as plan_facts
 from launch.plan import new_tokens, planner
 from launch.plan.new_tokens import ModelFacts
 from launch.plan.planner import Choice
-from launch.predict import budgets, model_config
+from launch.predict import budgets, model_config, weight_files
 from launch.predict.facts import Facts, History, Installed, Limits, Wishes
 from launch.predict.memory import stored_weights
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
@@ -36,6 +36,7 @@ from launch.recipe.paths import (
     use_existing_tokenizer,
     with_absolute_paths,
 )
+from launch.recipe.strict_yaml import show
 from launch.schema.machine import NOT_LEASED, Device, Leased, Link, Machine, OptionalPackage
 from launch.schema.plan import Change, DataFormat, ModelSize, Strategy
 from launch.schema.recipe import Recipe
@@ -116,7 +117,7 @@ def read(
         count = sum(part.rows for part in sources.trained_rows(recipe.data, tokens.row_counts))
     rows = replace(facts.rows, tokens=replace(tokens, rows=count))
     adapted = Path(recipe.model.path) if recipe.lora is not None and recipe.model.path else None
-    fingerprint = model_config.weights_fingerprint(adapted) if adapted else None
+    fingerprint = weight_files.weights_fingerprint(adapted) if adapted else None
     if tokens.folder.exists() and token_hashes.counts(tokens.folder) is None:
         say(f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again")
     return replace(
@@ -180,6 +181,7 @@ def _model(
             f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out"
         )
     config, parameters, family = model_config.read(recipe.model, root=FILES, cache=workspace.cache)
+    recipe = as_packed(recipe)
     tokenizer = Path(recipe.tokenizer.path or recipe.model.path or "")
     model_config.check_tokenizer(tokenizer)
     if (
@@ -199,12 +201,37 @@ def _model(
         )
     notes += plan_facts.exported_dtype(model.recipe, model.config)
     notes += plan_facts.own_head(family, parameters)
-    stored = model_config.stored_weights(Path(recipe.model.path)) if recipe.model.path else None
+    stored = weight_files.stored_weights(Path(recipe.model.path)) if recipe.model.path else None
     if stored is not None:
         probe_machine.check_mapping(Path(str(recipe.model.path)), stored.largest_file_bytes)
         grown = stored_weights.grown(parameters, model.parameters)
         stored = replace(stored, grown=tuple(grown))
     return replace(model, notes=(*model.notes, *notes)), stored
+
+
+def as_packed(recipe: Recipe) -> Recipe:
+    """The recipe, with the quantization of a folder whose weights are packed in 4 bits. Raises
+    ConfigError for another one that the recipe names."""
+    folder, section = recipe.model.path, recipe.quantization
+    packing = weight_files.packing(Path(folder)) if folder else None
+    if packing is None:
+        return recipe
+    if section is None:
+        raise ConfigError(
+            f"model.path: {folder} holds linear weights of 4 bits (bitsandbytes,"
+            f" {packing.bnb_4bit_quant_type}), which train under LoRA alone; add"
+            f" --quantization.load_in_4bit=true{'' if recipe.lora else ' --lora.r=16'}, or take the"
+            " model in 16 or 32 bits"
+        )
+    for key, value in asdict(packing).items():
+        asked = getattr(section, key)
+        if key in section.model_fields_set and asked != value:
+            raise ConfigError(
+                f"quantization.{key}: {show(asked)}, but the weights in {folder} are packed with"
+                f" {show(value)}; leave it out"
+            )
+    quantization = section.model_copy(update=asdict(packing))
+    return recipe.model_copy(update={"quantization": quantization})
 
 
 def _rows(model: ModelFacts, workspace: Workspace) -> tuple[DataFormat, int | None]:

@@ -6,13 +6,10 @@ Of weights only the safetensors headers are read. Nothing a folder names is exec
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
-import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,57 +18,20 @@ import yaml
 from launch.base.errors import ConfigError, LaunchError, ResourceError
 from launch.base.files import expanded
 from launch.base.text import suggestion
-from launch.predict import model_families, model_types
+from launch.predict import model_families, model_types, optimizers, weight_files
 from launch.predict import parameters as predict_parameters
-from launch.predict.memory.stored_weights import TYPES, StoredWeights
 from launch.schema.model_sections import ModelSection
 from launch.schema.plan import ModelFamily
 
-INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-MAX_CONFIG_BYTES = 10 << 20  # a config.json has kilobytes; the index of a 400B model about 200 KiB
 ENDS_BYTES = 1024  # of a file that is looked at
-NUM_PARTS, PART_BYTES = 64, 1 << 16  # of a weight file, for its fingerprint
-MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 HARMLESS_PRIVATE_KEYS = ("_name_or_path", "_attn_implementation")  # the second with any ending
 # private keys that save_pretrained() of transformers 5.23 writes itself, and the type of each
 SAVED_PRIVATE_KEYS = {"_remove_final_layer_norm": bool, "_sliding_window_pattern": int}
-OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf"}
-TRAINER_FILES = {
-    "training_args.bin",
-    "optimizer.pt",
-    "optimizer.bin",
-    "scheduler.pt",
-    "scaler.pt",
-}  # and rng_state*.pth
 MAX_LAYERS = 10_000  # the deepest models have some hundred
-MAX_TENSORS = 500_000  # of a file; DeepSeek-V3 has 92,000 in all
 LAYERS = re.compile(r"(^|_)(num|n)_(\w+_)?layers?$")
 OTHER_ELEMENTS = 1.02  # weights may hold tables that are no parameters, and lack tied copies
-FLOATS = ("F64", "F32", "F16", "BF16")
-DTYPE_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-}
-DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """The shape of a tensor, its place in a safetensors file, and its type there."""
-
-    shape: tuple[int, ...]
-    file: Path
-    start: int  # bytes from the beginning of the file
-    end: int
-    dtype: str = ""
+QUANTIZATION = "quantization_config"  # key of a config.json
 
 
 def read(
@@ -91,8 +51,9 @@ def read(
     folder = root / expanded(model.path or "")
     config = _folder_config(folder)
     model_types.check(config, folder / "config.json")
-    tensors = _tensors(folder)
+    tensors = weight_files.tensors(folder)
     changes |= _asked_tie(model, config, str(folder))
+    config.pop(QUANTIZATION, None)  # the recipe has a section for it
     if tensors is None:  # a config without weights: the model starts from random ones
         return config | changes, *_parts(config | changes, folder / "config.json", cache)
     expected, family = _parts(config, folder / "config.json", cache)
@@ -103,12 +64,14 @@ def read(
         _check_elements(tensors, expected, family, folder)
         if vocab_size not in (None, config.get("vocab_size")):
             expected = _grown(expected, config, vocab_size, folder)
+    _check_packed(tensors, expected, family, folder)
     # transformers keeps a tied pair apart where the file holds both and they differ (google/flan-t5
     # and google/mt5 do)
     untied_shapes = {
         name: expected[source]
         for name, source in predict_parameters.ties(expected, family).items()
-        if {name, source} <= tensors.keys() and not _same_bytes(tensors[name], tensors[source])
+        if {name, source} <= tensors.keys()
+        and not weight_files.same_bytes(tensors[name], tensors[source])
     }
     return config | changes, expected | untied_shapes, family
 
@@ -127,7 +90,7 @@ def _parts(
 
 
 def _check_elements(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, weight_files.Tensor],
     expected: predict_parameters.Shapes,
     family: ModelFamily,
     folder: Path,
@@ -142,6 +105,64 @@ def _check_elements(
             f"{folder}: its weights have {stored:,} elements, the model of config.json has"
             f" {needed:,}; the two do not belong together: copy the model again"
         )
+
+
+def _check_packed(
+    tensors: Mapping[str, weight_files.Tensor],
+    expected: predict_parameters.Shapes,
+    family: ModelFamily,
+    folder: Path,
+) -> None:
+    """Raise ResourceError if some of the linear weights are packed in 4 bits, and others are
+    not."""
+    packed = {name: math.prod(each.shape) for name, each in tensors.items() if each.packing}
+    all_of_them = {
+        name: math.prod(shape)
+        for name, shape in expected.items()
+        if name.endswith(".weight") and optimizers.has_4_bits(name, family)
+    }
+    counts = sum(packed.values()), sum(all_of_them.values())
+    if packed and counts[0] != counts[1]:
+        other = next(iter(all_of_them.keys() - packed.keys()), "another one")
+        raise ResourceError(
+            f"{folder}: bitsandbytes has packed {counts[0]:,} of the {counts[1]:,} weights of its"
+            f" linear layers in 4 bits, without {other}; expected all of them but the output head:"
+            " take the model in 16 or 32 bits"
+        )
+
+
+def _by_name(
+    tensors: dict[str, weight_files.Tensor],
+    expected: predict_parameters.Shapes,
+    family: ModelFamily,
+    folder: Path,
+) -> dict[str, weight_files.Tensor]:
+    """The weights by their names in the model. Raises ResourceError if they are not the config's
+    model."""
+    for prefix in ("model.", "transformer."):  # weights of the bare model: openai-community/gpt2
+        tensors = {
+            prefix + name if name not in expected and prefix + name in expected else name: tensor
+            for name, tensor in tensors.items()
+        }
+    ties = predict_parameters.ties(expected, family)
+    for name, source in ties.items():
+        if source not in tensors and name in tensors:
+            tensors[source] = tensors[name]
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise ResourceError(
+            f"{folder}: its weights lack {len(missing)} of the {len(expected)} parameters"
+            f" config.json describes, e.g. {missing[0]}; the two do not belong together: copy the"
+            " model again"
+        )
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            raise ResourceError(
+                f"{folder}: {name} has shape {list(tensors[name].shape)} in"
+                f" {tensors[name].file.name}, {list(shape)} by config.json; the two do not belong"
+                " together: copy the model again"
+            )
+    return tensors
 
 
 def _asked_tie(model: ModelSection, config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -200,7 +221,7 @@ def check_folder(folder: Path) -> None:
     Raises ResourceError. Whoever opens a folder asks this first; training asks read(), which checks
     the same."""
     _folder_config(folder)
-    if _tensors(folder) is None:
+    if weight_files.tensors(folder) is None:
         raise ResourceError(
             f"{folder}: has a config.json, but no weights beside it; copy the model again"
         )
@@ -218,7 +239,7 @@ def check_tokenizer(folder: Path) -> None:
     """Refuse a tokenizer that brings code, or whose files are damaged. Raises ResourceError."""
     _refuse_special(folder)
     file = folder / "tokenizer_config.json"
-    config = _json(file) if file.is_file() else {}
+    config = weight_files.read_json(file) if file.is_file() else {}
     if not isinstance(config, dict):
         raise ResourceError(
             f"{file}: holds {type(config).__name__}, not a mapping of keys to values; copy the"
@@ -246,7 +267,7 @@ def check_adapter(folder: Path) -> None:
     """Refuse a LoRA adapter without safetensors: peft would open a pickle in their place. Raises
     ResourceError."""
     if (folder / ADAPTER_WEIGHTS).is_file():
-        _header(folder / ADAPTER_WEIGHTS)
+        weight_files.file_tensors(folder / ADAPTER_WEIGHTS)
         return
     others = sorted(path.name for path in folder.glob("adapter_model.*"))
     weights = f"its weights are {others[0]}" if others else "it has no weights"
@@ -308,23 +329,9 @@ def _folder_config(folder: Path) -> dict[str, Any]:
             fix = "give a folder written by save_pretrained()"
         raise ResourceError(f"{folder}: has no config.json; {fix}")
     generation = folder / "generation_config.json"
-    if generation.is_file() and not isinstance(_json(generation), dict):
+    if generation.is_file() and not isinstance(weight_files.read_json(generation), dict):
         raise ResourceError(f"{generation}: is no mapping of keys to values; copy the model again")
-    return _checked(_json(file), file, ResourceError)
-
-
-def _json(file: Path) -> Any:
-    try:
-        size = file.stat().st_size
-        if size > MAX_CONFIG_BYTES:
-            raise ResourceError(
-                f"{file}: has {size:,} bytes, more than a config can have; copy the model again"
-            )
-        return json.loads(file.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ResourceError(f"{file}: is not JSON ({error}); copy the model again") from error
-    except OSError as error:
-        raise ResourceError(f"{file}: cannot be read: {error.strerror}") from error
+    return _checked(weight_files.read_json(file), file, ResourceError)
 
 
 def _checked(config: Any, file: Path, error: type[LaunchError]) -> dict[str, Any]:
@@ -336,13 +343,23 @@ def _checked(config: Any, file: Path, error: type[LaunchError]) -> dict[str, Any
             raise error(f"{file}: {key} is {value:,}, expected at most {MAX_LAYERS:,}; mend it")
     if not isinstance(config.get("model_type"), str):
         raise error(f"{file}: has no model_type; add it, e.g. model_type: llama")
-    if "quantization_config" in config:
+    if QUANTIZATION in config and not _is_packed(config[QUANTIZATION]):
         raise error(
-            f"{file}: quantization_config: quantized weights cannot be trained; use the original"
-            " weights"
+            f"{file}: {QUANTIZATION}: of quantised weights, only linear ones of 4 bits that"
+            " bitsandbytes has packed can be trained, under LoRA; take the model in 16 or 32 bits"
         )
     _refuse_code(config, file, error)
     return config
+
+
+def _is_packed(quantization: Any) -> bool:
+    """True if bitsandbytes has packed the linear weights in 4 bits, in bytes."""
+    return (
+        isinstance(quantization, dict)
+        and quantization.get("quant_method") == "bitsandbytes"
+        and quantization.get("load_in_4bit") is True
+        and quantization.get("bnb_4bit_quant_storage", "uint8") == "uint8"
+    )
 
 
 def _refuse_code(config: Mapping[str, Any], file: Path, error: type[LaunchError]) -> None:
@@ -382,205 +399,3 @@ def unread_keys(config: Mapping[str, Any]) -> Iterator[str]:
             yield str(key)
         if isinstance(value, Mapping):
             yield from unread_keys(value)
-
-
-# ---- weights
-# ---------------------------------------------------------------------------
-
-
-def _tensors(folder: Path) -> dict[str, Tensor] | None:
-    """Every tensor of the folder's weights; None where there are none. transformers looks in the
-    same order."""
-    single, index = folder / "model.safetensors", folder / INDEX_NAME
-    if single.is_file():
-        return _header(single)
-    if index.is_file():
-        return _sharded(folder, index)
-    file_names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    shards = [
-        name for name in file_names if name.startswith("model") and name.endswith(".safetensors")
-    ]
-    if shards:
-        raise ResourceError(f"{folder}: has {shards[0]} but no {INDEX_NAME}; copy the model again")
-    others = [
-        name
-        for name in file_names
-        if Path(name).suffix in OTHER_WEIGHTS
-        and name not in TRAINER_FILES
-        and not name.startswith("rng_state")
-    ]
-    if others:
-        raise ResourceError(
-            f"{folder}: its weights are {others[0]}; only safetensors are read (pickles run code)."
-            " Convert them where you trust them:"
-            " AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        )
-    return None
-
-
-def stored_weights(folder: Path) -> StoredWeights | None:
-    """The weights in a folder's files, without tables of whole numbers; None without weights."""
-    elements: dict[str, int] = {}
-    largest: dict[str, int] = {}
-    tensors = _tensors(folder)
-    for tensor in (tensors or {}).values():
-        if (dtype := TYPES.get(tensor.dtype)) is not None:
-            count = math.prod(tensor.shape)
-            elements[dtype] = elements.get(dtype, 0) + count
-            largest[dtype] = max(largest.get(dtype, 0), count)
-    if not tensors or not elements:
-        return None
-    files = {tensor.file for tensor in tensors.values()}
-    return StoredWeights(elements, largest, max(file.stat().st_size for file in files))
-
-
-def weights_fingerprint(folder: Path) -> str:
-    """sha256 over each weight file's name, size and NUM_PARTS parts of its bytes: the weights of
-    another training differ in nearly every part, and a model of 14 GB is not read whole."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as stream:
-            for number in range(NUM_PARTS):
-                stream.seek(number * max(size - PART_BYTES, 0) // (NUM_PARTS - 1))
-                digest.update(stream.read(PART_BYTES))
-    return digest.hexdigest()
-
-
-def _sharded(folder: Path, index: Path) -> dict[str, Tensor]:
-    content = _json(index)
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ResourceError(f"{index}: has no weight_map; copy the model again")
-    tensors: dict[str, Tensor] = {}
-    headers: dict[str, dict[str, Tensor]] = {}
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or not shard or Path(shard).name != shard:
-            raise ResourceError(
-                f"{index}: {name} is in {shard!r}, which is no file name in this folder"
-            )
-        if shard not in headers:
-            if not (folder / shard).is_file():
-                raise ResourceError(
-                    f"{index}: names {shard}, which is not in the folder; copy the missing shard"
-                )
-            headers[shard] = _header(folder / shard)
-        if name not in headers[shard]:
-            raise ResourceError(
-                f"{index}: says that {shard} holds {name}, but it does not; copy the model again"
-            )
-        tensors[name] = headers[shard][name]
-    return tensors
-
-
-def _header(file: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file: 8 bytes of length, a JSON header, the data with nothing
-    between or after."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        if prefix == b"version ":
-            raise ResourceError(f"{file}: is a Git LFS pointer, not the weights; run git lfs pull")
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if len(prefix) < 8 or length > size - 8:
-            raise ResourceError(
-                f"{file}: is cut or no safetensors file: its header should have {length:,} bytes,"
-                f" the whole file has {size:,}; copy it again"
-            )
-        if length > MAX_HEADER_BYTES:
-            raise ResourceError(
-                f"{file}: its header has {length:,} bytes; no safetensors file has that; copy it"
-                " again"
-            )
-        raw = stream.read(length)
-    try:
-        header = json.loads(raw)
-        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-        if len(entries) > MAX_TENSORS:
-            raise ResourceError(
-                f"{file}: its header names {len(entries):,} tensors, expected at most"
-                f" {MAX_TENSORS:,}; copy it again"
-            )
-        tensors = {name: _tensor(entry, file, 8 + length) for name, entry in entries}
-        quantized = [
-            (name, entry["dtype"])
-            for name, entry in entries
-            if name.endswith("weight") and entry["dtype"] not in FLOATS
-        ]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise ResourceError(f"{file}: its header is damaged ({error}); copy it again") from error
-    if not tensors:
-        raise ResourceError(f"{file}: holds no tensors; copy it again")
-    for name, dtype in quantized:
-        raise ResourceError(
-            f"{file}: {name} is of type {dtype}, expected {', '.join(FLOATS)}: quantised weights"
-            " cannot be trained; take the model in 16 or 32 bits"
-        )
-    spans = sorted((tensor.start, tensor.end) for tensor in tensors.values())
-    if spans[-1][1] > size:
-        raise ResourceError(
-            f"{file}: is cut: its header promises {spans[-1][1]:,} bytes, it has {size:,}; copy it"
-            " again"
-        )
-    ends = [8 + length, *(end for _, end in spans)]
-    if [start for start, _ in spans] != ends[:-1] or ends[-1] != size:
-        raise ResourceError(
-            f"{file}: its header does not describe the {size:,} bytes it has; copy it again"
-        )
-    return tensors
-
-
-def _tensor(entry: Mapping[str, Any], file: Path, data_start: int) -> Tensor:
-    shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
-    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise ValueError(f"shape {shape}, offsets {start} to {end}")
-    bits = DTYPE_BITS.get(entry["dtype"])  # None: a newer type, whose size is taken from the file
-    if bits is not None and (end - start) * 8 != math.prod(shape) * bits:
-        raise ValueError(f"{end - start} bytes for shape {shape} of {entry['dtype']}")
-    return Tensor(shape, file, data_start + start, data_start + end, entry["dtype"])
-
-
-def _by_name(
-    tensors: dict[str, Tensor],
-    expected: predict_parameters.Shapes,
-    family: ModelFamily,
-    folder: Path,
-) -> dict[str, Tensor]:
-    """The weights by their names in the model. Raises ResourceError if they are not the config's
-    model."""
-    for prefix in ("model.", "transformer."):  # weights of the bare model: openai-community/gpt2
-        tensors = {
-            prefix + name if name not in expected and prefix + name in expected else name: tensor
-            for name, tensor in tensors.items()
-        }
-    ties = predict_parameters.ties(expected, family)
-    for name, source in ties.items():
-        if source not in tensors and name in tensors:
-            tensors[source] = tensors[name]
-    missing = [name for name in expected if name not in tensors]
-    if missing:
-        raise ResourceError(
-            f"{folder}: its weights lack {len(missing)} of the {len(expected)} parameters"
-            f" config.json describes, e.g. {missing[0]}; the two do not belong together: copy the"
-            " model again"
-        )
-    for name, shape in expected.items():
-        if tensors[name].shape != shape:
-            raise ResourceError(
-                f"{folder}: {name} has shape {list(tensors[name].shape)} in"
-                f" {tensors[name].file.name}, {list(shape)} by config.json; the two do not belong"
-                " together: copy the model again"
-            )
-    return tensors
-
-
-def _same_bytes(tensor: Tensor, other: Tensor) -> bool:
-    num_bytes = tensor.end - tensor.start
-    if tensor == other or num_bytes != other.end - other.start:
-        return tensor == other
-    with tensor.file.open("rb") as file, other.file.open("rb") as other_file:
-        file.seek(tensor.start)
-        other_file.seek(other.start)
-        sizes = (min(1 << 20, num_bytes - offset) for offset in range(0, num_bytes, 1 << 20))
-        return all(file.read(size) == other_file.read(size) for size in sizes)

@@ -26,7 +26,7 @@ from training.compat.transformers_private import Network
 from training.data import tokenizer as data_tokenizer
 from training.loop import exported_files, nan_guard
 from training.loop.trainer import LowMemTrainer
-from training.model import four_bit, merging
+from training.model import build, four_bit, merging
 
 logger = logging.getLogger("lowmem")
 
@@ -171,9 +171,12 @@ def _quantization(recipe: Recipe) -> list[str]:
     line = f"- trained on linear weights of 4 bits ({section.bnb_4bit_quant_type})"
     if recipe.model.path is None:
         return [f"{line}; merged into them, dequantised"]
+    path, base = recipe.model.path, ""
+    if hasattr(build.folder_config(path), "quantization_config"):
+        path, base = "the original of " + path, " --base ORIGINAL"
     return [
-        f"{line}; to merge it into the full weights of {recipe.model.path}: python -m launch merge"
-        " FOLDER --out NEW"
+        f"{line}; to merge it into the full weights of {path}: python -m launch merge FOLDER{base}"
+        " --out NEW"
     ]
 
 

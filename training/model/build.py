@@ -159,11 +159,15 @@ def from_folder(
     assert section.path is not None
     config = folder_config(section.path)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    in_4_bits = (
-        {"quantization_config": four_bit.config(quantization), "device_map": {"": device}}
-        if quantization
-        else {}
-    )
+    in_4_bits: dict[str, Any] = {}
+    if quantization is not None:
+        in_4_bits = {
+            "quantization_config": four_bit.config(quantization),
+            "device_map": {"": device},
+        }
+    is_packed = hasattr(config, "quantization_config")
+    if is_packed:  # of two, transformers takes the folder's compute dtype
+        config.quantization_config = in_4_bits.pop("quantization_config").to_dict()
     asked_tie = section.tie_word_embeddings
     if asked_tie is not None:
         config.tie_word_embeddings = asked_tie
@@ -203,6 +207,8 @@ def from_folder(
             head.weight.data.copy_(embedding.weight.data)
     if quantization is not None:
         four_bit.settle(model)
+    if is_packed:
+        four_bit.convert(model, getattr(torch, section.dtype))
     if packs_here:
         leave_files(model)
     return model

@@ -65,6 +65,16 @@ def settle(model: torch.nn.Module) -> None:
         layer.support_avx512bf16_for_cpu = False
 
 
+def convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Give a model whose 4-bit weights were packed before the type that those packed here have:
+    from_pretrained() leaves its other weights in the type in which they are stored."""
+    for parameter in model.parameters():
+        if (state := getattr(parameter, "quant_state", None)) is not None:
+            state.dtype = dtype
+        elif parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
 @contextmanager
 def giving_blocks_back() -> Iterator[None]:
     """Have glibc map each block of 1 MiB or more, so that it goes back when it is freed.

@@ -17,7 +17,7 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
 from launch.base.workspace import CODE
 from launch.commands import recipe_arguments
-from launch.predict import model_config
+from launch.predict import model_config, weight_files
 from launch.probe import machine
 from launch.run_folder import layout
 
@@ -29,6 +29,9 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
     parser.add_argument("source", type=Path, help="the folder of an adapter, or of a run")
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
+    parser.add_argument(
+        "--base", type=Path, help="the folder of the base, in place of the one that was trained on"
+    )
     return parser
 
 
@@ -38,9 +41,14 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     compile_caches.settle()
     source, out = arguments.source, arguments.out
     adapter = _adapter(source)
-    base = base_of(adapter)
+    base = (arguments.base or base_of(adapter)).absolute()
     model_config.check_adapter(adapter)
     model_config.check_folder(base)
+    if weight_files.packing(base):
+        raise ConfigError(
+            f"{base}: holds linear weights of 4 bits, and a merged model has 16 or 32; give the"
+            " folder of the original model: --base FOLDER"
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"--out {out}: found something there, expected a new or empty folder; give another one"

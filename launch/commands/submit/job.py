@@ -36,7 +36,7 @@ from launch.base.errors import (
 )
 from launch.base.workspace import CHECKOUT, CODE, Workspace
 from launch.commands.recipe_arguments import AUTO, RecipeArguments
-from launch.predict import model_config
+from launch.predict import weight_files
 from launch.predict.facts import Facts
 from launch.recipe import load
 from launch.recipe.paths import absolute_override
@@ -249,7 +249,7 @@ def hashes(facts: Facts) -> dict[str, Any]:
     assert facts.rows.tokens is not None
     identity, path = facts.rows.tokens.identity, facts.recipe.model.path
     of_files = {part: identity[part] for part in DECIDED_BY if identity.get(part) is not None}
-    return {**of_files, WEIGHTS: model_config.weights_fingerprint(Path(path))} if path else of_files
+    return {**of_files, WEIGHTS: weight_files.weights_fingerprint(Path(path))} if path else of_files
 
 
 def check(job: Job, facts: Facts) -> None:

@@ -22,16 +22,18 @@ SHARD_BYTES = 5_000_000_000  # the largest file there (transformers 4's max_shar
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Tensors by type, and the largest of each type, in elements; the largest file in bytes."""
+    """Tensors by type, and the largest of each type, in elements; the largest file in bytes. Those
+    that are packed in 4 bits count in `packed_bytes` alone, with their scales."""
 
     elements: Mapping[str, int]
     largest: Mapping[str, int]
     largest_file_bytes: int
     grown: tuple[int, ...] = ()  # elements of the matrices to which rows are added
+    packed_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return sum(BYTES[dtype] * count for dtype, count in self.elements.items())
+        return self.packed_bytes + sum(BYTES[each] * count for each, count in self.elements.items())
 
     @property
     def largest_bytes(self) -> int:

@@ -111,6 +111,40 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_adapter(
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
+def test_a_folder_that_is_packed_trains_the_adapter_of_its_original(finished, tmp_path):
+    original, packed = finished[0] / "model", tmp_path / "base"
+    shutil.copytree(original, packed, ignore=shutil.ignore_patterns("*.safetensors", "adapter"))
+    in_4_bits = AutoModelForCausalLM.from_pretrained(
+        original, quantization_config=four_bit.config(NF4), device_map={"": "cpu"}
+    )
+    in_4_bits.save_pretrained(packed)
+    before = {path: path.read_bytes() for path in packed.iterdir() if path.is_file()}
+    made = {}
+    for name, base in (("whole", original), ("packed", packed)):
+        training = {"max_steps": 4, "eval_steps": 2}
+        recipe = builders.recipe(tmp_path / name, training=training, **SECTIONS)
+        words = ["run", "--explain", str(recipe), f"--model.path={base}"]
+        done = builders.launch(tmp_path / "workspace", *words)
+        assert done.returncode == 0, done.stderr + done.stdout
+        made[name] = adapter(tmp_path / name / "model")
+    assert all(torch.equal(tensor, made["packed"][name]) for name, tensor in made["whole"].items())
+    assert {path: path.read_bytes() for path in packed.iterdir() if path.is_file()} == before
+    exported = tmp_path / "packed/model"
+    assert "launch merge FOLDER --base ORIGINAL" in (exported / "README.md").read_text()
+    merge = ["merge", str(exported), "--out", str(tmp_path / "merged")]
+    refused = builders.launch(tmp_path / "workspace", *merge)
+    assert refused.returncode == 2
+    assert f"{packed}: holds linear weights of 4 bits" in refused.stderr
+    done = builders.launch(tmp_path / "workspace", *merge, "--base", str(original))
+    assert done.returncode == 0, done.stderr
+    assert builders.weights(tmp_path / "merged").keys() == builders.weights(original).keys()
+    sys.path.insert(0, str(builders.CODE / "scripts"))
+    import chat as script
+
+    loaded, _ = script.load(exported)
+    assert len(list(four_bit.layers(loaded))) == 14
+
+
 @pytest.mark.campaign
 def test_two_ranks_train_an_adapter_for_a_local_folder_and_chat_loads_both_in_4_bits(
     finished, tmp_path

@@ -288,7 +288,7 @@ FOLDERS: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "quantised weights": (
         {"config.json": _config(quantization_config={})},
-        "quantized weights cannot be trained",
+        "only linear ones of 4 bits that bitsandbytes has packed can be trained",
     ),
     "a config that is no JSON": ({"config.json": b"{"}, "is not JSON"),
     "a config that is a list": ({"config.json": b"[]"}, "holds list"),

@@ -74,6 +74,7 @@ EXCEPTIONS = {
     ("launch/predict/optimizers.py", "shape"): "of a parameter's tensor",
     ("launch/predict/parameters.py", "shape"): "of a parameter's tensor",
     ("launch/predict/trained_parameters.py", "shape"): "of a parameter's tensor",
+    ("launch/predict/weight_files.py", "shape"): "of a tensor in a safetensors header",
     ("launch/schema/plan.py", "by_length"): "a key of plan.json",
     ("launch/schema/plan.py", "samples"): "a key of plan.json",
     ("launch/schema/plan.py", "shape"): "a key of plan.json",
