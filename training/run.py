@@ -519,6 +519,7 @@ def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
         "vram_allocated_bytes": event.vram_allocated_bytes if event else 0,
         "vram_reserved_bytes": event.vram_reserved_bytes if event else 0,
         "phases": parts.reporter.phases,
+        "core_share": parts.reporter.core_share,
     }
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -92,6 +92,27 @@ def cpu_s(pid: int) -> float:
     except psutil.NoSuchProcess:
         return 0.0
     return times.user + times.system
+
+
+def scheduled() -> dict[str, tuple[int, int]]:
+    """Nanoseconds that each thread of this process has run, and has waited for a core; {} where the
+    kernel does not count them (CONFIG_SCHED_INFO)."""
+    times: dict[str, tuple[int, int]] = {}
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError):  # the thread has ended
+            ran, waited, _ = map(int, file.read_text(encoding="utf-8").split())
+            times[file.parent.name] = ran, waited
+    return times
+
+
+def core_share(before: Mapping[str, tuple[int, int]]) -> float:
+    """The share of the time since `before` that threads had a core, of that in which they could
+    run; 1 where it is not known. What a hypervisor takes counts as had."""
+    ran = waited = 0
+    for thread, (ran_ns, waited_ns) in scheduled().items():
+        ran_before, waited_before = before.get(thread, (0, 0))
+        ran, waited = ran + ran_ns - ran_before, waited + waited_ns - waited_before
+    return ran / (ran + waited) if ran else 1.0
 
 
 def status(pid: int) -> str:

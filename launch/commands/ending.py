@@ -170,6 +170,7 @@ def _measurement(
         time_model=corrections.time_model(),
         correction=plan.seconds_correction.factor,
         waits_share=plan.waits_share,
+        core_share=summary.get("core_share", 1.0),
     )
 
 

@@ -15,7 +15,7 @@ from launch.schema.machine import Machine
 from launch.schema.phases import DeviceMemory
 from launch.schema.plan import Change, Plan
 from launch.schema.recipe import Recipe
-from launch.schema.result import Answers, HeldOut, Question, RunResult, StepEvent
+from launch.schema.result import ALONE, Answers, HeldOut, Question, RunResult, StepEvent
 
 STEADY_FROM = 2  # steps that are slower than the rest
 MOST_ANSWERS = 8  # to a question: the first, the last, and some between
@@ -100,6 +100,13 @@ def by_reason(changes: Sequence[Change]) -> list[tuple[str, list[Change]]]:
     return list(alike.items())
 
 
+def beside_others(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Words on the time of a run in which other programs had the cores, if it was slower for it."""
+    share = summary.get("core_share", 1.0)
+    if share < ALONE:
+        yield f"other programs had the cores {1 - share:.0%} of the time"
+
+
 def predicted_beside_measured(
     plan: Plan, result: RunResult, events: Sequence[StepEvent]
 ) -> Iterator[tuple[str, list[Bars]]]:
@@ -113,7 +120,8 @@ def predicted_beside_measured(
     steady = [step.seconds for step in events[STEADY_FROM:]]
     if steady or plan.seconds_per_step:
         predicted = None if plan.seconds_per_step is None else int(1e6 * plan.seconds_per_step)
-        pair = Pair("a step", predicted, int(1e6 * statistics.median(steady)) if steady else None)
+        name = ", ".join(["a step", *beside_others(result.summary)])
+        pair = Pair(name, predicted, int(1e6 * statistics.median(steady)) if steady else None)
         yield "seconds (median)", _bars([pair], lambda us: f"{us / 1e6:.3g} s")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launch.base.text import size
+from launch.report import run_figures
 from launch.report.plan_lines import states_text
 from launch.schema.machine import Machine
 from launch.schema.plan import Plan
@@ -68,9 +69,9 @@ def _success_lines(
     recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: Sequence[str]
 ) -> Iterator[str]:
     summary = result.summary
+    in_all = [f"{result.seconds:.0f} s in all", *run_figures.beside_others(summary)]
     yield (
-        f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({result.seconds:.0f}"
-        " s in all)"
+        f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({', '.join(in_all)})"
     )
     if summary.get("ended") == "stopped early":
         yield f"  end        {ended(recipe, summary)}"

@@ -146,6 +146,9 @@ class PhasePeaks:
         )
 
 
+ALONE = 0.9  # Outcome.core_share at least, of a run that others did not slow down
+
+
 @dataclass(frozen=True)
 class Outcome(Scores):
     """The end of an attempt, as rank 0 writes it: outcome.json."""
@@ -174,6 +177,8 @@ class Outcome(Scores):
     host_pss_bytes: int = 0
     train_seconds: float | None = None
     save_seconds: float = 0.0
+    # of the time from the second step on in which rank 0's threads could run, that they had a core
+    core_share: float = 1.0
     seconds: float = 0.0
 
 

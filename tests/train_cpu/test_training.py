@@ -9,7 +9,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -117,19 +119,29 @@ def test_what_was_measured_equals_what_was_predicted_for_model_states(finished):
 
 
 def test_three_like_runs_correct_the_next_plan_by_what_they_took(finished, tmp_path):
-    """The run is written down three times, as if it had been trained so often."""
+    """The run is written down three times, as if it had been trained so often: alone on the
+    machine, and beside others."""
     folder, _ = finished
     cache = tmp_path / "workspace/.cache"
     shutil.copytree(folder / "workspace/.cache", cache)
     (line,) = (cache / "ledger.jsonl").read_text().splitlines()
-    took, predicted = (json.loads(line)[side]["step_s"] for side in ("measured", "predicted"))
+    entry = json.loads(line)
+    took, predicted = (entry[side]["step_s"] for side in ("measured", "predicted"))
+    assert 0 < entry["core_share"] <= 1
     plan = ("plan", str(folder / "tiny.yaml"), "--explain")
     before = builders.launch(cache.parent, *plan).stdout
-    (cache / "ledger.jsonl").write_text(f"{line}\n" * 3)
-    after = builders.launch(cache.parent, *plan).stdout
+    beside_others, after = (
+        _planned_after(cache, plan, {**entry, "core_share": share}) for share in (0.5, 1.0)
+    )
+    assert "corrected x" not in beside_others
     assert "corrected x" not in before
     assert f"corrected x {took / predicted:.3g}, the median of 3 runs of this model by cpu" in after
     assert f"{took:.3g} s ({took:.3g} to {took:.3g}) predicted x 18 steps" in after
+
+
+def _planned_after(cache: Path, plan: Sequence[str], entry: Mapping[str, Any]) -> str:
+    (cache / "ledger.jsonl").write_text(f"{json.dumps(entry)}\n" * 3)
+    return builders.launch(cache.parent, *plan).stdout
 
 
 def padding_by_the_data(run: RunDir) -> float:

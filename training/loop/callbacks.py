@@ -167,6 +167,8 @@ class Reporter(TrainerCallback):
         self._bar = _bar() if draw and rank == 0 else None
         self._figures = ""
         self._second_step_at: float | None = None  # the first step is slower than the others
+        self._scheduled: Mapping[str, tuple[int, int]] = {}  # then
+        self.core_share = 1.0  # since then, until the end
         # seconds of evaluations and saves since then, and the steps from one to the next
         self._between: dict[str, list[float]] = {"evaluation": [], "save": []}
         self._every: dict[str, int] = {}
@@ -255,7 +257,8 @@ class Reporter(TrainerCallback):
             self._write_second_step()
             now = time.monotonic()
         self._step_began = now
-        self._second_step_at = self._second_step_at or (now if self._steps > 1 else None)
+        if self._second_step_at is None and self._steps > 1:
+            self._second_step_at, self._scheduled = now, processes.scheduled()
         if self._steps == STEADY_STEP + 1:
             logging_steps = max(int(args.logging_steps), 1)
             self._say_time_left_early(state.global_step, state.max_steps, logging_steps)
@@ -297,6 +300,8 @@ class Reporter(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.flush(state.max_steps, None)
+        if self._second_step_at is not None:
+            self.core_share = processes.core_share(self._scheduled)
         if self._rank == 0:
             self.host.end_training()
         if self._bar:

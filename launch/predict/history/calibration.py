@@ -67,6 +67,7 @@ class Measurement:
     time_model: str = ""  # the code that predicted the seconds (corrections.time_model)
     correction: float = 1.0  # by earlier runs, in the predicted seconds
     waits_share: float = 0.0  # of them, in which the device was to wait for its host
+    core_share: float = 1.0  # of the time, that its threads had the cores that they could use
     kind: Literal["measurement"] = "measurement"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from launch.predict.history.calibration import Measurement
 from launch.predict.time import timing
 from launch.schema.plan import NOT_CORRECTED, SecondsCorrection, Strategy
+from launch.schema.result import ALONE
 
 FEWEST, NEWEST = 3, 9  # runs of a median: a single odd one moves nothing, old ones fade
 MOST = 200  # runs that are looked at
@@ -32,6 +33,7 @@ def of_machine(runs: Sequence[Measurement], machine_key: str) -> tuple[Measureme
         for run in reversed(runs)
         if run.machine_key == machine_key
         and run.time_model == time_model()
+        and run.core_share >= ALONE
         and run.predicted.step_s
         and run.measured.step_s
     )

@@ -68,6 +68,7 @@ def test_what_corrected_a_run_is_taken_out_of_its_prediction():
         {"measured": Figures()},
         {"predicted": Figures()},
         {"waits_share": 0.5},
+        {"core_share": 0.89},
     ],
 )
 def test_runs_of_another_kind_do_not_count(other):
