@@ -14,8 +14,8 @@ from launch.base.errors import ConfigError
 from launch.base.text import columns, from_here, shown
 from launch.base.workspace import Workspace
 from launch.commands import foreign_launcher
+from launch.plan import planner, resolve
 from launch.plan.facts import tokenising_processes
-from launch.plan.resolve import resolve
 from launch.probe import architectures, gpus
 from launch.probe import machine as probe_machine
 from launch.recipe.guides.chatlm_flags import Request
@@ -59,7 +59,11 @@ def from_request(request: Request) -> Start:
     for line in request.notes:
         say(shown(line))
     wishes = foreign_launcher.wishes(os.environ, _launcher(), request.cpu)
-    choice = resolve(request.recipe, request.overrides, wishes=wishes, say=say, trace=False)
+    facts = resolve.read(request.recipe, request.overrides, wishes=wishes, say=say, trace=False)
+    begun = run_resume.begun_levers(Workspace.here().runs, facts.recipe, request.resume)
+    facts = replace(facts, history=replace(facts.history, began_with=begun))
+    planner.refuse_hopeless(facts)
+    choice = planner.choose(facts)
     if choice.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
         chosen = choice.machine.gpus[: choice.plan.strategy.processes_per_machine]
         for key, value in architectures.environment(chosen, choice.plan.packing).items():

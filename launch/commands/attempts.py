@@ -247,6 +247,10 @@ class Attempts:
     def _count_plan(self, oom_history: OomHistory, is_own: bool = True) -> None:
         """Take the history for the next plan; a shortage that others caused costs none of ours."""
         self._num_plans += is_own
+        if self.run.last_step():
+            history = self.start.facts.history
+            history = replace(history, began_with=self.choice.plan.strategy.levers)
+            self.start.facts = replace(self.start.facts, history=history)
         self.start.oom_history = oom_history.for_plan(is_last=self._num_plans == MAX_PLANS)
 
     def _add_shortage(self, shortage: OomEvent, result: RunResult) -> None:

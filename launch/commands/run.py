@@ -115,7 +115,11 @@ def run(
             locks.enter_context(lock(workspace, recipe))
         start.oom_history = _earlier_shortages(start, resume)
         continues_another, rows = _continues_another(start, resume), facts.rows
-        history = replace(facts.history, continues_another=continues_another)
+        history = replace(
+            facts.history,
+            continues_another=continues_another,
+            began_with=run_resume.begun_levers(workspace.runs, recipe, resume),
+        )
         assert rows.tokens is not None
         tokens = layout.as_begun(rows.tokens, workspace.runs, recipe, resume)
         if tokens is not rows.tokens:

@@ -73,37 +73,49 @@ def _as_asked(facts: Facts) -> Iterator[Candidate]:
         )
         gpus = machine.gpus[:num_processes] if on_gpu else ()
         precision = _precision(recipe, gpus)
-        yield Candidate(
-            mode=mode,
-            device="cuda" if on_gpu else "cpu",
-            num_processes=num_processes,
-            num_machines=max(launch.nodes, facts.wishes.num_machines),
-            backend=("gloo" if gloo else "nccl") if several else None,
-            per_device_train_batch_size=training.per_device_train_batch_size,
-            gradient_accumulation_steps=steps,
-            per_device_eval_batch_size=training.per_device_eval_batch_size
-            or _eval_batch(training.per_device_train_batch_size),
-            mixed_precision=precision,
-            levers=_levers(facts, gpus, precision, row),
-            tf32=kernels.tf32(recipe, gpus),
-            pin_memory=facts.history.oom.may_pin,
-            dataloader_num_workers=workers(recipe, machine, num_processes // launch.nodes, on_gpu),
-        )
+        for of_levers in _levers(facts, gpus, precision, row):
+            yield Candidate(
+                mode=mode,
+                device="cuda" if on_gpu else "cpu",
+                num_processes=num_processes,
+                num_machines=max(launch.nodes, facts.wishes.num_machines),
+                backend=("gloo" if gloo else "nccl") if several else None,
+                per_device_train_batch_size=training.per_device_train_batch_size,
+                gradient_accumulation_steps=steps,
+                per_device_eval_batch_size=training.per_device_eval_batch_size
+                or _eval_batch(training.per_device_train_batch_size),
+                mixed_precision=precision,
+                levers=of_levers,
+                tf32=kernels.tf32(recipe, gpus),
+                pin_memory=facts.history.oom.may_pin,
+                dataloader_num_workers=workers(
+                    recipe, machine, num_processes // launch.nodes, on_gpu
+                ),
+            )
 
 
-def _levers(facts: Facts, gpus: Sequence[Gpu], precision: Precision, mode: LaunchMode) -> Levers:
-    """Those that the recipe asks for, with kernels that these cards and packages have."""
+def _levers(
+    facts: Facts, gpus: Sequence[Gpu], precision: Precision, mode: LaunchMode
+) -> Iterator[Levers]:
+    """Yield those that the recipe asks for, with kernels that these cards and packages have:
+    without Liger's, and with them where they may be faster."""
     recipe, size, installed = facts.recipe, facts.model.size, facts.installed
     no_packages = installed.no_flash_attn, installed.no_varlen_attn
-    return replace(
+    began = facts.history.began_with
+    attention = began and began.attn_implementation
+    plain = replace(
         levers.asked(recipe),
-        fused_norms=kernels.fused_norms(recipe, size, mode, gpus),
-        fused_adapters=kernels.fused_adapters(recipe, mode, precision),
+        fused_adapters=kernels.fused_adapters(recipe, mode, precision, began),
         logits_at_targets=target_counts.at_targets(recipe, size.family),
         torch_compile=recipe.training.compiles and installed.no_compiler is None,
-        attn_implementation=kernels.attention(recipe, size, gpus, precision, *no_packages),
-        use_liger_kernel=kernels.liger(recipe, size.family, gpus, installed.no_liger),
+        attn_implementation=kernels.attention(
+            recipe, size, gpus, precision, *no_packages, attention
+        ),
     )
+    with_liger = began and began.use_liger_kernel
+    for value in kernels.liger(recipe, size.family, mode, gpus, installed.no_liger, with_liger):
+        norms = kernels.fused_norms(recipe, size, mode, gpus, value, began)
+        yield replace(plain, use_liger_kernel=value, fused_norms=norms)
 
 
 def _check_checkpointing(recipe: Recipe, installed: Installed, on_gpu: bool) -> None:

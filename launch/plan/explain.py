@@ -44,12 +44,10 @@ def why(
 def switches(facts: Facts, candidate: Candidate) -> tuple[Switch, ...]:
     """The switches that decide which kernels run."""
     gpus = facts.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
-    obstacles = (
-        *(facts.installed.no_flash_attn, facts.installed.no_varlen_attn),
-        *(facts.installed.no_compiler, facts.installed.no_every_n_layers),
+    of_kernels = kernels.switches(
+        *(facts.recipe, facts.model.size, candidate, gpus),
+        *(facts.installed, facts.history.began_with),
     )
-    size = facts.model.size
-    of_kernels = kernels.switches(facts.recipe, size, candidate, gpus, *obstacles)
     rows = [*of_kernels, _logits(facts, candidate), *_rows(facts, candidate)]
     if settings := facts.allocator_settings(candidate):
         why = "rows differ in length or targets; another PYTORCH_ALLOC_CONF is taken instead"
@@ -367,10 +365,12 @@ def _lever_changes(recipe: Recipe, runs: Levers, missed: str) -> Iterator[Change
     for row in levers.TRIED:
         if row.of(asked) == row.of(runs):
             continue
-        reason = f"{missed}; {row.same(row.of(runs))}"
+        is_for_speed = row.saved(row.of(runs)) == row.saved(row.plain)
+        reason = f"{'faster' if is_for_speed else missed}; {row.same(row.of(runs))}"
         for key in row.typed(runs):
             if key in before and (requested := before.pop(key)) != after[key]:
-                yield Change(key, show(requested), show(after[key]), reason)
+                asks = None if is_for_speed else requested
+                yield Change(key, show(asks), show(after[key]), reason)
 
 
 def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:

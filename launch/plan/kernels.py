@@ -2,10 +2,10 @@
 line on each. Pure.
 
 A kernel that the recipe names and that cannot work is refused. A kernel that the recipe leaves open
-is used only if it computes the same function: the package flash_attn, then PyTorch's varlen_attn.
-TF32 rounds float32 products
-to 10 bits of mantissa, so it is on only if the recipe asks for it: TrainingArguments would turn it
-on beside torch.compile, and containers do by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
+is used only if it computes the same function: the package flash_attn, then PyTorch's varlen_attn. A
+run that goes on keeps the kernels that it began with, where they can work. TF32 rounds float32
+products to 10 bits of mantissa, so it is on only if the recipe asks for it: TrainingArguments would
+turn it on beside torch.compile, and containers do by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from launch.base.errors import ConfigError, ResourceError
+from launch.predict.facts import Installed
 from launch.predict.time import rates
 from launch.probe import architectures
-from launch.schema.levers import ROWS, TRIED
+from launch.schema.levers import ROWS, TRIED, Levers
 from launch.schema.machine import Gpu
 from launch.schema.model_sections import AttnImplementation
 from launch.schema.modes import LaunchMode
@@ -31,6 +32,7 @@ VARLEN_MULTIPLE = 8  # of numbers of a head: mha_varlen_fwd in flash_attn/flash_
 WIDE_HEADS = range(193, 225)
 LITTLE_SHARED_MEMORY = ("8.6", "8.7", "8.8", "8.9", "12.")
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")  # keys of a config
+EAGER, ONLY_GPUS = "training.kernels: eager", "its kernels are for GPUs"
 WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForce RTX 30
 
 
@@ -44,9 +46,10 @@ def attention(
     precision: Precision,
     no_package: str | None,
     no_torch: str | None = "",
+    began: AttnImplementation | None = None,
 ) -> AttnImplementation:
-    """The implementation that the recipe names, or the first that can run: flash_attn's, PyTorch's
-    varlen_attn, sdpa.
+    """The implementation that the recipe names, or the first that can run: the one with which the
+    run `began`, flash_attn's, PyTorch's varlen_attn, sdpa.
 
     `gpus`: none on a CPU. `no_package`, `no_torch`: the reason why flash_attn and torch's
     varlen_attn cannot be used; "": the packages of the machine are not known. Raises ConfigError
@@ -69,8 +72,8 @@ def attention(
             f"model.attn_implementation: {asked}, but {reason}; leave it out: what can run is"
             " chosen then"
         )
-    for name in (asked,) if asked else (FLASH, VARLEN):
-        if obstacles[name] is None:
+    for name in (asked,) if asked else (began, FLASH, VARLEN):
+        if name and obstacles.get(name) is None:
             return name
     return "sdpa" if has_sdpa else "eager"
 
@@ -152,6 +155,7 @@ def _no_kernels(
             not is_asked and recipe.training.compiles,
             "torch.compile would compile anew for each length of flattened rows",
         ),
+        (not is_asked and recipe.training.kernels, EAGER),
     )
     return next((reason for is_met, reason in obstacles if is_met), None)
 
@@ -180,11 +184,18 @@ def tf32(recipe: Recipe, gpus: Sequence[Gpu]) -> bool:
     return is_asked
 
 
-def liger(recipe: Recipe, family: ModelFamily, gpus: Sequence[Gpu], no_package: str | None) -> bool:
-    """True if Liger's kernels replace modules of transformers. Raises ConfigError and ResourceError
-    if they cannot."""
-    extras = recipe.training.extras
-    config = extras.get("liger_kernel_config") or {}
+def liger(
+    recipe: Recipe,
+    family: ModelFamily,
+    mode: LaunchMode,
+    gpus: Sequence[Gpu],
+    no_package: str | None,
+    began: bool | None = None,
+) -> tuple[bool, ...]:
+    """The values that the plan tries: True lets Liger's kernels replace modules of transformers.
+    Raises ConfigError and ResourceError if they are asked for and cannot."""
+    asked = recipe.training.use_liger_kernel
+    config = recipe.training.extras.get("liger_kernel_config") or {}
     lacking = config.keys() - {*family.liger, *LIGER_LOSSES}
     if family.liger and lacking:
         raise ConfigError(
@@ -197,31 +208,66 @@ def liger(recipe: Recipe, family: ModelFamily, gpus: Sequence[Gpu], no_package: 
             " here; leave it out: training.num_output_chunks makes the logits in parts, with the"
             " same sum"
         )
-    if not extras.get("use_liger_kernel"):
-        return False
-    for is_met, kind, reason in (
-        (not gpus, ConfigError, "its kernels are for GPUs; leave it out"),
-        (no_package, ResourceError, f"{no_package}; or leave it out"),
-    ):
-        if is_met:
-            raise kind(f"training.use_liger_kernel: true, but {reason}")
-    return True
+    if asked is None:
+        return _open(no_liger(recipe, family, mode, gpus, no_package), began)
+    if asked and not gpus:
+        raise ConfigError(f"training.use_liger_kernel: true, but {ONLY_GPUS}; leave it out")
+    if asked and no_package:
+        raise ResourceError(f"training.use_liger_kernel: true, but {no_package}; or leave it out")
+    return (asked,)
 
 
-def _unless_refused(name: str, recipe: Recipe, mode: LaunchMode, reason: str | None) -> bool:
-    """True for a lever that is on unless there is a reason against it, or the recipe says no.
-    Raises ConfigError if the recipe says yes, and the reason stands against it."""
+def no_liger(
+    recipe: Recipe,
+    family: ModelFamily,
+    mode: LaunchMode,
+    gpus: Sequence[Gpu],
+    no_package: str | None,
+) -> str | None:
+    """The reason why a plan does not choose Liger's kernels by itself; None: it may."""
+    lacking = _lacking(gpus, "varlen_attn")
+    obstacles = (
+        (not gpus, ONLY_GPUS),
+        (not family.liger, f"liger-kernel has no kernels for a {family.model_type}"),
+        (recipe.training.kernels, EAGER),
+        (recipe.training.compiles, "torch.compile fuses kernels itself"),
+        (recipe.training.fused_norms, "training.fused_norms: true"),
+        (not mode.is_whole, f"they have not been tested with {mode.engine}"),
+        (lacking, f"they are for NVIDIA cards from 8.0 on, not {lacking}"),
+        (no_package == "", "whether liger-kernel is installed there is not known"),
+    )
+    return next((reason for is_met, reason in obstacles if is_met), no_package)
+
+
+def _open(reason: str | None, began: bool | None) -> tuple[bool, ...]:
+    """The values of a switch that the recipe leaves open, with the reason against it if there is
+    one."""
+    if reason is not None:
+        return (False,)
+    return (False, True) if began is None else (began,)
+
+
+def _unless_refused(
+    name: str, recipe: Recipe, mode: LaunchMode, reason: str | None, began: Levers | None
+) -> bool:
+    """True for a lever that is on unless there is a reason against it, the recipe says no, or the
+    run began without it. Raises ConfigError if the recipe says yes, and the reason stands against
+    it."""
     row = ROWS[name]
     asked = row.asked(recipe)
     if asked and reason and mode.is_whole:  # else the lever's row refuses the mode
         raise ConfigError(f"{row.key}: true, but {reason}; leave it out")
-    return reason is None if asked is None else asked
+    if asked is None:
+        return reason is None and (began is None or row.of(began))
+    return asked
 
 
-def fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) -> bool:
+def fused_adapters(
+    recipe: Recipe, mode: LaunchMode, precision: Precision, began: Levers | None = None
+) -> bool:
     """True if adapters compute with their layers."""
     reason = no_fused_adapters(recipe, mode, precision)
-    return _unless_refused("fused_adapters", recipe, mode, reason)
+    return _unless_refused("fused_adapters", recipe, mode, reason, began)
 
 
 def no_fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) -> str | None:
@@ -234,25 +280,34 @@ def no_fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) ->
         (precision == "no", "they are fused under autocast (training.bf16)"),
         (not mode.is_whole, f"{mode.engine} casts the weights of adapters itself"),
         (recipe.training.compiles, "torch.compile fuses kernels itself"),
+        (lora and lora.fused_adapters is None and recipe.training.kernels, EAGER),
     )
     return next((reason for is_met, reason in obstacles if is_met), None)
 
 
-def fused_norms(recipe: Recipe, model: ModelSize, mode: LaunchMode, gpus: Sequence[Gpu]) -> bool:
+def fused_norms(
+    recipe: Recipe,
+    model: ModelSize,
+    mode: LaunchMode,
+    gpus: Sequence[Gpu],
+    has_liger: bool = False,
+    began: Levers | None = None,
+) -> bool:
     """True if RMS norms are computed by PyTorch's kernel."""
-    reason = no_fused_norms(recipe, model, mode, gpus)
-    return _unless_refused("fused_norms", recipe, mode, reason)
+    reason = no_fused_norms(recipe, model, mode, gpus, has_liger)
+    return _unless_refused("fused_norms", recipe, mode, reason, began)
 
 
 def no_fused_norms(
-    recipe: Recipe, model: ModelSize, mode: LaunchMode, gpus: Sequence[Gpu]
+    recipe: Recipe, model: ModelSize, mode: LaunchMode, gpus: Sequence[Gpu], has_liger: bool = False
 ) -> str | None:
     """The reason why norms are those of transformers; None: they are not."""
     obstacles = (
         (not gpus, "CPUs have no kernel for it"),
         (not model.family.forward.has_rms_norms, f"{model.config['model_type']} has other norms"),
-        (recipe.training.extras.get("use_liger_kernel"), "Liger has its own"),
+        (has_liger, "Liger has its own"),
         (recipe.training.compiles, "torch.compile fuses kernels itself"),
+        (recipe.training.fused_norms is None and recipe.training.kernels, EAGER),
         (not mode.is_whole, f"it has not been tested with {mode.engine}"),
     )
     return next((reason for is_met, reason in obstacles if is_met), None)
@@ -266,14 +321,13 @@ def switches(
     model: ModelSize,
     chosen: Strategy,
     gpus: Sequence[Gpu],
-    no_flash_attn: str | None,
-    no_varlen_attn: str | None,
-    no_compiler: str | None,
-    no_every_n_layers: str | None,
+    installed: Installed,
+    began: Levers | None,
 ) -> Iterator[Switch]:
     """A row for each switch of the chosen strategy; its effect is measured in
-    tests/modes/trace/test_switches.py."""
-    training = recipe.training
+    tests/modes/trace/test_switches.py. `began`: the levers of the run that goes on."""
+    training, mode = recipe.training, chosen.launch_mode
+    as_begun = "as the run began" if began else ""
     yield Switch("precision", precision(recipe, chosen), _why_precision(recipe, chosen))
     if gpus and (
         chosen.tf32 or (chosen.mixed_precision == "no" and recipe.model.dtype == "float32")
@@ -282,38 +336,51 @@ def switches(
     yield Switch(
         "attention",
         chosen.levers.attn_implementation,
-        _why_attention(recipe, model, chosen, gpus, no_flash_attn, no_varlen_attn),
+        (as_begun if recipe.model.attn_implementation is None else "")
+        or _why_attention(
+            recipe, model, chosen, gpus, installed.no_flash_attn, installed.no_varlen_attn
+        ),
     )
     if gpus:
-        why = "asked for; the loss stays ours"
-        yield Switch(
-            "liger",
-            _on(chosen.levers.use_liger_kernel),
-            why if chosen.levers.use_liger_kernel else "not asked for",
-        )
-    if recipe.lora:
-        row, value = ROWS["fused_adapters"], chosen.levers.fused_adapters
-        reason = no_fused_adapters(recipe, chosen.launch_mode, chosen.mixed_precision)
-        why = "fewer kernels and bytes; their sum is rounded once"
-        yield Switch(row.switch, row.says(chosen.levers), why if value else reason or "asked for")
-    if gpus:
-        row, value = ROWS["fused_norms"], chosen.levers.fused_norms
-        reason = no_fused_norms(recipe, model, chosen.launch_mode, gpus)
-        why = "computed in float32, rounded once"
-        yield Switch(row.switch, row.says(chosen.levers), why if value else reason or "asked for")
+        is_on = chosen.levers.use_liger_kernel
+        reason = no_liger(recipe, model.family, mode, gpus, installed.no_liger)
+        asked = training.use_liger_kernel is not None
+        why = "asked for" if asked else reason or as_begun or ("faster" if is_on else "not faster")
+        if is_on:
+            why += "; the loss stays ours"
+        yield Switch("liger", _on(is_on), why)
+    has_liger = chosen.levers.use_liger_kernel
+    for is_shown, name, reason, why in (
+        (
+            recipe.lora,
+            "fused_adapters",
+            no_fused_adapters(recipe, mode, chosen.mixed_precision),
+            "fewer kernels and bytes; their sum is rounded once",
+        ),
+        (
+            gpus,
+            "fused_norms",
+            no_fused_norms(recipe, model, mode, gpus, has_liger),
+            "computed in float32, rounded once",
+        ),
+    ):
+        row = ROWS[name]
+        off = reason or (as_begun if row.asked(recipe) is None else "asked for")
+        if is_shown:
+            yield Switch(row.switch, row.says(chosen.levers), why if row.of(chosen.levers) else off)
     optimizer = ROWS["optim"]
     yield Switch(optimizer.switch, chosen.levers.optim, optimizer.text(chosen.levers.optim))
     for row in TRIED:
         if row.name == "activation_offloading" and not gpus:
             continue  # a CPU has no other place
-        if row.name == "batch_by_tokens":
-            continue  # said beside the batch
+        if row.name in ("batch_by_tokens", "use_liger_kernel"):
+            continue  # said beside the batch, and above
         asked, value = row.asked(recipe), row.of(chosen.levers)
         by = _by(asked == value, value != row.plain)
-        if row.name == "every_n_layers" and value and no_every_n_layers and asked is None:
-            by += f"; {no_every_n_layers}"
+        if row.name == "every_n_layers" and value and installed.no_every_n_layers and asked is None:
+            by += f"; {installed.no_every_n_layers}"
         yield Switch(row.switch, row.says(chosen.levers), by)
-    why = no_compiler if training.compiles and no_compiler else "not asked for"
+    why = (training.compiles and installed.no_compiler) or "not asked for"
     if chosen.levers.torch_compile:
         why = (
             "asked for: training steps, not evaluations; memory and seconds are predicted of steps"

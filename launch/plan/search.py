@@ -137,11 +137,13 @@ class Front:
             self._open[candidate] = _Open(candidate, self._place(candidate), preference, judged, -1)
 
     def _place(self, candidate: Candidate) -> tuple[Any, ...]:
-        """The order of nearness to the recipe: by mode, micro-batch, and levers."""
+        """The order of nearness to the recipe: by mode, transformers' modules, micro-batch, and
+        levers."""
         own = candidate.mode, candidate.num_processes
         modes = [(each.mode, each.num_processes) for each in self.possible]
         saved = (row.saved(row.of(candidate.levers)) for row in TRIED)
-        return modes.index(own), -candidate.per_device_train_batch_size, *saved
+        has_liger = candidate.levers.use_liger_kernel
+        return modes.index(own), has_liger, -candidate.per_device_train_batch_size, *saved
 
     def judged(self) -> list[Judged]:
         """All that were looked at, each by the most that was."""

@@ -25,6 +25,7 @@ from launch.predict.time.padding import StepSplit
 from launch.predict.traces import Trace, Traces, with_targets
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED, Imports
+from launch.schema.levers import Levers
 from launch.schema.machine import Link, Machine
 from launch.schema.modes import Mode
 from launch.schema.plan import (
@@ -101,7 +102,7 @@ class Installed:
     # why that package cannot be used; "": the machine's packages are not known
     no_flash_attn: str | None = ""
     no_varlen_attn: str | None = ""  # why torch's cannot be used; "": its version is not known
-    no_liger: str | None = None
+    no_liger: str | None = ""  # the same of liger-kernel
     # why transformers can neither checkpoint every n-th layer here nor offload what it keeps
     no_every_n_layers: str | None = None
 
@@ -130,6 +131,7 @@ class History:
     tuned: Strategy | None = None  # the fastest in short trials
     # of a strategy's seconds, in whose given share its device waits for its host
     correction: Callable[[Strategy, float], SecondsCorrection] = lambda *_: NOT_CORRECTED
+    began_with: Levers | None = None  # the levers of the run that goes on
     # the fastest strategy in real trials of a recipe
     recall: Callable[[ModelSize, Recipe], Strategy | None] = lambda model, recipe: None
 

@@ -62,8 +62,8 @@ ROWS: Sequence[tuple[tuple[str, ...], Callable[[Recipe], bool], str]] = (
     ),
     (
         ("training.liger_kernel_config",),
-        lambda recipe: not recipe.training.extras.get("use_liger_kernel"),
-        "training.use_liger_kernel is off",
+        lambda recipe: not recipe.training.use_liger_kernel,
+        "training.use_liger_kernel is not true",
     ),
     (
         ("training.run_name",),

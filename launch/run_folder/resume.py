@@ -16,6 +16,7 @@ from launch.base.errors import CheckpointError
 from launch.data.token_cache import TokenCache
 from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir, holds_model
+from launch.schema.levers import Levers
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affected_by, leaves
@@ -71,7 +72,7 @@ def decide(
     if resume == "never":
         return Start(new_run(), "starting a new run (--resume never)")
     if resume != "auto":
-        return _from_path(base_files.expanded(resume), recipe, plan, tokens, new_run)
+        return _from_path(resume, recipe, plan, tokens, new_run)
     begun, others = _of_this_output(runs, recipe)
     if not begun:
         return Start(new_run(), "\n".join(["starting a new run", *_unfinished(others)]))
@@ -91,6 +92,24 @@ def decide(
                 )
             return Start(new_run(), "\n".join([line, *_unfinished([*begun[1:], *others])]))
     return _continued(newest, None, changes, recipe, new_run)
+
+
+def begun_levers(runs: Path, recipe: Recipe, resume: str) -> Levers | None:
+    """The levers of the run that a start may go on with; None where it begins a new one."""
+    if resume == "never":
+        return None
+    with suppress(CheckpointError):  # decide() says what is damaged
+        begun = _of_this_output(runs, recipe)[0] if resume == "auto" else [_run_at(resume)]
+        for run in begun:
+            if run.last_step() and (run.outcome() is None or "schedule" in recipe.resume.allow):
+                return run.read_plan().strategy.levers
+    return None
+
+
+def _run_at(resume: str) -> RunDir:
+    """The run that --resume names, or the one whose checkpoint it names."""
+    path = base_files.expanded(resume)
+    return RunDir(path.parent.parent if path.name.startswith("checkpoint-") else path)
 
 
 def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunDir]]:
@@ -139,10 +158,10 @@ def _unfinished(earlier: Sequence[RunDir]) -> list[str]:
 
 
 def _from_path(
-    path: Path, recipe: Recipe, plan: Plan, tokens: TokenCache, new_run: NewRun
+    resume: str, recipe: Recipe, plan: Plan, tokens: TokenCache, new_run: NewRun
 ) -> Start:
-    is_checkpoint = path.name.startswith("checkpoint-")
-    run = RunDir(path.parent.parent if is_checkpoint else path)
+    path, run = base_files.expanded(resume), _run_at(resume)
+    is_checkpoint = path != run.root
     if (
         run.is_dry_run
         or not run.plan_file.exists()

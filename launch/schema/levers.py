@@ -97,6 +97,16 @@ class LeverKeys(BaseModel):
         description="Compute RMS norms on GPUs by PyTorch's kernel, in float32, and round once."
         " null: planned.",
     )
+    use_liger_kernel: Annotated[bool | None, PLANNED] = Field(
+        default=None,
+        description="Compute norms, rotary embedding and gated MLPs on GPUs by Liger's kernels."
+        " null: planned.",
+    )
+    kernels: Annotated[Literal["eager"] | None, PLANNED] = Field(
+        default=None,
+        description="`eager`: the layers compute as transformers' and PEFT's modules do, with sdpa;"
+        " a kernel that another key names runs all the same. null: planned.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -349,7 +359,11 @@ LEVERS = (
         exactness="same function",
         text=lambda _: "Liger's kernels",
         off="transformers' modules",
-        asked=lambda recipe: recipe.training.extras.get("use_liger_kernel"),
+        asked=lambda recipe: recipe.training.use_liger_kernel,
+        tried=(False, True),  # candidates._levers, for speed
+        tries=lambda _, levers, around: False,
+        saved=lambda _: 0.0,
+        same=lambda _: "norms, rotary embedding and MLPs compute the same, rounded elsewhere",
         refusal=_liger,
     ),
     Lever(

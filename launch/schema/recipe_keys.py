@@ -47,9 +47,7 @@ HONOURED: Mapping[str, str] = {
         "test_the_optimizer_takes_its_numbers",
     ),
     "lr_scheduler_kwargs": "test_the_schedule_takes_its_numbers",
-    **dict.fromkeys(
-        ("tf32", "use_liger_kernel", "liger_kernel_config"), "test_the_kernels_are_those_asked_for"
-    ),
+    **dict.fromkeys(("tf32", "liger_kernel_config"), "test_the_kernels_are_those_asked_for"),
     **dict.fromkeys(
         ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
         "test_the_layers_are_compiled_as_asked_for",
@@ -88,7 +86,6 @@ HONOURED: Mapping[str, str] = {
 EXTRAS: Mapping[str, frozenset[Effect]] = {
     "average_tokens_across_devices": frozenset({"weights"}),  # of runs begun when it was taken
     "tf32": frozenset({"weights", "step_time", "planned"}),
-    "use_liger_kernel": frozenset({"weights", "memory", "step_time", "planned"}),
     "liger_kernel_config": frozenset({"weights", "memory", "step_time"}),
     "torch_compile": frozenset({"weights", "memory", "step_time", "planned"}),
     **dict.fromkeys(

@@ -15,14 +15,9 @@ import torch
 from transformers.activations import ACT2FN
 
 from launch.schema.levers import Levers
-from launch.schema.training_section import LIGER_LOSSES, TrainingSection
+from launch.schema.training_section import LIGER_LOSSES
 from training.compat import liger_private
 from training.compat.transformers_private import Network
-
-
-def arguments(training: TrainingSection, levers: Levers, values: dict[str, Any]) -> None:
-    """Trainer itself would change other models too."""
-    values.pop("use_liger_kernel", None)
 
 
 def apply(trainer: Any, levers: Levers) -> None:

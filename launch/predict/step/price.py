@@ -20,9 +20,11 @@ from launch.predict.step.sources import Question, Sources
 from launch.schema.recorded_step import LOSS, Event, Layer, Operator, Passes, RecordedStep
 
 NOTHING: Sizes = (0, 0, 0)
-# of the work beside products in a step, in one that computes in another precision, and in one whose
-# logits are made at once where these are made in parts, or the other way round: at least
-OTHER_CAST, OTHER_LOSS = 0.9, 0.8
+# of the work beside products in a step, in one that computes in another precision, in one whose
+# logits are made at once where these are made in parts, or the other way round, and in one with
+# other kernels: at least
+OTHER_CAST, OTHER_LOSS, OTHER_KERNELS = 0.9, 0.8, 0.4
+KERNELS = ("use_liger_kernel", "fused_norms", "fused_adapters")  # that save time
 
 
 Part = Literal["all", "behind", "nothing"]  # of a layer's bytes
@@ -183,9 +185,16 @@ class Price:
         for phase in self._composer.outer.calls:
             for _, layer, numbers in self._composer.runs(phase) if phase.startswith(PASSES) else ():
                 self.num_looked_at += 1
-                computes_again = phase.startswith("forward") and layer and layer[0] != LOSS
-                times = 1 + (self._again(layer) if computes_again and layer else 0)
+                times = 1
+                if layer and phase.startswith("forward"):
+                    times += -self._is_made_twice if layer[0] == LOSS else self._again(layer)
                 yield from times * [(phase, numbers)]
+
+    @property
+    def _is_made_twice(self) -> bool:
+        """True if the record makes its logits in parts, once more in backward, and the step may
+        not."""
+        return not self._has_loss and self._composer.parts > 1
 
 
 class RecordedSteps:
@@ -266,7 +275,11 @@ class RecordedSteps:
         )
         of_samples = outer.is_single and not question.is_single
         same_cast = outer.cast == question.cast
-        share = min(1.0 if same_cast else OTHER_CAST, 1.0 if has_loss else OTHER_LOSS)
+        share = min(
+            1.0 if same_cast else OTHER_CAST,
+            1.0 if has_loss else OTHER_LOSS,
+            OTHER_KERNELS if _has_others_kernels(question, outer) else 1.0,
+        )
         moments = price.moments() if same_cast and not of_samples else []
         of_step = price.passes()
         if not has_loss:  # targets are those of a part
@@ -305,6 +318,12 @@ def _of_parts(operator: Operator, times: float) -> Operator:
         for fixed, sample, target, of_all in (operator.flops, operator.bytes)
     )
     return replace(operator, flops=flops, bytes=moved)
+
+
+def _has_others_kernels(question: Question, base: Question) -> bool:
+    """True if a step has kernels that save time, and the record does not."""
+    own, recorded = question.strategy.levers.recorded, base.strategy.levers.recorded
+    return any(own[name] and not recorded[name] for name in KERNELS)
 
 
 def _part_alike(base: Question, question: Question) -> Part:

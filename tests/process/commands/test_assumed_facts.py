@@ -4,11 +4,13 @@ machine's file."""
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.plan.search import AS_FAST
 from tests import builders
 
 MACHINES = builders.CODE / "configs" / "machines"
@@ -109,6 +111,27 @@ def test_a_described_machine_lists_its_packages(tmp_path, packages, runs, why):
     found = planned(tmp_path, machine=machine, training={"bf16": True})
     assert found["strategy"]["levers"]["attn_implementation"] == runs
     assert why in next(row["why"] for row in found["switches"] if row["name"] == "attention")
+
+
+@pytest.mark.modes
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
+@pytest.mark.parametrize(("tokens", "is_faster"), [("1024", True), ("64", False)])
+def test_ligers_kernels_are_chosen_where_their_step_is_faster(tmp_path, tokens, is_faster):
+    """Short rows wait for the host, which takes longer for them."""
+    machine = tmp_path / "with liger.yaml"
+    machine.write_text(f"{(MACHINES / 'a6000-48g.yaml').read_text()}packages: [liger_kernel]\n")
+    model, data = {"shape": "qwen2.5-0.5b", "dtype": "bfloat16"}, {"max_length": int(tokens)}
+    asks = {"model": model, "data": data, "lora": {"r": 16}, "machine": machine}
+    half = {"bf16": True, "per_device_train_batch_size": 4}
+    free, without = (
+        planned(tmp_path, "--rows-of", tokens, **asks, training={**half, **typed})
+        for typed in ({}, {"use_liger_kernel": False})
+    )
+    assert free["strategy"]["levers"]["use_liger_kernel"] is is_faster
+    row = next(row for row in free["switches"] if row["name"] == "liger")
+    assert row["why"] == ("faster; the loss stays ours" if is_faster else "not faster")
+    seconds = [each["seconds_per_step"] for each in (free, without)]
+    assert (seconds[0] * AS_FAST < seconds[1]) is is_faster
 
 
 @pytest.mark.modes

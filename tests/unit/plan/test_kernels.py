@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from launch.base.errors import ConfigError, ResourceError
-from launch.plan import kernels
+from launch.plan import candidates, kernels
 from launch.probe import packages
 from launch.report import plan_lines
+from launch.schema.levers import Levers
 from launch.schema.modes import LAUNCH_MODES
 from launch.schema.plan import ForwardFacts, ModelFamily, ModelSize, Plan
-from tests.builders import gpu, machine, plan, recipe_of
+from tests.builders import facts_of, gpu, machine, plan, recipe_of
 
 pytestmark = pytest.mark.unit
 
@@ -252,8 +253,8 @@ def test_fused_adapters_that_cannot_be_are_refused():
         ("single_gpu", (gpu(),), {}, None),
         ("dual_gpu_nccl", (gpu(), gpu()), {}, None),
         ("cpu", (), {}, "no kernel"),
-        ("single_gpu", (gpu(),), {"training": {"use_liger_kernel": True}}, "Liger"),
         ("single_gpu", (gpu(),), {"training": {"torch_compile": True}}, "torch.compile"),
+        ("single_gpu", (gpu(),), {"training": {"kernels": "eager"}}, "kernels: eager"),
         ("fsdp2", (gpu(), gpu()), {}, "not been tested with fsdp2"),
     ],
 )
@@ -263,6 +264,8 @@ def test_rms_norms_are_fused_on_gpus(mode, cards, sections, words):
     reason = kernels.no_fused_norms(*facts)
     assert (words in reason) if words else reason is None
     assert kernels.fused_norms(*facts) is (reason is None)
+    if words is None:
+        assert kernels.no_fused_norms(*facts, has_liger=True) == "Liger has its own"
 
 
 def test_norms_that_cannot_be_fused_are_those_of_transformers_and_asked_for_refused():
@@ -373,7 +376,81 @@ def test_liger_is_on_where_it_can_run():
     chosen = liger({})
     assert chosen.strategy.levers.use_liger_kernel
     assert row(chosen, "liger") == ("on", "asked for; the loss stays ours")
-    assert row(plan(recipe_of(), machine(1)), "liger") == ("off", "not asked for")
+    off = plan(recipe_of(training={"use_liger_kernel": False}), machine(1), no_liger=None)
+    assert row(off, "liger") == ("off", "asked for")
+    assert row(plan(recipe_of(), machine(1)), "liger") == (
+        "off",
+        "whether liger-kernel is installed there is not known",
+    )
+
+
+def levers_of(sections: dict[str, Any], **given: Any) -> list[Levers]:
+    """Those of the candidates of one card, or of two."""
+    cards = given.pop("cards", (gpu(),))
+    facts = facts_of(recipe_of(**sections), machine(cards=cards), **{"no_liger": None, **given})
+    possible, _ = candidates.possible(facts)
+    return [each.levers for each in possible if each.launch_mode.is_whole]
+
+
+@pytest.mark.parametrize(
+    ("sections", "given"),
+    [
+        ({"model": {"shape": "gpt2-tiny"}}, {}),
+        ({"training": {"kernels": "eager"}}, {}),
+        ({"training": {"torch_compile": True}}, {}),
+        ({"training": {"fused_norms": True}}, {}),
+        ({"training": {"use_liger_kernel": False}}, {}),
+        ({}, {"no_liger": ""}),
+        ({}, {"no_liger": "there is no compiler"}),
+        ({}, {"cards": (gpu(architecture="7.5"),)}),
+        ({}, {"cards": ()}),
+    ],
+)
+def test_a_plan_tries_ligers_kernels_where_nothing_is_against_it(sections, given):
+    assert [each.use_liger_kernel for each in levers_of({})] == [False, True]
+    assert [each.fused_norms for each in levers_of({})] == [True, False]
+    assert {each.use_liger_kernel for each in levers_of(sections, **given)} == {False}
+
+
+def test_a_run_that_goes_on_keeps_its_kernels_unless_a_key_names_others():
+    flash = {"training": HALF, "lora": {"r": 4}}, {**THERE, "no_varlen_attn": None}
+    new, with_liger = levers_of(flash[0], **flash[1])
+    assert (new.attn_implementation, with_liger.use_liger_kernel) == ("flash_attention_2", True)
+    for began in (
+        with_liger,
+        new,
+        replace(new, attn_implementation="varlen_attn"),
+        replace(new, attn_implementation="sdpa", fused_norms=False, fused_adapters=False),
+    ):
+        (kept,) = levers_of(flash[0], **flash[1], began_with=began)
+        assert replace(kept, logits_at_targets=began.logits_at_targets) == began
+        chosen = plan(recipe_of(**flash[0]), machine(1), **flash[1], began_with=began)
+        assert row(chosen, "attention") == (began.attn_implementation, "as the run began")
+        for name in ("norms", "adapters"):
+            assert row(chosen, name)[1] != "asked for"
+    typed = {**flash[0], "training": {**HALF, "use_liger_kernel": False}}
+    (kept,) = levers_of(typed, **flash[1], began_with=with_liger)
+    assert not kept.use_liger_kernel
+    without = {**flash[1], "no_flash_attn": "gone"}
+    (without_package,) = levers_of(flash[0], **without, began_with=with_liger)
+    assert without_package.attn_implementation == "varlen_attn"
+
+
+def test_eager_kernels_are_those_of_transformers_and_a_key_names_others():
+    there = {**THERE, "no_varlen_attn": None}
+    eager = {"training": {**HALF, "kernels": "eager"}, "lora": {"r": 4}}
+    (levers,) = levers_of(eager, **there)
+    assert (levers.attn_implementation, levers.use_liger_kernel) == ("sdpa", False)
+    assert not (levers.fused_norms or levers.fused_adapters)
+    named = {
+        "training": {**eager["training"], "fused_norms": True},
+        "lora": {"r": 4, "fused_adapters": True},
+        "model": {"attn_implementation": "flash_attention_2"},
+    }
+    (levers,) = levers_of(named, **there)
+    assert levers.attn_implementation == "flash_attention_2"
+    assert levers.fused_norms
+    assert levers.fused_adapters
 
 
 @pytest.mark.parametrize(
@@ -435,7 +512,7 @@ def test_every_row_is_on_the_screen_of_the_plan():
             "             attention  sdpa: PyTorch's own kernels; whether flash_attn is installed"
             " there is not known"
         ),
-        "             liger      off: not asked for",
+        "             liger      off: whether liger-kernel is installed there is not known",
         "             loss       logits in 4 parts: asked for",
         (
             "             optimizer  adamw_bnb_8bit: bitsandbytes: states of 8 bits where a tensor"

@@ -60,6 +60,21 @@ def decided(
     )
 
 
+def test_the_levers_of_the_run_that_goes_on_are_those_of_its_plan(tmp_path):
+    asked, runs = recipe(tmp_path / "a"), tmp_path / "runs"
+    assert resume.begun_levers(runs, asked, "auto") is None
+    run = trained(tmp_path, asked, day=1)
+    levers = run.read_plan().strategy.levers
+    checkpoint = str(run.checkpoints / "checkpoint-000004")
+    for named in ("auto", str(run.root), checkpoint):
+        assert resume.begun_levers(runs, asked, named) == levers
+    assert resume.begun_levers(runs, asked, "never") is None
+    trained(tmp_path, recipe(tmp_path / "b"), day=2, is_complete=True)
+    longer = {"resume": ResumeSection(allow=("schedule",)), "output_dir": str(tmp_path / "b")}
+    assert resume.begun_levers(runs, recipe(tmp_path / "b"), "auto") is None
+    assert resume.begun_levers(runs, asked.model_copy(update=longer), "auto") == levers
+
+
 def goes_on_with(run: RunDir):
     return pytest.raises(CheckpointError, match=f"{run.checkpoints}: no checkpoint can be used")
 

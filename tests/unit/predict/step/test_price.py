@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from benchmarks import composed
 from launch.predict.step import passes, peaks, sources
 from launch.predict.step.compose import Composer
 from launch.predict.step.peaks import Sizes
-from launch.predict.step.price import OTHER_CAST, Price, Priced, RecordedSteps
+from launch.predict.step.price import OTHER_CAST, OTHER_KERNELS, Price, Priced, RecordedSteps
 from launch.predict.step.recorded import Recorded
 from launch.predict.step.sources import Question
 from launch.schema.recorded_step import BATCH, Layer, Log, RecordedStep
@@ -109,6 +110,29 @@ def test_logits_in_parts_that_are_not_recorded_have_the_work_of_those_at_once():
     works = [composed.work_of(each.passes) for each in (at_once, in_parts)]
     of_target = [work["product bfloat16"][2] for work in works]
     assert of_target[1] == pytest.approx(8 * of_target[0])  # an eighth of the targets is in each
+
+
+def test_logits_at_once_that_are_not_recorded_have_no_more_work_than_their_own_record_says():
+    in_parts, own = steps_of({"parts": 4}), steps_of({})
+    bound, price = price_of(in_parts), price_of(own)
+    assert bound is not None and price is not None
+    of_target = [composed.work_of(each.passes)["product bfloat16"][2] for each in (bound, price)]
+    assert 0 < of_target[0] <= of_target[1]
+
+
+def test_other_kernels_say_nothing_of_bytes_and_little_of_the_time_of_faster_ones():
+    kernels = {"fused_norms": True}
+    plain = question_of()
+    fused = replace(plain, strategy=plain.strategy.with_levers(**kernels))
+    steps = steps_of({})
+    priced = steps.price(fused, sources.of(fused, False, lambda base: False))
+    assert priced is not None
+    assert priced.least_share == OTHER_KERNELS
+    (own,) = steps._bases.items()
+    steps._bases = {replace(own[0], strategy=own[0].strategy.with_levers(**kernels)): own[1]}
+    slower = price_of(steps)
+    assert slower is not None
+    assert slower.least_share == 1.0
 
 
 def test_another_precision_and_more_samples_say_nothing_of_bytes():

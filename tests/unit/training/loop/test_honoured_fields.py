@@ -26,7 +26,7 @@ from launch.plan import kernels
 from launch.recipe import training_arguments
 from launch.run_folder.layout import RunDir
 from launch.schema.levers import asked
-from launch.schema.plan import ModelFamily, Plan
+from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import HONOURED
 from launch.schema.training_section import TrainingSection
@@ -151,20 +151,13 @@ def test_the_schedule_takes_its_numbers(field: str, value: Any, given: dict[str,
     assert found.lr_scheduler.get_last_lr()[0] == value["lr_end"]
 
 
-@honours(tf32=True, use_liger_kernel=True, liger_kernel_config={"rope": False})
+@honours(tf32=True, liger_kernel_config={"rope": False})
 def test_the_kernels_are_those_asked_for(field: str, value: Any, given: dict[str, Any]) -> None:
     if field == "liger_kernel_config":
         config = arguments_of(**given).liger_kernel_config or {}
         assert {name: config.get(name) for name in value} == value
         return
-    recipe, cards = builders.recipe_of(training=given), [builders.gpu()]
-    decided = {
-        "tf32": kernels.tf32(recipe, cards),
-        "use_liger_kernel": kernels.liger(
-            recipe, ModelFamily("llama", liger=("rope",)), cards, None
-        ),
-    }
-    assert decided[field] is value
+    assert kernels.tf32(builders.recipe_of(training=given), [builders.gpu()]) is value
 
 
 @honours(torch_compile=True, torch_compile_backend="eager", torch_compile_mode="max-autotune")
