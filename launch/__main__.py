@@ -42,6 +42,7 @@ VERBS = {
     "compare": "runs",
     "samples": "runs",
     "merge": "model.merge",
+    "download": "model.download",
     "keys": "recipe_keys",
 }
 CLOSED = {errno.EROFS, errno.EACCES}  # to writes

@@ -65,7 +65,7 @@ class StorageError(LaunchError):
 
 
 class NetworkError(LaunchError):
-    """Machines or ranks cannot reach each other."""
+    """Machines or ranks cannot reach each other, or a download its hub."""
 
     exit_code = 11
 

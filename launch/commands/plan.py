@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from launch.base import compile_caches
@@ -55,8 +57,10 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         described,
         typed.wishes,
         NOT_LEASED if described else admission.leased_now(),
+        partial(print, file=sys.stderr) if typed.download else lambda line: None,
         rows_of=_tokens(arguments.rows_of),
         as_folder=True,
+        download=typed.download,
     )
     recipe, machine, plan = choice.recipe, choice.machine, choice.plan
     if arguments.json:

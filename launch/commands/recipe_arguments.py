@@ -47,6 +47,7 @@ class RecipeArguments:
     is_auto: bool  # the batch size was typed as `auto`
     overrides: list[str]
     wishes: Wishes
+    download: bool = False  # what is named on a hub
 
 
 class Parser(ArgumentParser):
@@ -71,6 +72,12 @@ def add_parser(subparsers: Any, verb: str, description: str, usage: str) -> Argu
     for key in SWITCHES:
         flag = f"--{key.replace('_', '-')}"
         parser.add_argument(flag, action="store_true", help=f"short for --launch.{key}=true")
+    parser.add_argument(
+        "--download",
+        action="store_true",
+        help="fetch a model or data named on a hub: --model.path=OWNER/NAME,"
+        " --data.train_file=hf:OWNER/NAME",
+    )
     return parser
 
 
@@ -165,7 +172,7 @@ def read(
         free_batch=batch == AUTO,
         wants_tuned=batch in (None, AUTO) and not batch_keys and not is_tune,
     )
-    return RecipeArguments(names[0], batch == AUTO, overrides, wishes)
+    return RecipeArguments(names[0], batch == AUTO, overrides, wishes, arguments.download)
 
 
 def reject(arguments: Namespace, others: Sequence[str]) -> None:

@@ -101,6 +101,7 @@ def run(
             leased=admission.leased_now(screen.say),
             say=screen.say,
             test_link=True,
+            download=typed.download,
         )
         check(facts)
         recipe, workspace = facts.recipe, Workspace.here()

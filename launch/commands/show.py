@@ -73,7 +73,14 @@ def _facts(typed: RecipeArguments, line: int | None) -> Facts:
     """The recipe's facts. A row at a line is shown whatever other rows are bad."""
 
     def read(overrides: Sequence[str]) -> Facts:
-        return resolve.read(typed.recipe, overrides, wishes=typed.wishes, trace=False)
+        return resolve.read(
+            typed.recipe,
+            overrides,
+            wishes=typed.wishes,
+            say=recipe_arguments.say if typed.download else lambda line: None,
+            trace=False,
+            download=typed.download,
+        )
 
     try:
         return read(typed.overrides)

@@ -96,7 +96,9 @@ def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True
     # any split of the batch may win, so all are traced by one child
     wishes, leased = replace(typed.wishes, wants_tuned=False, free_batch=True), leased_now(say)
     facts = resolve.read(
-        typed.recipe, typed.overrides, None, wishes, leased, say=say, test_link=True
+        *(typed.recipe, typed.overrides, None, wishes, leased, say),
+        test_link=True,
+        download=typed.download,
     )
     # a recipe that `allow:` has relaxed is tuned under the key of the relaxed recipe
     relaxed = [relaxed for relaxed, _ in planner.relaxed_contexts(facts)]

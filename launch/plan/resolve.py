@@ -16,6 +16,8 @@ from launch.base import environment, files
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES, Workspace
 from launch.data import chat_templates, columns, sources, token_cache, token_hashes
+from launch.hub import download as hub_download
+from launch.hub.names import HubName
 from launch.plan import facts as plan_facts
 from launch.plan import new_tokens, planner
 from launch.plan.new_tokens import ModelFacts
@@ -35,6 +37,7 @@ from launch.recipe.paths import (
     use_existing_model,
     use_existing_tokenizer,
     with_absolute_paths,
+    with_downloads,
 )
 from launch.recipe.strict_yaml import show
 from launch.schema.machine import NOT_LEASED, Device, Leased, Link, Machine, OptionalPackage
@@ -57,13 +60,16 @@ def resolve(
     trace: bool = True,
     rows_of: int | None = None,
     as_folder: bool = False,
+    download: bool = False,
 ) -> Choice:
     """Plan a recipe, with the lengths of its rows if they are tokenised, or with max_length.
 
     `rows_of`: with rows that all have this number of tokens. `as_folder`: a shape that cannot be
     meant with random weights, because it gets an adapter or stands on a described machine, is
     planned as its folder will be."""
-    facts = read(recipe_name, overrides, described, wishes, leased, say, trace=trace)
+    facts = read(
+        *(recipe_name, overrides, described, wishes, leased, say), trace=trace, download=download
+    )
     if as_folder and facts.model.stored is None and (described or facts.recipe.lora):
         facts = plan_facts.as_folder(facts)
     if rows_of is not None:
@@ -82,11 +88,13 @@ def read(
     say: Say = lambda line: None,
     test_link: bool = False,
     trace: bool = True,
+    download: bool = False,
 ) -> Facts:
     """Read, probe and count, without torch. Only sample data that a recipe names is written.
 
     `leased`: memory of this machine that others hold. `trace` False: plans count model states
-    alone, for starts of many ranks at once."""
+    alone, for starts of many ranks at once. `download`: fetch what is named on a hub, if it is not
+    here."""
     workspace, is_here = Workspace.here(), described is None
     machine = described or probe_machine.machine(run_dir=workspace.root)
     if wishes.num_processes == 1:
@@ -94,7 +102,8 @@ def read(
     if is_here:
         packages.refuse_old()
     device: Device = "cuda" if machine.gpus and not wishes.force_cpu else "cpu"
-    recipe, changes = _recipe(recipe_name, overrides, device == "cuda", workspace)
+    folder_of = partial(hub_download.find, root=workspace.root, say=say if download else None)
+    recipe, changes = _recipe(recipe_name, overrides, device == "cuda", workspace, folder_of)
     machine, limits = _available(recipe, machine, wishes, leased)
     if is_here and not wishes.force_cpu and recipe.launch.device != "cpu":
         _refuse_cards(recipe, machine, wishes)
@@ -138,7 +147,11 @@ def read(
 
 
 def _recipe(
-    recipe_name: str, overrides: Sequence[str], has_gpu: bool, workspace: Workspace
+    recipe_name: str,
+    overrides: Sequence[str],
+    has_gpu: bool,
+    workspace: Workspace,
+    folder_of: Callable[[HubName], Path | None],
 ) -> tuple[Recipe, list[Change]]:
     """The recipe, whose paths are absolute, and the values that it replaces itself. Raises
     ResourceError for folders that are another user's or that hold something else."""
@@ -146,7 +159,8 @@ def _recipe(
         recipe_name, [absolute_override(text) for text in overrides], has_gpu
     )
     above = Path.cwd() if load.is_file(recipe_name) else workspace.root
-    recipe, of_model = use_existing_model(with_absolute_paths(recipe, above))
+    recipe, of_hub = with_downloads(with_absolute_paths(recipe, above), folder_of)
+    recipe, of_model = use_existing_model(recipe)
     recipe, of_tokenizer = use_existing_tokenizer(recipe)
     unused = (
         change
@@ -157,7 +171,7 @@ def _recipe(
         if folder:
             files.refuse_strangers(Path(folder))
     files.check_output(Path(recipe.output_dir))
-    return recipe, [*changed, *of_model, *of_tokenizer, *unused]
+    return recipe, [*changed, *of_hub, *of_model, *of_tokenizer, *unused]
 
 
 def _available(

@@ -309,8 +309,8 @@ def _folder_config(folder: Path) -> dict[str, Any]:
         hint = f"; {suggestion(folder.name, siblings)}" if siblings else ""
         raise ResourceError(
             f"model.path: there is no folder {folder}{hint}. It is a folder on this machine;"
-            " nothing is downloaded: fetch a model first, e.g. hf download <owner>/<model>"
-            " --local-dir <folder>"
+            " nothing is downloaded without --download: with that, OWNER/NAME is a model of"
+            f" huggingface.co: --model.path={'/'.join(folder.parts[-2:])} --download"
         )
     if kind == "file":
         raise ResourceError(

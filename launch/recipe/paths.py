@@ -1,19 +1,24 @@
 """Paths in recipes: they are made absolute, and replaced by a model or tokenizer that an earlier
-command has left."""
+command has left, and by the folders of names on a hub."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from launch.base import files
 from launch.base.files import expanded
 from launch.data import chat_templates
+from launch.hub import names
+from launch.hub.names import HubName
 from launch.recipe import load, strict_yaml
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
+from launch.schema.result import DOWNLOADED, Downloaded
 
 PATH_KEYS = (
     "data.train_file",
@@ -26,6 +31,37 @@ PATH_KEYS = (
     "output_dir",
     "log_dir",
 )
+HUB_KEYS = {  # that take a name on a hub -> the split of a data set's name without one
+    "model.path": "",
+    "data.train_file": "train",
+    "data.validation_file": "validation",
+}
+
+
+def with_downloads(
+    recipe: Recipe, folder_of: Callable[[HubName], Path | None]
+) -> tuple[Recipe, list[Change]]:
+    """The recipe with a folder in the place of each name on a hub; `folder_of` has None for a model
+    that is not there, whose name stays a path."""
+    raw = recipe.model_dump(exclude_unset=True)
+    changes = []
+    for dotted, split in HUB_KEYS.items():
+        section, _, key = dotted.partition(".")
+        value = raw.get(section, {}).get(key)
+        of_list = [(source, "path") for source in value] if isinstance(value, list | tuple) else []
+        for place, field in of_list or [(raw.get(section, {}), key)]:
+            typed = place.get(field) or ""
+            if not typed.startswith(names.PREFIX):
+                continue
+            name = names.parse(typed, section == "data", split)
+            folder = folder_of(name)
+            if folder is None:
+                place[field] = str(Path.cwd() / typed.removeprefix(names.PREFIX))
+                continue
+            place[field] = str(folder)
+            record = files.read(folder / DOWNLOADED, Downloaded)
+            changes.append(Change(dotted, str(name), str(folder), f"downloaded: {record}"))
+    return Recipe.model_validate(raw), changes
 
 
 def use_existing_model(recipe: Recipe) -> tuple[Recipe, list[Change]]:
@@ -104,14 +140,15 @@ def with_absolute_paths(recipe: Recipe, base: Path) -> Recipe:
 
 
 def absolute(value: Any, base: Path) -> Any:
-    """A path, or the paths of a list of sources, made absolute; other values as they are."""
+    """A path, or the paths of a list of sources, made absolute; names on a hub and other values as
+    they are."""
     if isinstance(value, str):
         return _join(base, value)
     if isinstance(value, list | tuple):
         sources = ({"path": source} if isinstance(source, str) else source for source in value)
         return [
             {**source, "path": _join(base, source["path"])}
-            if isinstance(source, dict) and source.get("path") and isinstance(source["path"], str)
+            if isinstance(source, dict) and _is_path(source.get("path"))
             else source
             for source in sources
         ]
@@ -119,10 +156,19 @@ def absolute(value: Any, base: Path) -> Any:
 
 
 def _of_key(dotted: str, value: Any, base: Path) -> Any:
-    """The paths of a key, absolute; the name of a chat template as it is."""
+    """The paths of a key, absolute; a name on a hub, and that of a chat template, as it is."""
     if dotted == "tokenizer.chat_template" and not chat_templates.is_file(value):
         return value
+    if dotted == "model.path" and names.is_model(value) and not (base / value).exists():
+        return names.PREFIX + value.removeprefix(names.PREFIX)
+    if dotted in HUB_KEYS and isinstance(value, str) and not _is_path(value):
+        return value
     return absolute(value, base)
+
+
+def _is_path(value: Any) -> bool:
+    """False for names on a hub, and for mistakes."""
+    return isinstance(value, str) and bool(value) and not value.startswith(names.PREFIX)
 
 
 def _join(base: Path, path: str) -> str:

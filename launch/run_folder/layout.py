@@ -36,8 +36,10 @@ from launch.schema.machine import Machine
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.result import (
+    DOWNLOADED,
     AttemptEnd,
     Continues,
+    Downloaded,
     ExportedModel,
     Outcome,
     Questions,
@@ -415,6 +417,13 @@ def kept_aside(folder: Path, run_id: str) -> list[str]:
         f"{folder.name} holds the model of {other.run}; it will be kept as {before.name}"
         + (", in the place of the older model there" if is_model(before) else "")
     ]
+
+
+def downloads(recipe: Recipe) -> list[Downloaded]:
+    """The origins of a recipe's model and data, as far as they were downloaded by name."""
+    folders = [*filter(None, [recipe.model.path]), *recipe.data.paths]
+    records = [read_or_none(Path(folder) / DOWNLOADED, Downloaded) for folder in folders]
+    return [record for record in records if record is not None]
 
 
 def log_file(root: Path, run: RunDir) -> Path:

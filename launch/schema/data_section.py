@@ -78,12 +78,13 @@ class DataSection(Section):
         Discriminator(_form),
         affects("source"),
     ] = Field(
-        description="Training rows: a file, a folder of shards, a pattern of files, or a list of"
-        " {path, weight, columns}."
+        description="Training rows: a file, a folder of shards, a pattern of files, a data set on a"
+        " hub (hf:OWNER/NAME), or a list of {path, weight, columns}."
     )
     validation_file: Annotated[str | None, affects("source")] = Field(
         default=None,
-        description="Held-out rows: a file, a folder of shards, or a pattern of files.",
+        description="Held-out rows: a file, a folder of shards, a pattern of files, or a data set"
+        " on a hub.",
     )
     validation_size: Annotated[int | float | None, affects("rows")] = Field(
         default=None,

@@ -44,7 +44,9 @@ class ModelSection(Section):
         default=None, description="Name of a model in configs/models/, built with random weights."
     )
     path: Annotated[str | None, affects("weights")] = Field(
-        default=None, description="Local Hugging Face folder of the model (safetensors)."
+        default=None,
+        description="Hugging Face folder of the model (safetensors), or, with --download, a name on"
+        " a hub, e.g. Qwen/Qwen2.5-0.5B-Instruct.",
     )
     path_if_there: Annotated[str | None, affects("source")] = Field(
         default=None, description="Folder that is used instead of the shape if it holds a model."

@@ -215,6 +215,10 @@ MAX_SHARD_BYTES = 5_000_000_000
 MAX_SMALL_SHARD_BYTES = 1_000_000_000
 
 
+NO_LICENCE = "none in its card"
+DOWNLOADED = ".downloaded"  # a file in a downloaded folder
+
+
 @dataclass(frozen=True)
 class ExportedModel:
     """The origin of a finished model: lowmem.json in its folder."""
@@ -225,7 +229,22 @@ class ExportedModel:
     base: str = ""  # of a merged adapter
     quantization: Mapping[str, Any] | None = None  # of the weights that the adapter was trained on
     tokenizer_loading: TokenizerLoading = "auto"
+    downloaded: tuple[str, ...] = ()  # model and data that were named on a hub
     check: str = ""  # of the folder, loaded as a user does; "": an older version wrote it
+
+
+@dataclass(frozen=True)
+class Downloaded:
+    """The origin of a downloaded folder: the file DOWNLOADED in it."""
+
+    name: str
+    commit: str
+    licence: str  # as its card names it; "": it names none
+    digests: Mapping[str, str]  # of each file, by its path in the repository
+
+    def __str__(self) -> str:
+        licence = self.licence or NO_LICENCE
+        return f"{self.name} at commit {self.commit[:12]}, licence: {licence}"
 
 
 @dataclass(frozen=True)

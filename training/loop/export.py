@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -61,6 +62,7 @@ def write(
         trainer.state.global_step,
         quantization=quantization.model_dump() if quantization else None,
         tokenizer_loading=data_tokenizer.loading_of_recipe(recipe),
+        downloaded=tuple(map(str, layout.downloads(recipe))),
         check=f"{layout.NOT_CHECKED}: the run ended before",
     )
     files.write_json(aside / "lowmem.json", facts)  # first: it marks the folder as ours
@@ -185,6 +187,13 @@ def last(history: list[dict[str, float]], key: str) -> float | None:
     return next((entry[key] for entry in reversed(history) if key in entry), None)
 
 
+def _licence(recipe: Recipe) -> list[str]:
+    """The line of a card for the licence of the model that was downloaded and trained."""
+    of_model = [each for each in layout.downloads(recipe) if not each.name.startswith("hf:")]
+    licences = [each.licence for each in of_model if re.fullmatch(r"[\w.-]+", each.licence)]
+    return [f"license: {licence}" for licence in licences]
+
+
 def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, content: str) -> str:
     state = trainer.state
     eval_loss = (
@@ -198,6 +207,7 @@ def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, content: str) -> s
         ),
         *_quantization(recipe),
         f"- data: {recipe.data.train_names}",
+        *(f"- downloaded: {record}" for record in layout.downloads(recipe)),
         (
             f"- effective batch size {plan.strategy.effective_batch_size},"
             f" {trainer.state.global_step:,} optimizer steps"
@@ -218,6 +228,7 @@ def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, content: str) -> s
         [
             "---",
             "library_name: transformers",
+            *_licence(recipe),
             "---",
             f"# {Path(recipe.output_dir).name}",
             "",

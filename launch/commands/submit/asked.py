@@ -44,7 +44,10 @@ class Asked:
             overrides.append(MEETING_PLACE)
         described = recipe_arguments.described_machine(self.arguments)
         leased = NOT_LEASED if described else admission.leased_now(self.say)
-        facts = resolve.read(typed.recipe, overrides, described, typed.wishes, leased, self.say)
+        facts = resolve.read(
+            *(typed.recipe, overrides, described, typed.wishes, leased, self.say),
+            download=typed.download,
+        )
         planner.refuse_hopeless(facts)
         return planner.choose(facts), facts
 
@@ -115,7 +118,9 @@ def _nodes(typed: RecipeArguments) -> int:
 def facts_here(typed: RecipeArguments) -> Facts:
     """The facts of a start on this machine, which must fit there once the others have ended."""
     leased = admission.leased_now(say)
-    facts = resolve.read(typed.recipe, typed.overrides, None, typed.wishes, leased, say)
+    facts = resolve.read(
+        *(typed.recipe, typed.overrides, None, typed.wishes, leased, say), download=typed.download
+    )
     now = probe_machine.with_memory_of_now(facts.machine, Workspace.here().root)
     machines = [facts.machine, *admission.machines_to_wait_for(now, facts.recipe)]
     for machine in machines:

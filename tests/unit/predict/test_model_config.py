@@ -281,7 +281,9 @@ def test_a_missing_folder_names_the_nearest(saved):
 
 
 def test_a_name_of_the_hub_is_told_how_to_become_a_folder():
-    with pytest.raises(ResourceError, match=r"there is no folder .*Qwen/Qwen2-0\.5B.*hf download"):
+    with pytest.raises(
+        ResourceError, match=r"there is no folder .*Qwen2-0\.5B.*=Qwen/Qwen2-0\.5B --download"
+    ):
         builders.model_size(ModelSection(path="Qwen/Qwen2-0.5B"), None, root=ROOT)
 
 

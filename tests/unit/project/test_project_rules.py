@@ -43,7 +43,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 # folders (and modules beside them) from the bottom up: each imports what stands before it
 LAYERS = {
     "launch": (
-        *("schema", "base", "probe", "data", "predict", "recipe", "plan", "queue"),
+        *("schema", "base", "probe", "data", "hub", "predict", "recipe", "plan", "queue"),
         *("run_folder", "render", "supervise", "status", "report", "commands", "__main__"),
     ),
     "training": (

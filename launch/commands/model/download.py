@@ -1,0 +1,34 @@
+"""`python -m launch download`: a model or a data set that is named on a hub, into the workspace."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from launch.base.workspace import Workspace
+from launch.commands import recipe_arguments
+from launch.hub import download, names
+
+
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
+    text = "download a model or a data set, or its newest files"
+    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
+    parser.add_argument(
+        "name",
+        nargs="+",
+        help="OWNER/NAME[@REVISION] of a model, hf:OWNER/NAME[/CONFIG][:SPLIT][@REVISION] of data",
+    )
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    """Download each name, or what is new of it since; show the keys that take it."""
+    recipe_arguments.reject(arguments, others)
+    root, say = Workspace.here().root, recipe_arguments.say
+    for text in arguments.name:
+        name = names.parse(text, is_data=text.startswith(names.PREFIX))
+        folder = download.folder_of(name, root, say, refresh=True)
+        key = "data.train_file" if name.is_data else "model.path"
+        say(f"{folder}\n--{key}={name}")
+    return 0

@@ -1,0 +1,255 @@
+"""Requests to a hub: the files of a repository, and their bytes. The token goes to the hub's own
+host alone, over https or on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from launch.base.errors import ConfigError, LaunchError, NetworkError, ResourceError
+from launch.hub.names import HubName
+
+HUGGING_FACE = "https://huggingface.co"
+ANSWER_S = 10.0  # for a connection, and for the beginning of an answer
+CHUNK_BYTES = 1 << 18  # that a cut may cost; with the library's 10 MiB a bad line never ends
+MOST_BYTES = 50 * 10**9  # of a file; larger ones come over Xet alone, which is not used
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PORTS = {"https": 443, "http": 80}
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a repository: its size, and the hash by which its content is checked."""
+
+    path: str
+    num_bytes: int
+    digest: str  # sha256 of a large file, git's id of another
+
+    def is_in(self, path: Path) -> bool:
+        """True if a file here has this content."""
+        digest = hashlib.sha256()
+        if len(self.digest) != digest.digest_size * 2:
+            digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        return digest.hexdigest() == self.digest
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a repository at a commit, and its card."""
+
+    commit: str
+    card: Mapping[str, Any]
+    files: Mapping[str, RemoteFile]
+
+    @property
+    def licence(self) -> str:
+        """The licence as the card names it; "" without one."""
+        names = self.card.get("license") or ""
+        of_other = self.card.get("license_name"), self.card.get("license_link")
+        named = ", ".join(map(str, names)) if isinstance(names, list) else str(names)
+        return " ".join([named, *(f"({text})" for text in of_other if text)]).strip()
+
+
+def endpoint() -> str:
+    """The address of the hub: HF_ENDPOINT, or huggingface.co. Raises ConfigError."""
+    address = os.environ.get("HF_ENDPOINT") or HUGGING_FACE
+    try:
+        parts = urlsplit(address)
+        is_address = bool(parts.scheme in PORTS and parts.hostname and _port(parts))
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ConfigError(
+            f"HF_ENDPOINT={address}: expected the address of a hub, such as {HUGGING_FACE}; unset"
+            " it, or mend it"
+        )
+    return address.rstrip("/")
+
+
+def page(name: HubName) -> str:
+    """The page of a repository, for people."""
+    return f"{endpoint()}/{'datasets/' if name.is_data else ''}{name.repo}"
+
+
+def listing(name: HubName) -> Listing:
+    """The files of a repository. Raises ConfigError, ResourceError and NetworkError."""
+    _check_network()
+    headers = _connected()
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=endpoint(), token=False, headers=headers)
+    ask = api.dataset_info if name.is_data else api.model_info
+    try:
+        with _refusals(name):
+            info = ask(name.repo, revision=name.revision, files_metadata=True, timeout=ANSWER_S)
+        card = info.card_data.to_dict() if info.card_data else {}
+        files = [
+            RemoteFile(
+                file.rfilename,
+                file.size or 0,
+                (file.lfs.sha256 if file.lfs else file.blob_id) or "",
+            )
+            for file in info.siblings or ()
+        ]
+        if not COMMIT.fullmatch(info.sha or "") or not all(file.digest for file in files):
+            raise ValueError("no commit, or files without hashes")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise NetworkError(
+            f"{name}: {endpoint()} does not answer as a hub does ({type(error).__name__}:"
+            f" {error}); is HF_ENDPOINT right, or does a login page of the network answer?"
+        ) from error
+    return Listing(str(info.sha), card, {file.path: file for file in files})
+
+
+def fetch(name: HubName, commit: str, file: RemoteFile, target: Path) -> None:
+    """Append the bytes of a file that `target` lacks. Raises NetworkError and ResourceError."""
+    headers, kind = _connected(), "dataset" if name.is_data else "model"
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+
+    url = hf_hub_url(name.repo, file.path, repo_type=kind, revision=commit, endpoint=endpoint())
+    with target.open("ab") as stream, _refusals(name, file.path):
+        http_get(
+            url,
+            stream,
+            resume_size=stream.tell(),
+            headers=headers,
+            expected_size=file.num_bytes,
+            displayed_filename=file.path,
+        )
+
+
+def may_get_token(url: str) -> bool:
+    """True for an address that may get the user's token."""
+    hub, other = urlsplit(endpoint()), urlsplit(url)
+    is_hub = (hub.scheme, hub.hostname, _port(hub)) == (other.scheme, other.hostname, _port(other))
+    return is_hub and (hub.scheme == "https" or _is_here(str(hub.hostname)))
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _port(parts: SplitResult) -> int | None:
+    return parts.port or PORTS.get(parts.scheme)
+
+
+@cache
+def _connected() -> dict[str, str]:
+    """The headers of our requests; the library's connections take the token out of those to
+    another host."""
+    # its telemetry asks the hub for a list of agents with each request
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    import httpx2
+    from huggingface_hub import constants, get_token, set_client_factory
+    from huggingface_hub.utils import build_hf_headers
+
+    def guard(request: httpx2.Request) -> None:
+        if not may_get_token(str(request.url)):
+            request.headers.pop("Authorization", None)
+
+    def client() -> httpx2.Client:
+        hooks = {"request": [guard]}
+        return httpx2.Client(event_hooks=hooks, follow_redirects=True, timeout=ANSWER_S)
+
+    set_client_factory(client)
+    constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
+    token = get_token() if may_get_token(endpoint()) else None
+    headers = build_hf_headers(token=token or False, library_name="lowmem")
+    # a range of compressed bytes would be no range of the file's
+    return headers | {"Accept-Encoding": "identity"}
+
+
+def _check_network() -> None:
+    """Raise NetworkError where the hub cannot be reached, within ANSWER_S: looking up a name and
+    trying each of its addresses may take minutes."""
+    from multiprocessing import TimeoutError as PoolTimeout
+    from multiprocessing.pool import ThreadPool
+    from urllib.request import getproxies
+
+    hub = urlsplit(endpoint())
+    if getproxies().get(hub.scheme):
+        return
+    pool = ThreadPool(1)
+    connecting = pool.apply_async(socket.create_connection, ((hub.hostname, _port(hub)), ANSWER_S))
+    try:
+        connecting.get(ANSWER_S).close()
+    except (OSError, PoolTimeout) as error:
+        raise _unreachable(error) from error
+
+
+def _unreachable(error: BaseException) -> NetworkError:
+    reason = " ".join(str(error).split()) or f"no answer in {ANSWER_S:.0f} s"
+    return NetworkError(
+        f"{endpoint()} cannot be reached ({reason}); connect this machine, name a mirror with"
+        " HF_ENDPOINT, or copy the folder here and name its path"
+    )
+
+
+@contextmanager
+def _refusals(name: HubName, file: str = "") -> Iterator[None]:
+    """Turn the errors of a request into the user's: one line."""
+    import httpx2
+    from huggingface_hub import is_offline_mode
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if is_offline_mode():
+        raise ConfigError(f"{name}: HF_HUB_OFFLINE is set, which forbids downloads; unset it")
+    try:
+        yield
+    except HfHubHTTPError as error:
+        raise _refusal(name, file, error.response) from error
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        if not file:
+            raise _unreachable(error) from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise NetworkError(
+            f"{name}: {file}: the connection to {endpoint()} broke ({reason}); the same line again"
+            " goes on from the bytes that are here"
+        ) from error
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise NetworkError(  # the library's check of the size
+            f"{name}: {file}: the hub sent another number of bytes than it has announced; the same"
+            " line again goes on from what is here"
+        ) from error
+
+
+def _refusal(name: HubName, file: str, response: Any) -> LaunchError:
+    """The error for an answer that is no success."""
+    status, kind = response.status_code, "data set" if name.is_data else "model"
+    code = response.headers.get("X-Error-Code", "")
+    place = f"{name}: {file}: " if file else f"{name}: "
+    if code == "RevisionNotFound":
+        return ConfigError(f"{place}{page(name)} has no revision {name.revision}")
+    if status == 404 or code == "RepoNotFound":
+        return ConfigError(
+            f"{place}there is no such {kind}, or it is private: {page(name)}; mend the name, or log"
+            " in with `hf auth login`"
+        )
+    if status in (401, 403):
+        return ResourceError(
+            f"{place}the hub refuses it ({status}): accept the conditions at {page(name)}, and log"
+            " in as the same user with `hf auth login`, or set HF_TOKEN; 401 is also its answer to"
+            " a name that does not exist"
+        )
+    wait = response.headers.get("Retry-After", "")
+    later = f"in {wait} s" if wait.isdecimal() else "later"
+    return NetworkError(f"{place}the hub answers {status} at {page(name)}; try again {later}")

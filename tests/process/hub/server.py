@@ -1,0 +1,170 @@
+"""A hub on the loopback: the part of huggingface.co's API that downloads use, and its faults."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "7ae557604adf67be50417f59c2c2f167def9a775"
+LARGE_BYTES = 1000  # from here on a file is a large one (LFS), with a sha256
+
+
+@dataclass
+class Repository:
+    """The files at one commit of a model or a data set."""
+
+    files: dict[str, bytes]
+    card: dict[str, Any] = field(default_factory=dict)
+    commit: str = COMMIT
+    num_bytes: dict[str, int] = field(default_factory=dict)  # that are listed, where they are wrong
+
+    def listing(self, name: str) -> dict[str, Any]:
+        siblings = []
+        for path, content in self.files.items():
+            size = self.num_bytes.get(path, len(content))
+            blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+            entry: dict[str, Any] = {"rfilename": path, "size": size, "blobId": blob}
+            if len(content) >= LARGE_BYTES:
+                sha256 = hashlib.sha256(content).hexdigest()
+                entry["lfs"] = {"size": size, "sha256": sha256, "pointerSize": 130}
+            siblings.append(entry)
+        return {"id": name, "sha": self.commit, "siblings": siblings, "cardData": self.card}
+
+
+@dataclass
+class Request:
+    method: str
+    host: str
+    path: str
+    token: str | None
+    range: str | None
+
+
+@dataclass
+class Hub:
+    """What the server has, what it was asked, and its faults by the last part of a path."""
+
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)
+    statuses: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)
+    contents: dict[str, bytes] = field(default_factory=dict)  # that are sent instead
+    cuts: dict[str, list[int]] = field(default_factory=dict)  # bytes after which it hangs up
+    stalls: dict[str, int] = field(default_factory=dict)  # bytes after which nothing comes
+    resets: bool = False  # what hangs up breaks the connection
+    ignores_ranges: bool = False
+    storage: str = ""  # the host that large files are redirected to
+    body: bytes | None = None  # of every answer
+    port: int = 0
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def asked(self, part: str) -> list[Request]:
+        """The requests whose path holds a text."""
+        return [request for request in self.requests if part in request.path]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        headers = self.headers
+        hub.requests.append(
+            Request(
+                self.command,
+                headers["Host"],
+                path,
+                headers.get("Authorization"),
+                headers.get("Range"),
+            )
+        )
+        last = path.rsplit("/", 1)[1]
+        if hub.body is not None:
+            return self.send(200, hub.body)
+        for of in (last, "api" if path.startswith("/api/") else ""):
+            if hub.statuses.get(of):
+                status, more = hub.statuses[of].pop(0)
+                return self.send(status, b"", more)
+        if match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/revision/(.+)", path):
+            repository = hub.repositories.get(f"{match[1]}/{match[2]}")
+            if repository is None:
+                return self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
+            if match[3] not in ("main", repository.commit):
+                return self.send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            return self.send(200, json.dumps(repository.listing(match[2])).encode())
+        match = re.fullmatch(r"/(storage/)?(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+        repository = match and hub.repositories.get(f"{(match[2] or 'models/')}{match[3]}")
+        if not match or not repository or match[5] not in repository.files:
+            return self.send(404, b"", {"X-Error-Code": "EntryNotFound"})
+        content = repository.files[match[5]]
+        if hub.storage and len(content) >= LARGE_BYTES and not match[1]:
+            return self.send(302, b"", {"Location": f"{hub.storage}/storage{path}"})
+        return self.send_file(hub.contents.get(last, content), last)
+
+    def send(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body if self.command == "GET" else b"")
+
+    def send_file(self, content: bytes, last: str) -> None:
+        hub, begin = self.hub, 0
+        if (match := re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")) and (
+            not hub.ignores_ranges
+        ):
+            begin = int(match[1])
+        self.send_response(206 if begin else 200)
+        self.send_header("Content-Length", str(len(content) - begin))
+        if begin:
+            self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
+        self.end_headers()
+        end = hub.cuts[last].pop(0) if hub.cuts.get(last) else len(content)
+        stall = hub.stalls.get(last)
+        self.wfile.write(content[begin : min(end, len(content) if stall is None else stall)])
+        self.wfile.flush()
+        if stall is not None:
+            time.sleep(60)
+        self.close_connection = end < len(content)
+        if hub.resets:
+            time.sleep(0.5)  # a reset drops what has not been read
+            linger = struct.pack("ii", 1, 0)
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            self.connection.close()
+
+
+@contextmanager
+def hub(host: str = "127.0.0.1") -> Iterator[Hub]:
+    """A hub that answers until the test is over."""
+    served = Hub()
+    handler = type("Handler", (_Handler,), {"hub": served})
+    server = ThreadingHTTPServer((host, 0), handler)
+    server.daemon_threads = True
+    served.port = server.server_port
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield served
+    finally:
+        server.shutdown()
+        server.server_close()
