@@ -15,7 +15,6 @@ from launch.data.files.folders import ABOUT_DATA, SPLITS, SUFFIXES, suffix
 from launch.hub.names import HubName
 
 WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors")
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 # configs, tokenizers (sentencepiece's end in .model), chat templates
 BESIDE_WEIGHTS = re.compile(r"[^/]+\.(json|model|jinja)|(merges|vocab)\.txt")
 CARD = re.compile(r"README\.md|(LICEN[CS]E|NOTICE)(\.\w+)?", re.IGNORECASE)
@@ -33,11 +32,10 @@ def of_model(name: HubName, paths: Sequence[str]) -> dict[str, str]:
     weights = [path for path in paths if path.endswith(".safetensors") and "/" not in path]
     weights = [path for path in weights if WEIGHTS.fullmatch(path)] or weights
     if not weights:
-        others = [path for path in paths if path.endswith(OTHER_WEIGHTS)]
-        reason = f"its weights are {others[0]}, which is" if others else "found none, which are"
+        others = ", ".join(path for path in paths if "/" not in path) or "nothing"
         raise ResourceError(
-            f"{name}: {reason} never downloaded; expected safetensors: name another model, or a"
-            " revision that has them (OWNER/NAME@REVISION)"
+            f"{name}: found {others}, expected safetensors, the only weights that are downloaded;"
+            " name another model, or a revision that has them (OWNER/NAME@REVISION)"
         )
     beside = (path for path in paths if BESIDE_WEIGHTS.fullmatch(path) or CARD.fullmatch(path))
     return _local([*weights, *beside])
@@ -57,25 +55,15 @@ def of_data(
         having = _default(having, card)
     config = having[0] if name.part is None and having else name.part
     if config not in having:
-        raise DataError(f"{name}: {_missing(name, splits)}")
+        there = [f"{config}:{split}" for config, of_config in splits.items() for split in of_config]
+        raise DataError(
+            f"{name}: found {', '.join(there[:12]) or 'no data'}, expected one of them by its name:"
+            f" hf:{name.repo}/{there[0] if there else 'CONFIG:SPLIT'}; of other files"
+            f" huggingface.co may have made parquet: hf:{name.repo}@{PARQUET}"
+        )
     files = _of_one_type(dict.fromkeys(splits[config][name.split]))
     card_file = {".README.md": "README.md"} if "README.md" in paths else {}
     return config, _local(files, is_flat=True) | card_file
-
-
-def _missing(name: HubName, splits: Mapping[str, Mapping[str, Sequence[str]]]) -> str:
-    """The splits that a data set has instead of the one that was named."""
-    if not splits:
-        return (
-            f"has no files of a type that is read ({', '.join(SUFFIXES)}); huggingface.co may have"
-            f" made some: hf:{name.repo}@{PARQUET}"
-        )
-    there = [f"{config}:{split}" for config, of_config in splits.items() for split in of_config]
-    more = f" and {len(there) - 12} more" if len(there) > 12 else ""
-    return (
-        f"found {', '.join(there[:12])}{more}, expected one of them by its name, such as"
-        f" hf:{name.repo}/{there[0]}"
-    )
 
 
 def _is_data(path: str) -> bool:
@@ -129,12 +117,9 @@ def _by_names(paths: Sequence[str]) -> Iterator[tuple[str, str, str]]:
 
 def _default(configs: list[str], card: Mapping[str, Any]) -> list[str]:
     """The configuration that is meant where none is named: the card's, or `default`; else none."""
-    described = card.get("configs")
-    marked = [
-        str(config.get("config_name"))
-        for config in (described if isinstance(described, list) else [])
-        if isinstance(config, dict) and config.get("default") is True
-    ]
+    marked: list[str] = []
+    with suppress(TypeError, KeyError, AttributeError):
+        marked = [each["config_name"] for each in card["configs"] if each.get("default") is True]
     return [config for config in (*marked, "default") if config in configs]
 
 

@@ -10,11 +10,10 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from ipaddress import ip_address
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 from launch.base.errors import ConfigError, LaunchError, NetworkError, ResourceError
 from launch.hub.names import HubName
@@ -25,6 +24,7 @@ CHUNK_BYTES = 1 << 18  # that a cut may cost; with the library's 10 MiB a bad li
 MOST_BYTES = 50 * 10**9  # of a file; larger ones come over Xet alone, which is not used
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PORTS = {"https": 443, "http": 80}
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,10 @@ class RemoteFile:
 
     def is_in(self, path: Path) -> bool:
         """True if a file here has this content."""
-        digest = hashlib.sha256()
-        if len(self.digest) != digest.digest_size * 2:
-            digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+        git_id = partial(hashlib.sha1, b"blob %d\0" % path.stat().st_size)
         with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-        return digest.hexdigest() == self.digest
+            kind = hashlib.sha256 if len(self.digest) == 64 else git_id
+            return hashlib.file_digest(file, kind).hexdigest() == self.digest
 
 
 @dataclass(frozen=True)
@@ -57,21 +54,16 @@ class Listing:
     @property
     def licence(self) -> str:
         """The licence as the card names it; "" without one."""
-        names = self.card.get("license") or ""
-        of_other = self.card.get("license_name"), self.card.get("license_link")
-        named = ", ".join(map(str, names)) if isinstance(names, list) else str(names)
-        return " ".join([named, *(f"({text})" for text in of_other if text)]).strip()
+        values = filter(None, map(self.card.get, ("license", "license_name", "license_link")))
+        return ", ".join(
+            str(text) for each in values for text in (each if isinstance(each, list) else [each])
+        )
 
 
 def endpoint() -> str:
     """The address of the hub: HF_ENDPOINT, or huggingface.co. Raises ConfigError."""
     address = os.environ.get("HF_ENDPOINT") or HUGGING_FACE
-    try:
-        parts = urlsplit(address)
-        is_address = bool(parts.scheme in PORTS and parts.hostname and _port(parts))
-    except ValueError:
-        is_address = False
-    if not is_address:
+    if not _origin(address)[1]:
         raise ConfigError(
             f"HF_ENDPOINT={address}: expected the address of a hub, such as {HUGGING_FACE}; unset"
             " it, or mend it"
@@ -134,20 +126,17 @@ def fetch(name: HubName, commit: str, file: RemoteFile, target: Path) -> None:
 
 def may_get_token(url: str) -> bool:
     """True for an address that may get the user's token."""
-    hub, other = urlsplit(endpoint()), urlsplit(url)
-    is_hub = (hub.scheme, hub.hostname, _port(hub)) == (other.scheme, other.hostname, _port(other))
-    return is_hub and (hub.scheme == "https" or _is_here(str(hub.hostname)))
+    scheme, host, _ = hub = _origin(endpoint())
+    return _origin(url) == hub and (scheme == "https" or host in LOOPBACK)
 
 
-def _is_here(host: str) -> bool:
+def _origin(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port of an address; ("", "", 0) of another text."""
     try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _port(parts: SplitResult) -> int | None:
-    return parts.port or PORTS.get(parts.scheme)
+        parts = urlsplit(url)
+        return parts.scheme, parts.hostname or "", parts.port or PORTS[parts.scheme]
+    except (ValueError, KeyError):
+        return "", "", 0
 
 
 @cache
@@ -183,12 +172,11 @@ def _check_network() -> None:
     from multiprocessing.pool import ThreadPool
     from urllib.request import getproxies
 
-    hub = urlsplit(endpoint())
-    if getproxies().get(hub.scheme):
+    scheme, *address = _origin(endpoint())
+    if getproxies().get(scheme):
         return
-    pool = ThreadPool(1)
-    connecting = pool.apply_async(socket.create_connection, ((hub.hostname, _port(hub)), ANSWER_S))
     try:
+        connecting = ThreadPool(1).apply_async(socket.create_connection, (address, ANSWER_S))
         connecting.get(ANSWER_S).close()
     except (OSError, PoolTimeout) as error:
         raise _unreachable(error) from error

@@ -151,7 +151,7 @@ def _recipe(
     overrides: Sequence[str],
     has_gpu: bool,
     workspace: Workspace,
-    folder_of: Callable[[HubName], Path | None],
+    folder_of: Callable[[HubName], Path],
 ) -> tuple[Recipe, list[Change]]:
     """The recipe, whose paths are absolute, and the values that it replaces itself. Raises
     ResourceError for folders that are another user's or that hold something else."""

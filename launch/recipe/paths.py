@@ -39,10 +39,9 @@ HUB_KEYS = {  # that take a name on a hub -> the split of a data set's name with
 
 
 def with_downloads(
-    recipe: Recipe, folder_of: Callable[[HubName], Path | None]
+    recipe: Recipe, folder_of: Callable[[HubName], Path]
 ) -> tuple[Recipe, list[Change]]:
-    """The recipe with a folder in the place of each name on a hub; `folder_of` has None for a model
-    that is not there, whose name stays a path."""
+    """The recipe with a folder in the place of each name on a hub."""
     raw = recipe.model_dump(exclude_unset=True)
     changes = []
     for dotted, split in HUB_KEYS.items():
@@ -54,13 +53,9 @@ def with_downloads(
             if not typed.startswith(names.PREFIX):
                 continue
             name = names.parse(typed, section == "data", split)
-            folder = folder_of(name)
-            if folder is None:
-                place[field] = str(Path.cwd() / typed.removeprefix(names.PREFIX))
-                continue
-            place[field] = str(folder)
-            record = files.read(folder / DOWNLOADED, Downloaded)
-            changes.append(Change(dotted, str(name), str(folder), f"downloaded: {record}"))
+            place[field] = str(folder := folder_of(name))
+            if record := files.read_or_none(folder / DOWNLOADED, Downloaded):
+                changes.append(Change(dotted, str(name), str(folder), f"downloaded: {record}"))
     return Recipe.model_validate(raw), changes
 
 

@@ -215,7 +215,6 @@ MAX_SHARD_BYTES = 5_000_000_000
 MAX_SMALL_SHARD_BYTES = 1_000_000_000
 
 
-NO_LICENCE = "none in its card"
 DOWNLOADED = ".downloaded"  # a file in a downloaded folder
 
 
@@ -240,10 +239,9 @@ class Downloaded:
     name: str
     commit: str
     licence: str  # as its card names it; "": it names none
-    digests: Mapping[str, str]  # of each file, by its path in the repository
 
     def __str__(self) -> str:
-        licence = self.licence or NO_LICENCE
+        licence = self.licence or "none in its card"
         return f"{self.name} at commit {self.commit[:12]}, licence: {licence}"
 
 

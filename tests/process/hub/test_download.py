@@ -87,7 +87,9 @@ def test_safetensors_tokenizer_config_and_card_are_fetched_and_nothing_else(tmp_
     assert here == FILES
     assert (record["commit"], record["licence"]) == (COMMIT, "mit")
     assert len(hub.asked("/resolve/")) == len(FILES)
-    assert "licence: mit: 4 files, 878.9 KiB, 878.9 KiB to go" in done.stdout
+    assert (
+        "at commit 7ae557604adf, licence: mit: 4 files, 878.9 KiB, 878.9 KiB to go" in done.stdout
+    )
     assert "--model.path=Qwen/Tiny" in done.stdout.splitlines()
 
 
@@ -386,7 +388,7 @@ def test_downloads_that_the_environment_forbids_are_refused(tmp_path, hub):
 def test_a_model_without_safetensors_is_refused_before_anything_is_fetched(tmp_path, hub):
     hub.repositories["models/Qwen/Tiny"].files = {"config.json": b"{}", "pytorch_model.bin": b"x"}
     line = is_one_line(download(tmp_path, hub), 3)
-    assert "its weights are pytorch_model.bin, which is never downloaded" in line
+    assert "found config.json, pytorch_model.bin, expected safetensors, the only weights" in line
     assert not hub.asked("/resolve/")
 
 
@@ -440,7 +442,7 @@ def test_of_several_configurations_one_is_named(tmp_path, hub, data):
     assert (
         "found main:train, main:test, socratic:train, socratic:test, expected one of them" in line
     )
-    assert "such as hf:openai/gsm8k/main:train" in line
+    assert "by its name: hf:openai/gsm8k/main:train;" in line
     done = download(tmp_path, hub, "hf:openai/gsm8k/main:test")
     assert done.returncode == 0, done.stderr
     assert "licence: mit, cc0-1.0" in done.stdout

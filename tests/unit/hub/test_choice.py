@@ -95,7 +95,9 @@ def test_a_card_that_cannot_be_read_leaves_the_names(configs):
 def test_of_several_types_the_first_is_taken_and_no_file_that_is_no_data():
     paths = ["train.txt", "train.csv", "train.parquet", "dataset_infos.json", ".train.parquet"]
     assert data("hf:a/b", paths)[1] == ["train.parquet"]
-    with pytest.raises(DataError, match=r"huggingface\.co may have made some: hf:a/b@refs/convert"):
+    with pytest.raises(
+        DataError, match=r"huggingface\.co may have made parquet: hf:a/b@refs/convert"
+    ):
         data("hf:a/b", ["b.py", "data.zip", "../train.jsonl"])
 
 

@@ -66,3 +66,16 @@ def test_an_address_that_is_none_is_a_mistake_of_the_environment(monkeypatch, ad
     monkeypatch.setenv("HF_ENDPOINT", address)
     with pytest.raises(ConfigError, match=f"HF_ENDPOINT={address}: expected the address of a hub"):
         client.endpoint()
+
+
+@pytest.mark.parametrize(
+    ("card", "licence"),
+    [
+        ({}, ""),
+        ({"license": "mit"}, "mit"),
+        ({"license": ["mit", "cc0-1.0"]}, "mit, cc0-1.0"),
+        ({"license": "other", "license_name": "qwen-research"}, "other, qwen-research"),
+    ],
+)
+def test_the_licence_is_that_of_the_card(card, licence):
+    assert client.Listing("", card, {}).licence == licence
