@@ -176,8 +176,9 @@ def _check_network() -> None:
     if getproxies().get(scheme):
         return
     try:
-        connecting = ThreadPool(1).apply_async(socket.create_connection, (address, ANSWER_S))
-        connecting.get(ANSWER_S).close()
+        with ThreadPool(1) as pool:
+            connecting = pool.apply_async(socket.create_connection, (address, ANSWER_S))
+            connecting.get(ANSWER_S).close()
     except (OSError, PoolTimeout) as error:
         raise _unreachable(error) from error
 

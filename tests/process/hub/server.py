@@ -64,6 +64,7 @@ class Hub:
     resets: bool = False  # what hangs up breaks the connection
     ignores_ranges: bool = False
     storage: str = ""  # the host that large files are redirected to
+    moved: dict[str, str] = field(default_factory=dict)  # repositories: old name, new name
     body: bytes | None = None  # of every answer
     port: int = 0
 
@@ -105,6 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
             if hub.statuses.get(of):
                 status, more = hub.statuses[of].pop(0)
                 return self.send(status, b"", more)
+        for old, new in hub.moved.items():
+            if old in path:
+                return self.send(307, b"", {"Location": self.path.replace(old, new)})
         if match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/revision/(.+)", path):
             repository = hub.repositories.get(f"{match[1]}/{match[2]}")
             if repository is None:

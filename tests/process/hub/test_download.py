@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import builders
+from tests import builders, namespaces
 from tests.process.hub import server
 from tests.process.hub.server import COMMIT, Hub, Repository
 
@@ -55,6 +55,7 @@ def launch(
     workspace: Path, hub: Hub, *words: str, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     variables = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
+    variables["NO_PROXY"] = "*"
     return builders.launch(workspace, *words, **{**variables, **extra})
 
 
@@ -142,6 +143,15 @@ def test_large_files_come_from_another_host_which_never_gets_the_token(tmp_path,
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in written if TOKEN.encode() in path.read_bytes()]
     assert TOKEN not in done.stdout + done.stderr
+
+
+def test_a_model_that_has_moved_is_fetched_from_its_new_name(tmp_path, hub):
+    hub.moved["Qwen/Old"] = "Qwen/Tiny"
+    done = download(tmp_path, hub, "Qwen/Old")
+    assert done.returncode == 0, done.stderr
+    here = tmp_path / "data" / "hub" / "models" / "Qwen" / "Old" / COMMIT / "Old"
+    assert (here / "model.safetensors").read_bytes() == WEIGHTS
+    assert {request.token for request in hub.requests} == {f"Bearer {TOKEN}"}
 
 
 def test_the_token_is_not_sent_over_http_to_another_machine(tmp_path):
@@ -373,6 +383,30 @@ def test_a_hub_that_takes_the_connection_and_never_answers_is_given_up(tmp_path,
         port = silent.getsockname()[1]
         line = is_one_line(download(tmp_path, hub, HF_ENDPOINT=f"http://127.0.0.1:{port}"), 11)
     assert "cannot be reached (" in line
+
+
+# a name server that takes questions and never answers
+MUTE = "import socket, time; s = socket.socket(type=socket.SOCK_DGRAM); s.bind(('127.0.0.1', 53))"
+
+
+def test_a_name_server_that_never_answers_costs_ten_seconds(tmp_path):
+    (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\n")
+    said = tmp_path / "said"
+    done = namespaces.bash(
+        f"""set -e
+        ip link set lo up
+        mount --bind {tmp_path}/resolv.conf /etc/resolv.conf
+        {sys.executable} -c "{MUTE}; print('bound', flush=True); time.sleep(100)" > {said} &
+        until grep -q bound {said}; do sleep 0.1; done
+        code=0; {sys.executable} -m launch download Qwen/Tiny || code=$?
+        kill %1; exit $code""",
+        "--mount",
+        "--net",
+        workspace=tmp_path,
+        HF_HUB_OFFLINE="0",
+        **dict.fromkeys(("HTTPS_PROXY", "https_proxy"), ""),
+    )
+    assert "https://huggingface.co cannot be reached (no answer in 10 s)" in is_one_line(done, 11)
 
 
 def test_downloads_that_the_environment_forbids_are_refused(tmp_path, hub):
