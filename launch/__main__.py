@@ -43,6 +43,7 @@ VERBS = {
     "samples": "runs",
     "merge": "model.merge",
     "download": "model.download",
+    "export": "model.export",
     "keys": "recipe_keys",
 }
 CLOSED = {errno.EROFS, errno.EACCES}  # to writes

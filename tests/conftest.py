@@ -43,6 +43,7 @@ FOLDERS = (
     "gpu",
     "cuda_build",
     "install",
+    "export_tools",
 )
 
 

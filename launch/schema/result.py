@@ -351,3 +351,42 @@ class NewTokens:
 
 # of host RAM that the copy for an export's check may always take; a larger one, what the plan has
 CHECK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt, and the greedy answer to it. `messages` is empty for a text that is continued."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: Any
+    text: str  # as the chat template renders it
+    ids: tuple[int, ...]
+    reply: tuple[int, ...]  # with its end token
+    margins: tuple[float, ...]  # of the two best logits, at each token of the reply
+
+
+@dataclass(frozen=True)
+class ExpectedAnswers:
+    """Answers that a converted model must give, and ids that its tokenizer must give, computed by
+    the model that is converted: expected.json."""
+
+    prompts: tuple[Prompt, ...]
+    texts: tuple[tuple[str, tuple[int, ...]], ...]  # with their ids
+    chat_template: str
+    bos_id: int | None
+    eos_id: int
+    ends: tuple[int, ...]  # ids that end an answer
+    end_texts: tuple[str, ...]
+    origin: str  # of the prompts
+
+
+@dataclass(frozen=True)
+class ConvertedAnswers:
+    """Answers of the converted file: converted.json."""
+
+    refused: str = ""  # the reason for which nothing was converted
+    rule: str = ""  # by which texts are split before they become tokens
+    is_searched: bool = False  # the converter did not know the rule
+    other_ids: str = ""  # a text whose ids differ, of a rule that the converter knows
+    prompts: tuple[tuple[int, ...], ...] = ()  # ids as llama.cpp renders each
+    answers: tuple[tuple[int, ...], ...] = ()  # tokens in the place of the expected ones

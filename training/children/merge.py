@@ -104,7 +104,6 @@ def main() -> int:
         print(
             "the adapter was trained on 4-bit weights; it is merged into the full-precision weights"
         )
-    print(f"merged into {shown(str(arguments.out))}")
     return 0
 
 

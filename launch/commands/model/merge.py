@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
@@ -14,7 +15,7 @@ from typing import Any
 
 from launch.base import compile_caches, environment, files
 from launch.base.errors import ConfigError, ResourceError
-from launch.base.text import size
+from launch.base.text import shown, size
 from launch.base.workspace import CODE
 from launch.commands import recipe_arguments
 from launch.predict import model_config, weight_files
@@ -36,56 +37,78 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
 
 
 def main(arguments: Namespace, others: Sequence[str]) -> int:
-    """Merge what is in `source`, a run or an adapter, into `out`; the child's exit code."""
     recipe_arguments.reject(arguments, others)
     compile_caches.settle()
-    source, out = arguments.source, arguments.out
+    return merge_and_say(layout.left_in(arguments.source), arguments.out, arguments.base)
+
+
+def merge_and_say(source: Path, out: Path, base: Path | None = None) -> int:
+    """merge(), with a line that names the new folder."""
+    exit_code = merge(source, out, base)
+    if not exit_code:
+        print(f"merged into {shown(str(out))}")
+    return exit_code
+
+
+def merge(source: Path, out: Path, base: Path | None = None) -> int:
+    """Merge the adapter in a model's folder into `out`; the child's exit code. `base`: in place of
+    the one that it was trained on."""
     adapter = _adapter(source)
-    base = (arguments.base or base_of(adapter)).absolute()
+    base = (base or base_of(adapter)).absolute()
     model_config.check_adapter(adapter)
     model_config.check_folder(base)
+    refuse_packed(base, adapter)
+    check_new(out)
+    weights_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+    check_sizes(base, out, weights_bytes, weights_bytes)
+    folders = ("--base", str(base), "--adapter", str(adapter), "--out", str(out.absolute()))
+    return run_child(sys.executable, "-P", "-m", "training.children.merge", *folders)
+
+
+def refuse_packed(base: Path, adapter: Path | None) -> None:
+    """Refuse weights that are packed in 4 bits. Raises ConfigError."""
     if weight_files.packing(base):
+        merging = f"python -m launch merge {shlex.quote(str(adapter))} --base FOLDER --out NEW"
         raise ConfigError(
-            f"{base}: holds linear weights of 4 bits, and a merged model has 16 or 32; give the"
-            " folder of the original model: --base FOLDER"
+            f"{base}: holds linear weights of 4 bits, expected 16 or 32; name the folder of the"
+            f" original{f': {merging}' if adapter else ''}"
         )
+
+
+def check_new(out: Path) -> None:
+    """Refuse a folder that holds something. Raises ConfigError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(
             f"--out {out}: found something there, expected a new or empty folder; give another one"
         )
     files.refuse_strangers(out)
-    weights_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+
+
+def check_sizes(model: Path, out: Path, ram_bytes: int, disk_bytes: int) -> None:
+    """Refuse weights for which RAM or the disk is too small. Raises ResourceError."""
     above = next(path for path in out.absolute().parents if path.exists())
-    for what, there in (
-        ("host RAM", machine.machine().host_available_bytes),
-        (f"room in {above}", files.free_bytes(above)),
+    for name, needed, free in (
+        ("host RAM", ram_bytes, machine.machine().host_available_bytes),
+        (f"room in {above}", disk_bytes, files.free_bytes(above)),
     ):
-        if there < weights_bytes:
+        if free < needed:
             raise ResourceError(
-                f"{base}: its weights are {size(weights_bytes)}, but there is {size(there)} {what}"
+                f"{model}: its weights are {size(needed)}, but there is {size(free)} {name}"
             )
-    argv = [
-        sys.executable,
-        "-P",
-        "-m",
-        "training.children.merge",
-        "--base",
-        str(base),
-        "--adapter",
-        str(adapter),
-    ]
+
+
+def run_child(*argv: str) -> int:
+    """The exit code of a child that finds our code and downloads nothing. Its errors are shown
+    where it fails, else libraries' warnings and bars would be."""
     variables = environment.passed(os.environ) | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*argv, "--out", str(out.absolute())], env=variables, stderr=subprocess.PIPE, check=False
-    )
-    if done.returncode:  # else libraries' warnings and bars
+    done = subprocess.run(argv, env=variables, stderr=subprocess.PIPE, check=False)
+    if done.returncode:
         os.write(2, done.stderr)
     return done.returncode
 
 
 def _adapter(source: Path) -> Path:
-    """The adapter's folder: `source`, or where the run in `source` left its model."""
-    source = layout.left_in(source)
+    """The folder of an adapter, if `source` is one."""
     if (source / ADAPTER).is_file():
         return source.absolute()
     if (source / "adapter" / ADAPTER).is_file():

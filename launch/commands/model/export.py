@@ -1,0 +1,251 @@
+"""`python -m launch export`: a trained model for other programs, merged into one ordinary folder or
+as a GGUF file whose answers are compared, with a Modelfile for Ollama."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.base import compile_caches, files
+from launch.base.errors import ConfigError, ExportError, ResourceError
+from launch.base.text import from_here, shown
+from launch.base.workspace import CODE, FILES, Workspace
+from launch.commands import recipe_arguments
+from launch.commands.model import converted, merge
+from launch.predict import model_config, weight_files
+from launch.run_folder import layout
+from launch.run_folder.layout import RunDir
+from launch.schema.result import ConvertedAnswers, ExpectedAnswers, ExportedModel
+
+# a virtual environment that make export-tools makes
+TOOLS = Path(os.environ.get("LOWMEM_EXPORT_TOOLS") or CODE / ".cache" / "export_tools")
+Q4 = "q4_k_m"  # made of f16 by llama.cpp's llama-quantize
+BYTES = {"f16": 2, "bf16": 2, "q8_0": 34 / 32, Q4: 2 + 0.62}  # of a weight
+REST = 1.02  # with the weights that stay in float32
+SPARE_BYTES = 32 << 20  # vocabulary, ids and answers
+MOST_CHARACTERS = 300  # of a line on a text
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A model that becomes a GGUF file."""
+
+    model: Path
+    run: Path | None  # that trained it
+    out: Path
+    file_type: str
+    prompts: Path | None
+    quantizer: str | None  # llama-quantize
+    for_ollama: bool
+
+    @property
+    def is_adapter(self) -> bool:
+        return (self.model / merge.ADAPTER).is_file()
+
+    @property
+    def weights(self) -> Path:
+        """The folder of the weights, without an adapter."""
+        return merge.base_of(self.model) if self.is_adapter else self.model
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return json.loads((self.weights / "config.json").read_bytes())
+
+    def base(self) -> str:
+        """The folder of the model that was trained; "" for a shape's random weights."""
+        if not self.is_adapter and self.run:
+            return RunDir(self.run).read_recipe().model.path or ""
+        exported = files.read_or_none(self.weights / "lowmem.json", ExportedModel)
+        return exported.base if exported else str(self.weights)
+
+
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
+    text = "write a trained model for other programs: merged, GGUF, Ollama"
+    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
+    parser.add_argument("source", type=Path, help="the folder of a model, an adapter or a run")
+    parser.add_argument("--to", choices=("merged", "gguf", "ollama"), required=True)
+    parser.add_argument("--type", choices=BYTES, help="of a GGUF file's weights (default f16)")
+    parser.add_argument("--out", type=Path, help="a new folder (default: beside the model)")
+    parser.add_argument(
+        "--prompts", type=Path, help="a text file with a question a line, instead of held-out rows"
+    )
+    parser.add_argument("--llama-quantize", metavar="PROGRAM", help=f"of llama.cpp, for {Q4}")
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    recipe_arguments.reject(arguments, others)
+    compile_caches.settle()
+    model = layout.left_in(arguments.source).absolute()
+    out = (arguments.out or model.with_name(f"{model.name}-{arguments.to}")).absolute()
+    if arguments.to == "merged":
+        return _merged(model, out, arguments.type)
+    conversion = Conversion(
+        model=model,
+        run=_run_of(arguments.source, model),
+        out=out,
+        file_type=arguments.type or "f16",
+        prompts=arguments.prompts,
+        quantizer=_quantizer(arguments) if arguments.type == Q4 else None,
+        for_ollama=arguments.to == "ollama",
+    )
+    check(conversion)
+    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        aside.mkdir(parents=True)
+        return _convert(conversion, aside)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _merged(model: Path, out: Path, file_type: str | None) -> int:
+    if file_type:
+        raise ConfigError(f"--type {file_type}: is of a GGUF file; leave it out beside --to merged")
+    exit_code = merge.merge_and_say(model, out)
+    if not exit_code:
+        figures = "the logits of a row, with those of the adapter on its base"
+        ask = f"python scripts/chat.py {from_here(out)}"
+        text = converted.readme(out.name, model, str(merge.base_of(model)), figures, ask)
+        files.write_atomic(out / "README.md", text)
+    return exit_code
+
+
+def _run_of(source: Path, model: Path) -> Path | None:
+    """The folder of the run that trained a model, if it is still there."""
+    if RunDir(source).plan_file.exists():
+        return source.absolute()
+    exported = files.read_or_none(model / "lowmem.json", ExportedModel)
+    named = re.fullmatch(f"(.+)-({layout.STAMP.pattern})", exported.run) if exported else None
+    run = Workspace.here().runs / named[1] / named[2] if named else None
+    return run if run and RunDir(run).plan_file.exists() else None
+
+
+def _quantizer(arguments: Namespace) -> str:
+    """llama.cpp's program for 4 bits. Raises ConfigError."""
+    named = arguments.llama_quantize or "llama-quantize"
+    if (program := shutil.which(named)) is None:
+        raise ConfigError(
+            f"--type {Q4}: found no {named}, expected a program of llama.cpp; name it: python -m"
+            f" launch export {arguments.source} --to {arguments.to} --type {Q4}"
+            " --llama-quantize PROGRAM"
+        )
+    return program
+
+
+def check(conversion: Conversion) -> None:
+    """Refuse what cannot be converted here. Raises ConfigError and ResourceError."""
+    if not (TOOLS / ".requirements").is_file():
+        raise ResourceError(
+            f"{TOOLS}: the converter is not installed; type this once, in the folder of lowmem:"
+            " make export-tools"
+        )
+    folder = conversion.weights
+    model_config.check_folder(folder)
+    model_config.check_tokenizer(conversion.model)
+    config = conversion.config
+    if config.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"{folder}: is an encoder-decoder ({config['model_type']}), which neither llama.cpp's"
+            " server nor Ollama runs; expected a decoder"
+        )
+    merge.check_new(conversion.out)
+    merge.refuse_packed(folder, conversion.model if conversion.is_adapter else None)
+    stored = weight_files.stored_weights(folder)
+    assert stored is not None  # as check_folder() has seen
+    count = sum(stored.elements.values())
+    disk_bytes = int(count * BYTES[conversion.file_type] * REST) + SPARE_BYTES
+    disk_bytes += stored.total_bytes if conversion.is_adapter else 0
+    merge.check_sizes(folder, conversion.out, 4 * count, disk_bytes)  # answers are in float32
+
+
+def _convert(conversion: Conversion, aside: Path) -> int:
+    """Convert and compare in the folder `aside`, which becomes `out`; the exit code."""
+    folder = conversion.model
+    if conversion.is_adapter:
+        folder = aside / "model"
+        if exit_code := merge.merge(conversion.model, folder):
+            return exit_code
+    file = aside / f"{conversion.model.name}-{conversion.file_type}.gguf"
+    expected_file, answers_file = aside / "expected.json", aside / "converted.json"
+    exit_code = _ask_model(conversion, folder, expected_file) or _run_tools(
+        conversion, folder, file, expected_file, answers_file
+    )
+    expected = files.read(expected_file, ExpectedAnswers)
+    answers = files.read(answers_file, ConvertedAnswers)
+    if exit_code or expected is None or answers is None:
+        return exit_code or 1
+    if answers.refused:
+        raise ConfigError(shown(f"{conversion.model}: {answers.refused}"))
+    if answers.other_ids:
+        line = f"llama.cpp splits some texts otherwise: {answers.other_ids}"
+        print(shown(line[:MOST_CHARACTERS]))
+    for path in (expected_file, answers_file):
+        path.unlink()
+    shutil.rmtree(aside / "model", ignore_errors=True)
+    return _finish(conversion, file, expected, answers)
+
+
+def _ask_model(conversion: Conversion, folder: Path, out: Path) -> int:
+    print("asking the model", flush=True)
+    options = {"--run": conversion.run, "--prompts": conversion.prompts}
+    argv = [str(value) for option in options.items() if option[1] for value in option]
+    module = ("-P", "-m", "training.children.expected_answers")
+    fixed = ("--folder", str(folder), "--out", str(out))
+    return merge.run_child(sys.executable, *module, *fixed, *argv)
+
+
+def _run_tools(
+    conversion: Conversion, folder: Path, file: Path, expected_file: Path, out: Path
+) -> int:
+    """Write the file and let llama.cpp answer from it, with the Python of the tools."""
+    argv = [str(TOOLS / "bin" / "python"), str(FILES / "scripts" / "export_tools" / "to_gguf.py")]
+    argv += ["--folder", str(folder), "--file", str(file), "--type", conversion.file_type]
+    argv += ["--expected", str(expected_file), "--out", str(out)]
+    argv += ["--llama-quantize", conversion.quantizer] if conversion.quantizer else []
+    return merge.run_child(*argv)
+
+
+def _finish(
+    conversion: Conversion, file: Path, expected: ExpectedAnswers, answers: ConvertedAnswers
+) -> int:
+    """Name the file by what was compared, write the texts beside it, and put the folder in its
+    place. Raises ExportError for a file that is not the model."""
+    figures = converted.summary(expected, answers)
+    faults = []
+    if conversion.file_type != Q4:
+        faults = list(converted.problems(expected, answers, conversion.file_type))
+    if faults:
+        file = file.rename(file.with_name(f"{file.name}.unchecked"))
+    else:
+        _write_texts(conversion, file, expected, figures)
+    files.sync_all(file.parent)
+    if conversion.out.exists():
+        conversion.out.rmdir()  # empty, as was checked before the start
+    file.parent.rename(conversion.out)
+    written = shown(str(conversion.out / file.name))
+    if faults:
+        line = shown(faults[0][:MOST_CHARACTERS])
+        raise ExportError(f"{written}: {line}; {figures}; do not use this file")
+    print(f"{figures}\nwritten: {written}")
+    return 0
+
+
+def _write_texts(
+    conversion: Conversion, file: Path, expected: ExpectedAnswers, figures: str
+) -> None:
+    """Write what stands beside a GGUF file."""
+    name, ask = conversion.model.name, f"llama-cli -m {file.name}"
+    if conversion.for_ollama:
+        ask = f"ollama create {name} -f Modelfile\nollama run {name}"
+        text = converted.modelfile(file.name, expected, conversion.config)
+        files.write_atomic(file.with_name("Modelfile"), text)
+    text = converted.readme(file.stem, conversion.model, conversion.base(), figures, ask)
+    files.write_atomic(file.with_name("README.md"), text)

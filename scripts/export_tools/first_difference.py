@@ -1,0 +1,54 @@
+"""Print the first text that a GGUF file's tokenizer splits otherwise than expected, as JSON: its
+number and a line, or null. Arguments: FILE EXPECTED texts|prompts. A process of its own: a server
+that follows one which could not load its file never ends (xllamacpp 2026.10)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llama_server import LlamaServer
+
+TEXTS_A_REQUEST = 200
+BETWEEN = -1  # an id that no tokenizer gives, between two texts
+CONTEXT = 512
+
+
+def split_by(server: LlamaServer, texts: Sequence[str]) -> Iterator[list[int]]:
+    """The ids of each text, many in one request."""
+    for start in range(0, len(texts), TEXTS_A_REQUEST):
+        part = texts[start : start + TEXTS_A_REQUEST]
+        content = [piece for text in part for piece in (text, BETWEEN)]
+        ids = server.post("/tokenize", {"content": content, "parse_special": True})["tokens"]
+        split = list[int]()
+        for number in ids:
+            if number == BETWEEN:
+                yield split
+                split = []
+            else:
+                split.append(number)
+
+
+def first_difference(
+    server: LlamaServer, texts: Sequence[tuple[str, list[int]]]
+) -> tuple[int, str] | None:
+    split = split_by(server, [text for text, _ in texts])
+    for number, (ids, (text, expected)) in enumerate(zip(split, texts, strict=True)):
+        if ids != expected:
+            return number, f"{text!r} becomes {ids} instead of {expected}"
+    return None
+
+
+def main() -> None:
+    file, expected_file, part = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    expected = json.loads(expected_file.read_text(encoding="utf-8"))
+    texts = expected["texts"]
+    if part == "prompts":
+        texts = [(each["text"], each["ids"]) for each in expected["prompts"] if each["messages"]]
+    print(json.dumps(first_difference(LlamaServer(file, CONTEXT), texts)))
+
+
+if __name__ == "__main__":
+    main()
