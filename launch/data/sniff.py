@@ -18,6 +18,7 @@ from launch.base.errors import DataError
 from launch.base.text import nearest
 from launch.data import rows as data_rows
 from launch.data.files import folders, shards
+from launch.data.files.delimited import DELIMITERS
 from launch.data.files.folders import SUFFIXES
 from launch.data.files.shards import MAX_ROW_BYTES, TABLES
 from launch.data.normalise import OPENAI, SHAREGPT
@@ -27,10 +28,10 @@ from launch.schema.plan import FileType
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for another
 SAMPLE_ROWS = 100  # whose content is looked at; the columns of a table are in its schema
 SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in
-PACKABLE = ("jsonl", "json", "csv", "tsv", "text")  # types read from their beginning
+PACKABLE = ("jsonl", "json", *DELIMITERS, "text")  # types read from their beginning
 ROW_NAMES = {"json": "element", "webdataset": "sample"}  # of others: line
 NO_ROWS = {"json": "the array is empty", "webdataset": "no sample is in it"}
-NO_ROWS |= dict.fromkeys(("csv", "tsv"), "the file has no row below its header")
+NO_ROWS |= dict.fromkeys(DELIMITERS, "the file has no row below its header")
 # number of a row, and the kind of each of its values: the values may take much more memory
 RowKinds = tuple[int | str, Mapping[str, str]]
 

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from launch.base.errors import DataError
 from launch.data import rows
 from launch.data.files import folders, shards
+from launch.data.files.delimited import DELIMITERS
 from launch.data.rows import Slice
 from launch.data.sources import Source
 from launch.schema.plan import DataFormat
@@ -79,7 +80,7 @@ def _pieces(
         is_whole = (
             is_packed
             or data_format.kind == "oasst"
-            or data_format.file_type in ("json", "csv", "tsv", "webdataset", "whole_text")
+            or data_format.file_type in ("json", *DELIMITERS, "webdataset", "whole_text")
         )
         if is_whole or file_bytes <= size:
             yield Slice(file), file_bytes

@@ -53,6 +53,9 @@ def run(copy: Path, script: str, *arguments: str) -> str:
     return done.stdout
 
 
+MAIN = "import sys; from launch.__main__ import main; sys.exit(main(sys.argv[1:]))"
+
+
 def test_a_launch_mode(copy):
     modes = "launch/schema/modes.py"
     row = (
@@ -120,9 +123,8 @@ def test_a_lever(copy):
     (copy / "data/rows.jsonl").write_text(f"{row}\n" * 64, encoding="utf-8")
     flags = ("--model.shape=llama-tiny", "--data.train_file=data/rows.jsonl", "--model.path=null")
     machine = ("--machine", "configs/machines/a5000-16g.yaml")
-    script = "import sys; from launch.__main__ import main; sys.exit(main(sys.argv[1:]))"
     plans = [
-        json.loads(run(copy, script, "plan", "single_gpu", *machine, *flags, *asked, "--json"))
+        json.loads(run(copy, MAIN, "plan", "single_gpu", *machine, *flags, *asked, "--json"))
         for asked in ((), ("--training.smoothed=true",))
     ]
     assert [plan["strategy"]["levers"]["smoothed"] for plan in plans] == [False, True]
@@ -136,7 +138,88 @@ def test_a_lever(copy):
     assert plans[1]["seconds_per_step"] > plans[0]["seconds_per_step"]
     refused = "--training.smoothed=true", "--launch.mode=deepspeed_zero2_offload"
     with pytest.raises(AssertionError, match="has not been smoothed"):
-        run(copy, script, "plan", "single_gpu", *machine, *flags, *refused, "--json")
+        run(copy, MAIN, "plan", "single_gpu", *machine, *flags, *refused, "--json")
+
+
+KEY = """
+    colour: Annotated[Literal["red", "blue"], affects("rows")] = Field(
+        default="red", description="The colour of packed rows."
+    )
+"""
+UNREAD = """
+    (
+        ("data.colour",),
+        lambda recipe: not recipe.data.packing,
+        "rows are not packed",
+    ),"""
+
+
+def test_a_recipe_key(copy):
+    section, unread = "launch/schema/data_section.py", "launch/recipe/unread_keys.py"
+    table = "\nROWS: Sequence[tuple[tuple[str, ...], Callable[[Recipe], bool], str]] = ("
+    changed = {
+        add(copy, section, 'unless they are named here."""\n', KEY),
+        add(copy, unread, table, UNREAD),
+    }
+    assert changed == files_named("A recipe key")
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    told = run(copy, MAIN, "keys", "data.colour")
+    assert told.startswith("data.colour: red | blue; default red\n    The colour of packed rows.")
+    script = """
+from launch.recipe import load, unread_keys
+recipe, _ = load.load("sft_fast", ["data.colour=blue"], False)
+whys = [why for _, key, why in unread_keys.of_recipe(recipe) if key == "colour"]
+print(recipe.data.colour, *whys)
+"""
+    assert run(copy, script) == "blue rows are not packed\n"
+
+
+VERB = """
+from launch.commands import recipe_arguments
+
+
+def add_parser(subparsers, verb):
+    return recipe_arguments.add_simple_parser(subparsers, verb, "greet")
+
+
+def main(arguments, others):
+    recipe_arguments.reject(arguments, others)
+    print("good morning")
+    return 0
+"""
+
+
+def test_a_verb(copy):
+    (copy / "launch/commands/greet.py").write_text(VERB, encoding="utf-8")
+    changed = {add(copy, "launch/__main__.py", "\nVERBS = {", '\n    "greet": "greet",')}
+    assert changed == files_named("A verb")
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    assert run(copy, MAIN, "greet") == "good morning\n"
+    assert "greet" in run(copy, MAIN, "--help")
+
+
+def test_a_file_type(copy):
+    changed = {
+        add(copy, "launch/schema/plan.py", "\nFileType = Literal[", '"psv", '),
+        add(
+            copy,
+            "launch/data/files/folders.py",
+            "SUFFIXES: dict[str, FileType] = {",
+            '".psv": "psv", ',
+        ),
+        add(copy, "launch/data/files/delimited.py", "\nDELIMITERS = {", '"psv": "|", '),
+    }
+    assert changed < files_named("A file type")
+    (copy / "rows.psv").write_text("prompt|response\nWhat is red?|A colour.\n", encoding="utf-8")
+    script = """
+from pathlib import Path
+from launch.data import columns, rows
+from launch.schema.data_section import DataSection
+found = columns.detect(DataSection(train_file="rows.psv"), Path("."))
+(sample,) = rows.read_samples(Path("rows.psv"), found)
+print(found.file_type, *(turn["content"] for turn in sample.messages), sep="\\n")
+"""
+    assert run(copy, script) == "psv\nWhat is red?\nA colour.\n"
 
 
 def test_a_failure_kind(copy):
