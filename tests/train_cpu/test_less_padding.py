@@ -138,7 +138,7 @@ def test_a_plan_sorts_the_rows_of_a_step_where_that_is_faster_and_trains_the_sam
     builders.write_parquet(tmp_path / "train.parquet", rows)
     found = builders.launch(tmp_path / "sorted", "run", str(recipe), "--explain")
     assert found.returncode == 0, found.stderr
-    assert "data.batch_by_tokens: asked false, runs true" in found.stdout
+    assert "data.batch_by_tokens: asked null, runs true" in found.stdout
     assert "the same rows and the same loss, with less padding" in found.stdout
     words = [f"--output_dir={tmp_path / 'other'}", "--data.batch_by_tokens=false"]
     obeyed = builders.launch(tmp_path / "as_they_come", "run", str(recipe), *words)
