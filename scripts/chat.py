@@ -25,7 +25,7 @@ from launch.base import compile_caches, files, modules  # noqa: E402
 from launch.base.errors import LaunchError, ResourceError  # noqa: E402
 from launch.base.text import visible  # noqa: E402
 from launch.commands.model import merge  # noqa: E402
-from launch.predict import model_config  # noqa: E402
+from launch.predict import model_config, weight_files  # noqa: E402
 from launch.run_folder.layout import left_in  # noqa: E402
 from launch.schema.model_sections import QuantizationSection  # noqa: E402
 from launch.schema.result import ExportedModel  # noqa: E402
@@ -50,7 +50,7 @@ def _leave_out_unused(folder: Path) -> None:
     which takes half of the time to the first answer."""
     used = {
         "peft": (folder / merge.ADAPTER).is_file(),
-        "bitsandbytes": _quantization(folder) is not None,
+        "bitsandbytes": _quantization(folder) or weight_files.packing(folder),
     }
     modules.leave_out(package for package in modules.OPTIONAL if not used.get(package))
 

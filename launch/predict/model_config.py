@@ -220,6 +220,8 @@ def check_folder(folder: Path) -> None:
 
     Raises ResourceError. Whoever opens a folder asks this first; training asks read(), which checks
     the same."""
+    if not folder.is_dir():
+        raise ResourceError(f"{folder}: there is no such folder; give the folder of a model")
     _folder_config(folder)
     if weight_files.tensors(folder) is None:
         raise ResourceError(

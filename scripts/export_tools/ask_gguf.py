@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from llama_server import LlamaServer
@@ -17,7 +18,10 @@ def main() -> None:
     parser.add_argument("question")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     arguments = parser.parse_args()
-    server = LlamaServer(arguments.file, context=4096)
+    try:
+        server = LlamaServer(arguments.file, context=4096)
+    except RuntimeError:
+        sys.exit(f"{arguments.file}: llama.cpp cannot load it; expected a GGUF file")
     prompt = server.prompt([{"role": "user", "content": arguments.question}])
     print(server.complete(prompt, arguments.max_new_tokens)["content"])
 

@@ -80,7 +80,7 @@ def readme(name: str, model: Path, base: str, figures: str, ask: str) -> str:
     compared, how to ask it."""
     is_ours = (model / "lowmem.json").is_file()
     facts = [line for line in _card(model).splitlines() if is_ours and line.startswith("- ")]
-    licence = _licence(Path(base)) or _licence(model)
+    licence = (_licence(Path(base)) if base else "") or _licence(model)
     front = ["---", f"license: {licence}", "---"] if licence else []
     return "\n".join(
         [

@@ -17,7 +17,8 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     parser.add_argument(
         "name",
         nargs="+",
-        help="OWNER/NAME[@REVISION] of a model, hf:OWNER/NAME[/CONFIG][:SPLIT][@REVISION] of data",
+        help="OWNER/NAME[@REVISION] of a model, OWNER/NAME/FILE.gguf of one file,"
+        " hf:OWNER/NAME[/CONFIG][:SPLIT][@REVISION] of data",
     )
     return parser
 
@@ -30,5 +31,5 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         name = names.parse(text, is_data=text.startswith(names.PREFIX))
         folder = download.folder_of(name, root, say, refresh=True)
         key = "data.train_file" if name.is_data else "model.path"
-        say(f"{folder}\n--{key}={name}")
+        say(f"{folder}" if str(name).endswith(".gguf") else f"{folder}\n--{key}={name}")
     return 0

@@ -61,7 +61,9 @@ class Conversion:
 
     def base(self) -> str:
         """The folder of the model that was trained; "" for a shape's random weights."""
-        if not self.is_adapter and self.run:
+        if self.is_adapter:
+            return str(self.weights)
+        if self.run:
             return RunDir(self.run).read_recipe().model.path or ""
         exported = files.read_or_none(self.weights / "lowmem.json", ExportedModel)
         return exported.base if exported else str(self.weights)
@@ -227,8 +229,9 @@ def _finish(
     else:
         _write_texts(conversion, file, expected, figures)
     files.sync_all(file.parent)
+    merge.check_new(conversion.out)  # another export may have written there meanwhile
     if conversion.out.exists():
-        conversion.out.rmdir()  # empty, as was checked before the start
+        conversion.out.rmdir()
     file.parent.rename(conversion.out)
     written = shown(str(conversion.out / file.name))
     if faults:

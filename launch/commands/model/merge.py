@@ -10,6 +10,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +55,32 @@ def merge(source: Path, out: Path, base: Path | None = None) -> int:
     """Merge the adapter in a model's folder into `out`; the child's exit code. `base`: in place of
     the one that it was trained on."""
     adapter = _adapter(source)
-    base = (base or base_of(adapter)).absolute()
+    named, base = base, (base or base_of(adapter)).absolute()
     model_config.check_adapter(adapter)
     model_config.check_folder(base)
+    if named is not None:
+        with suppress(ResourceError):  # the one that was trained on may be gone
+            _check_alike(base, base_of(adapter))
     refuse_packed(base, adapter)
     check_new(out)
     weights_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
     check_sizes(base, out, weights_bytes, weights_bytes)
     folders = ("--base", str(base), "--adapter", str(adapter), "--out", str(out.absolute()))
     return run_child(sys.executable, "-P", "-m", "training.children.merge", *folders)
+
+
+def _check_alike(base: Path, trained: Path) -> None:
+    """Refuse a base with other weights than the one that the adapter was trained on, as far as both
+    hold them in one type. Raises ConfigError."""
+    own, other = (weight_files.tensors(folder) or {} for folder in (base, trained))
+    for name in own.keys() & other.keys():
+        pair = own[name], other[name]
+        are_alike = pair[0].dtype == pair[1].dtype and not any(each.packing for each in pair)
+        if are_alike and not weight_files.same_bytes(*pair):
+            raise ConfigError(
+                f"--base {base}: its {name} is not that of {trained}, on which the adapter was"
+                " trained; give the original of that model"
+            )
 
 
 def refuse_packed(base: Path, adapter: Path | None) -> None:

@@ -135,6 +135,12 @@ def test_a_folder_that_is_packed_trains_the_adapter_of_its_original(finished, tm
     refused = builders.launch(tmp_path / "workspace", *merge)
     assert refused.returncode == 2
     assert f"{packed}: holds linear weights of 4 bits" in refused.stderr
+    other = shutil.copytree(original, tmp_path / "other")
+    weights = {name: -tensor for name, tensor in builders.weights(original).items()}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    wrong = builders.launch(tmp_path / "workspace", *merge, "--base", str(other))
+    assert wrong.returncode == 2
+    assert f"is not that of {packed}, on which the adapter was trained" in wrong.stderr
     done = builders.launch(tmp_path / "workspace", *merge, "--base", str(original))
     assert done.returncode == 0, done.stderr
     assert builders.weights(tmp_path / "merged").keys() == builders.weights(original).keys()

@@ -206,3 +206,23 @@ def test_the_base_of_a_model_is_that_which_its_training_began_with(tmp_path):
     facts = ExportedModel("merge of x", base="/models/b")
     (model / "lowmem.json").write_text(json.dumps({"run": facts.run, "base": facts.base}))
     assert conversion(model).base() == "/models/b"
+
+
+def test_the_base_of_an_adapter_is_the_folder_that_it_was_trained_on(tmp_path):
+    base, adapter = folder_of(tmp_path / "b"), tmp_path / "a"
+    (base / "lowmem.json").write_text(json.dumps({"run": "b-20260101-000000"}))
+    adapter.mkdir()
+    named = json.dumps({"base_model_name_or_path": str(base)})
+    (adapter / merge.ADAPTER).write_text(named)
+    assert conversion(adapter, run=tmp_path / "run").base() == str(base)
+
+
+def test_a_model_without_a_base_has_no_licence_of_the_folder_around(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("README.md").write_text("---\nlicense: gpl-3.0\n---\n")
+    assert "licence: not named\n" in converted.readme("m", tmp_path / "m", "", "", "")
+
+
+def test_a_folder_that_is_not_there_is_named_without_keys_of_a_recipe(tmp_path, tools):
+    with pytest.raises(ResourceError, match=r"nope: there is no such folder; give the folder of"):
+        export.check(conversion(tmp_path / "nope"))
