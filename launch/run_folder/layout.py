@@ -364,6 +364,12 @@ class Start:
         return as_begun(made, workspace.runs, recipe, self.resume)
 
 
+def run_at(resume: str) -> RunDir:
+    """The run that --resume names, or the one whose checkpoint it names."""
+    path = expanded(resume)
+    return RunDir(path.parent.parent if path.name.startswith("checkpoint-") else path)
+
+
 def as_begun(tokens: TokenCache, runs: Path, recipe: Recipe, resume: str) -> TokenCache:
     """The rows of the run that a start continues, if an earlier version tokenised them otherwise;
     else `tokens`. `resume`: auto, never, or a path to a run or a checkpoint of it."""
@@ -372,8 +378,7 @@ def as_begun(tokens: TokenCache, runs: Path, recipe: Recipe, resume: str) -> Tok
     identity = {**tokens.identity}
     identity.pop(token_cache.BESIDE_CONFIG, None)
     before = tokens.folder.with_name(token_cache.name_of(identity))
-    path = expanded(resume)
-    earlier = [RunDir(path.parent.parent if path.name.startswith("checkpoint-") else path)]
+    earlier = [run_at(resume)]
     if resume == "auto":
         own = (run for run in RunDir.all(runs, recipe.name) if run.writes_to(recipe.output_dir))
         earlier = (run for run in own if run.has_trained() or run.continues_file.exists())

@@ -15,7 +15,7 @@ from launch.base import files as base_files
 from launch.base.errors import CheckpointError
 from launch.data.token_cache import TokenCache
 from launch.run_folder import manifest
-from launch.run_folder.layout import RunDir, holds_model
+from launch.run_folder.layout import RunDir, holds_model, run_at
 from launch.schema.levers import Levers
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
@@ -99,17 +99,11 @@ def begun_levers(runs: Path, recipe: Recipe, resume: str) -> Levers | None:
     if resume == "never":
         return None
     with suppress(CheckpointError):  # decide() says what is damaged
-        begun = _of_this_output(runs, recipe)[0] if resume == "auto" else [_run_at(resume)]
+        begun = _of_this_output(runs, recipe)[0] if resume == "auto" else [run_at(resume)]
         for run in begun:
             if run.last_step() and (run.outcome() is None or "schedule" in recipe.resume.allow):
                 return run.read_plan().strategy.levers
     return None
-
-
-def _run_at(resume: str) -> RunDir:
-    """The run that --resume names, or the one whose checkpoint it names."""
-    path = base_files.expanded(resume)
-    return RunDir(path.parent.parent if path.name.startswith("checkpoint-") else path)
 
 
 def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunDir]]:
@@ -160,7 +154,7 @@ def _unfinished(earlier: Sequence[RunDir]) -> list[str]:
 def _from_path(
     resume: str, recipe: Recipe, plan: Plan, tokens: TokenCache, new_run: NewRun
 ) -> Start:
-    path, run = base_files.expanded(resume), _run_at(resume)
+    path, run = base_files.expanded(resume), run_at(resume)
     is_checkpoint = path != run.root
     if (
         run.is_dry_run

@@ -39,7 +39,7 @@ def model_class(folder: Path) -> type[TextModel]:
     architecture = get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT)
     try:
         return get_model_class(architecture)
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # so the converter says that it lacks a type
         raise Refused(f"{architecture}: the converter does not know this type of model") from error
 
 
@@ -87,7 +87,7 @@ def vocabulary(folder: Path, expected: dict[str, Any]) -> tuple[dict[str, Any], 
     try:
         model, is_known = opened(folder, Path("none"), "f16", expected, None), True
         model.set_vocab()
-    except NotImplementedError:
+    except NotImplementedError:  # so it says that it does not know a splitting rule
         model, is_known = opened(folder, Path("none"), "f16", expected, "gpt-2"), False
         model.set_vocab()
     return dict(model.gguf_writer.kv_data[0]), is_known

@@ -111,8 +111,8 @@ def test_a_tokenizer_that_no_rule_splits_is_refused_with_the_first_text(tmp_path
     made = Tokenizer(models.BPE())
     # tokens of several words and lines, and none that cross an x
     apart = pre_tokenizers.Split("x", "isolated")
-    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([apart, whole])
+    of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([apart, of_bytes])
     made.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(

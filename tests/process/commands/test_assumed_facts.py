@@ -130,8 +130,8 @@ def test_ligers_kernels_are_chosen_where_their_step_is_faster(tmp_path, tokens, 
     assert free["strategy"]["levers"]["use_liger_kernel"] is is_faster
     row = next(row for row in free["switches"] if row["name"] == "liger")
     assert row["why"] == ("faster; the loss stays ours" if is_faster else "not faster")
-    seconds = [each["seconds_per_step"] for each in (free, without)]
-    assert (seconds[0] * AS_FAST < seconds[1]) is is_faster
+    predicted_s = [each["seconds_per_step"] for each in (free, without)]  # nothing is timed
+    assert (predicted_s[0] * AS_FAST < predicted_s[1]) is is_faster
 
 
 @pytest.mark.modes

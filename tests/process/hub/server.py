@@ -53,7 +53,7 @@ class Request:
 
 @dataclass
 class Hub:
-    """What the server has, what it was asked, and its faults by the last part of a path."""
+    """The server's repositories and requests, and its faults by the last part of a path."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content[begin : min(end, len(content) if stall is None else stall)])
         self.wfile.flush()
         if stall is not None:
-            time.sleep(60)
+            time.sleep(60)  # longer than a client waits, which hangs up
         self.close_connection = end < len(content)
         if hub.resets:
             time.sleep(0.5)  # a reset drops what has not been read

@@ -83,14 +83,14 @@ def llama(tmp_path_factory) -> Path:
     """A folder that transformers has written, and another in which one layer is not packed."""
     root = tmp_path_factory.mktemp("packed")
     config = yaml.safe_load((builders.CODE / "configs/models/llama-tiny.yaml").read_text())
-    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    whole.save_pretrained(root / "whole")
+    original = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    original.save_pretrained(root / "original")
     for name, skipped in (("all", None), ("part", ["lm_head", "gate_proj"])):
         how = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skipped
         )
         model = AutoModelForCausalLM.from_pretrained(
-            root / "whole", quantization_config=how, device_map={"": "cpu"}
+            root / "original", quantization_config=how, device_map={"": "cpu"}
         )
         model.save_pretrained(root / name)
     return root
@@ -99,7 +99,7 @@ def llama(tmp_path_factory) -> Path:
 def test_a_folder_of_transformers_is_the_model_of_its_original(llama):
     read = [
         builders.model_size(ModelSection(path=str(llama / name)), None, root=builders.CODE)
-        for name in ("whole", "all")
+        for name in ("original", "all")
     ]
     assert read[0].parameters == read[1].parameters
     assert "quantization_config" not in read[1].config
@@ -136,5 +136,7 @@ def test_what_a_recipe_leaves_open_is_that_of_the_folder(llama):
     found = resolve.as_packed(recipe).quantization
     assert found is not None
     assert (found.bnb_4bit_quant_type, found.bnb_4bit_use_double_quant) == ("nf4", False)
-    whole = builders.recipe_of(model={"shape": None, "path": str(llama / "whole")}, **sections)
-    assert resolve.as_packed(whole) is whole
+    original = builders.recipe_of(
+        model={"shape": None, "path": str(llama / "original")}, **sections
+    )
+    assert resolve.as_packed(original) is original

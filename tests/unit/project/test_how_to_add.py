@@ -163,8 +163,8 @@ def test_a_recipe_key(copy):
     }
     assert changed == files_named("A recipe key")
     shutil.copy(ROOT / "pyproject.toml", copy)
-    told = run(copy, MAIN, "keys", "data.colour")
-    assert told.startswith("data.colour: red | blue; default red\n    The colour of packed rows.")
+    text = run(copy, MAIN, "keys", "data.colour")
+    assert text.startswith("data.colour: red | blue; default red\n    The colour of packed rows.")
     script = """
 from launch.recipe import load, unread_keys
 recipe, _ = load.load("sft_fast", ["data.colour=blue"], False)
