@@ -65,7 +65,7 @@ def _make_private(folder: Path, variable: str) -> None:
     files.refuse_strangers(folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # of a symbolic link and of its target
+        # owners of a symbolic link and of its target: either could exchange the folder
         owners, mode = {folder.lstat().st_uid, folder.stat().st_uid}, folder.stat().st_mode
     except OSError as error:
         raise ResourceError(

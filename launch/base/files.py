@@ -114,7 +114,7 @@ def read(path: Path, noun: type[Noun]) -> Noun | None:
 
     try:
         return _adapter(noun).validate_json(regular_bytes(path))
-    except (FileNotFoundError, NotADirectoryError):  # of its folder, too
+    except (FileNotFoundError, NotADirectoryError):  # the file, or its folder, is missing
         return None
     except OSError as error:
         raise damaged_file(path, str(error.strerror)) from error

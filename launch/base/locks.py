@@ -32,7 +32,7 @@ class Holder:
     host: str
     start_ticks: Annotated[int | None, Field(alias="started")]  # clock ticks since boot
     boot: str
-    namespace: str  # of its pid
+    namespace: str  # the PID namespace in which `pid` counts
     since: str
     times: str = ""  # the namespace of its clocks
 
@@ -144,7 +144,8 @@ def _replace(path: Path, what: str) -> int:
     """Put a new file in the place of a file that only children of a dead holder have open."""
     guard = os.open(path.with_name(f"{path.name}.guard"), os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        flock(guard, fcntl.LOCK_EX, path)  # of two that take over, the second finds the first alive
+        # Two processes may take over at once: the second waits here, then finds the first alive
+        flock(guard, fcntl.LOCK_EX, path)
         _refuse_living(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), what)
         aside = path.with_name(f"{path.name}.{os.getpid()}")
         file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)

@@ -24,7 +24,7 @@ from launch.base.errors import ResourceError
 
 POLL_S = 0.2  # between two checks of a run
 UNKILLABLE_S = 10.0  # after SIGKILL
-THREADS = 4  # of one process, beside those of which there is one for each CPU
+THREADS = 4  # threads of a process whose number does not grow with the CPUs
 THREAD_STACK_BYTES = 64 << 10  # else each takes 8 MiB of what `ulimit -v` allows
 PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 1  # prctl(2)
 SIZES = re.compile(rb"^(\w+):\s+(\d+) kB$", re.MULTILINE)
@@ -34,8 +34,10 @@ MAPPED_FILE = re.compile(
     rb"(?:[A-Z].*\n)*?Anonymous: +(\d+) kB$",
     re.MULTILINE,
 )
-DRIVERS = (b"/dev/nvidia", b"/dev/kfd", b"/dev/dri/")  # what they map of RAM stays there
-WALKING_SHARE = 0.01  # of the time: a walk takes 20 ms a resident GiB and 10 ms a thousand mappings
+# device files: pages mapped from them stay in RAM
+DRIVERS = (b"/dev/nvidia", b"/dev/kfd", b"/dev/dri/")
+# share of the time; a walk takes 20 ms per resident GiB and 10 ms per 1,000 mappings
+WALKING_SHARE = 0.01
 
 
 def adopt() -> None:
@@ -303,7 +305,7 @@ class JobMemory:
     def __init__(self, root_pid: int) -> None:
         self._root = root_pid
         self._pages: dict[int, Pages | None] = {}
-        self._walk_s = 0.0  # of the next walk, on the monotonic clock
+        self._walk_s = 0.0  # earliest time of the next walk, on the monotonic clock
         self._mapped: dict[int, int] = {}  # most bytes of files that a process mapped in training
         self._library_bytes = self._weight_bytes = 0
         self.bytes = self.peak_bytes = 0

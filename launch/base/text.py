@@ -11,9 +11,9 @@ from pathlib import Path
 from launch.base.secrets import without_secrets
 from launch.schema.machine import GIB, MIB
 
-COLUMNS = 100  # of a screen; a longer line is shortened or folded
+COLUMNS = 100  # width of a screen; a longer line is shortened or folded
 WHOLE = 1_000_000  # columns of a file or a pipe
-MOST_NAMES = 12  # that are listed where none is like a wrong one
+MOST_NAMES = 12  # names listed where none resembles the wrong one
 # Characters that control a terminal or that it hides: control characters except tab and newline,
 # surrogates, changes of direction
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")

@@ -100,11 +100,11 @@ TORCH_TRACE TORCH_USE_RTLD_GLOBAL TORCH_WARM_POOL TORCH_XPU_ARCH_LIST
 """
 NAMES = frozenset(" ".join((_SYSTEM, _LOWMEM, _HUGGING_FACE, _CUDA, _TORCH)).split())
 
-# of libraries whose variables are passed one by one
+# Prefixes of libraries from which a child gets the variables in NAMES alone
 OF_LIBRARIES = ("HF_", "TRANSFORMERS_", "CUDA_", "TORCH_")
 # Accelerate would take them for the number and the place of its own ranks
 OF_MPI = ("PMI_", "PMIX_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
-# of libraries that get every variable with it whose name does not say that it is a secret
+# Prefixes of which a child gets every variable whose name does not look like a secret's
 PREFIXES = (
     *("LC_", "PYTHON", "LD_", "CONDA_", "SLURM_", "COV_"),
     *("NVIDIA_", "CUDNN_", "CUBLAS_", "NCCL_", "NVTE_", "ROCR_", "ROCM_", "RCCL_", "HIP_", "HSA_"),

@@ -44,7 +44,7 @@ class DataSource(Section):
     """A part of the training rows: files of one format."""
 
     path: str = Field(min_length=1)
-    # how many times an epoch trains each row; 0.5: half of the rows
+    # number of times that an epoch trains each row; 0.5: half of the rows
     weight: float = Field(default=1.0, gt=0, le=100, allow_inf_nan=False)
     columns: ColumnNames | None = None
 

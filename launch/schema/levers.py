@@ -137,7 +137,7 @@ class Levers:
     attn_implementation: AttnImplementation = "sdpa"
     use_liger_kernel: bool = False
     torch_compile: bool = False
-    every_n_layers: int = 0  # of which one is checkpointed; 0: none is
+    every_n_layers: int = 0  # one layer in this many is checkpointed; 0: none
     activation_offloading: bool = False  # what is checkpointed is kept in host memory
     # the tokens of a micro-batch go through each MLP in this many parts, one after another
     tiled_mlp_num_shards: int = 1
@@ -145,7 +145,7 @@ class Levers:
     fused_adapters: bool = False  # products of adapters are added to those of their layers
     # the positions are divided into this many parts, whose logits are computed one after another
     num_output_chunks: int = 1
-    logits_at_targets: bool = False  # of the other positions, no logits are computed
+    logits_at_targets: bool = False  # the other positions get no logits
     # the rows of a step are sorted by length, and a micro-batch limited by its tokens
     batch_by_tokens: bool = False
     optim: str = "adamw_torch_fused"  # by TrainingArguments' name
@@ -192,15 +192,16 @@ def read_levers(values: Mapping[str, Any]) -> dict[str, Any]:
 # ---- rows
 
 Refused = Callable[[Levers, "ModelFamily"], str | None]
-LEAST_TOKENS = 1024  # of a part of an MLP: a card computes smaller products at a lower rate
+# least tokens per part of an MLP: a card computes smaller products at a lower rate
+LEAST_TOKENS = 1024
 
 
 class Around(NamedTuple):
     """The circumstances in which a plan tries a value."""
 
     device: Device
-    num_samples: int  # of a micro-batch
-    tokens: int  # of it
+    num_samples: int  # samples in a micro-batch
+    tokens: int  # tokens in a micro-batch
     is_exact: bool  # no smaller micro-batch may be tried
     no_every_n_layers: str | None  # why layers cannot be checkpointed one by one
 
@@ -220,10 +221,10 @@ class Lever:
     `mode_refusal` why a mode cannot, by the value."""
 
     name: str  # the field of Levers
-    # of training/levers/, which applies it; None: it decides what rows a trainer gets at once
+    # module of training/levers/ that applies it; None: it decides which rows a trainer gets at once
     module: str | None
     switch: str  # its name in the list of a plan's kernels
-    key: str  # of the recipe, dotted
+    key: str  # dotted key of the recipe
     # bit-equal: torch.equal; same function: it differs by rounding
     exactness: Literal["bit-equal", "same function", "other function"]
     text: Callable[[Any], str]
@@ -392,7 +393,7 @@ LEVERS = (
         text=lambda n: f"checkpointing 1 layer in {n}" if n > 1 else "checkpointing",
         off="no checkpointing",
         asked=_asked_layers,
-        tried=(0, 4, 2, 1),  # of more than 4 the seconds hardly differ
+        tried=(0, 4, 2, 1),  # beyond 4, the seconds hardly change
         tries=lambda n, levers, around: n <= 1 or around.no_every_n_layers is None,
         same=_why_checkpointing,
         saved=lambda n: 1 / n if n else 0.0,
@@ -513,7 +514,8 @@ LEVERS = (
 )
 PLAIN = Levers()
 ROWS: Mapping[str, Lever] = {row.name: row for row in LEVERS}
-TRIED = tuple(row for row in LEVERS if row.tried)  # where nothing else fits
+# levers that a plan tries where nothing else fits
+TRIED = tuple(row for row in LEVERS if row.tried)
 
 
 def asked(recipe: Recipe) -> Levers:

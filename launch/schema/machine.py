@@ -47,11 +47,11 @@ class Gpu:
 class CardFigures:
     """Measurements of a card on this machine; 0: not measured."""
 
-    name: str = ""  # of the card
-    context_bytes: int = 0  # of a process on the card, outside torch's allocator
+    name: str = ""
+    context_bytes: int = 0  # memory that a process takes on the card, outside torch's allocator
     context_source: Literal["doctor", "selfcheck"] = "doctor"
-    flops_per_s: float = 0.0  # of a large product in half precision
-    # of copies between pinned memory and the card, in the slower direction
+    flops_per_s: float = 0.0  # rate of a large product in half precision
+    # bandwidth of copies between pinned memory and the card, in the slower direction
     host_device_bytes_per_s: float = 0.0
 
 
@@ -82,7 +82,8 @@ class Machine:
     packages: tuple[OptionalPackage, ...] | None = None
     # why the pages of mapped files count against the host's limit; "": they can be dropped
     mappings_count: str = ""
-    assumed: str = ""  # of a described machine, in place of keys that its description leaves out
+    # values assumed for keys that the description of a machine leaves out, as text
+    assumed: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,11 @@ class Leased:
     """Memory of this machine that other starts have leased, and a line of a plan on it."""
 
     host_bytes: int = 0  # all, taken or not
-    host_untaken_bytes: int = 0  # of those, what their processes may still take
+    host_untaken_bytes: int = 0  # part of host_bytes that the leases' processes have not taken yet
     # the same of cards, by their keys
     card_bytes: Mapping[str, int] = field(default_factory=dict)
     card_untaken_bytes: Mapping[str, int] = field(default_factory=dict)
-    numbers: tuple[int, ...] = ()  # of the leases
+    numbers: tuple[int, ...] = ()  # numbers of the leases, by which `queue` lists them
     notes: tuple[str, ...] = ()
 
 
@@ -122,7 +123,8 @@ class Link:
     env: Mapping[str, str]  # variables that every rank needs besides the user's environment
     # bus bandwidth as nccl-tests defines it: bytes x 2(N-1)/N / seconds of an all-reduce
     bytes_per_s: float | None
-    flops_per_s: float | None  # of the slowest card's half-precision matmul; None without a GPU
+    # matmul rate of the slowest card in half precision; None without a GPU
+    flops_per_s: float | None
     tries: tuple[LinkTry, ...]
     reason: str
     skipped: tuple[str, ...] = ()  # tries that were left out, and why

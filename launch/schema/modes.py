@@ -26,7 +26,7 @@ Mode = Literal[
 
 States = Literal["optimizer", "gradients", "parameters"]
 
-# What a mode cannot run; the conditions and the messages are in launch/predict/sharding.py.
+# Refused combinations; the conditions and the messages are in launch/predict/sharding.py.
 Refusal = Literal[
     "float16 beside fp16",
     "4-bit weights",
@@ -51,7 +51,7 @@ class LaunchMode:
     device: Device | None = None  # None: GPUs, or CPUs on a machine without
     processes: Literal["one", "several", "any"] = "any"
     backend: Literal["nccl", "gloo"] | None = None  # None: NCCL between GPUs, Gloo between CPUs
-    zero_stage: int = 0  # of DeepSpeed
+    zero_stage: int = 0  # DeepSpeed's ZeRO stage; 0: another engine
     shards: tuple[States, ...] = ()  # states of which each rank holds a part only
     # optimizer states stand in host RAM and are updated there; sharded parameters stand there too
     offloads: bool = False

@@ -41,7 +41,7 @@ class ForwardFacts:
     has_sdpa: bool = True
     # its attention computes a row of documents from their starts and positions alone
     flattens: bool = False
-    has_rms_norms: bool = False  # that compute as Llama's do
+    has_rms_norms: bool = False  # its RMS norms compute as Llama's do
     attention_dropout: float = 0.0  # in training, where the config does not name it
 
 
@@ -52,7 +52,7 @@ class ModelFamily:
     model_type: str = ""
     # last names of the linear layers, without the output head
     linear: tuple[str, ...] = ()
-    # those of `linear` that transformers would quantise; None: layers of one name differ
+    # the names in `linear` that transformers would quantise; None: layers of one name differ
     quantizable: tuple[str, ...] | None = ()
     # name of a tied parameter -> the name that named_parameters() gives it
     tied: Mapping[str, str] = field(default_factory=dict)
@@ -81,8 +81,8 @@ class ModelSize:
     parameters: int
     trainable_parameters: int
     lora_parameters: int = 0  # part of trainable_parameters
-    lora_bytes: int = 0  # of lora_parameters: copies of modules have model.dtype
-    tied_copy_bytes: int = 0  # of the copy of tied embeddings, which PEFT writes for the head too
+    lora_bytes: int = 0  # size of lora_parameters: copies of modules have model.dtype
+    tied_copy_bytes: int = 0  # the copy of tied embeddings that PEFT writes for the head too
     family: ModelFamily = ModelFamily()
 
     @property
@@ -108,8 +108,8 @@ class DataFormat:
     notes: tuple[str, ...] = ()  # lines of the plan on columns that are not read
     num_files: int = 1  # shards of the training data
     template: str = ""  # the chat template, and where it is from
-    # of each source, if data.train_file is a list; this is then that of the held-out file, or of
-    # the first source
+    # formats of the sources, if data.train_file is a list; this format is then that of the held-out
+    # file, or of the first source
     of_sources: tuple[DataFormat, ...] = ()
 
     def of_source(self, index: int) -> DataFormat:
@@ -132,7 +132,7 @@ class Strategy:
     num_machines: int = 1
     levers: Levers = PLAIN
     tf32: bool = False  # products of float32 are rounded to 10 bits of mantissa
-    pin_memory: bool = True  # what is offloaded is in page-locked memory
+    pin_memory: bool = True  # offloaded tensors are in page-locked memory
 
     @model_validator(mode="before")
     @classmethod
@@ -212,18 +212,18 @@ class MemoryEstimate:
     weights_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    offloaded_bytes: int = 0  # of one rank's states, in host RAM instead
+    offloaded_bytes: int = 0  # states of one rank that are in host RAM instead
     peak: Peak | None = None  # None: the step could not be traced, only the states are known
     fragmentation_bytes: int = 0  # reserved by the allocator beyond the allocated bytes
     # it would reserve more, but gives cached blocks back where memory ends
     gives_cache_back: bool = False
     outside_bytes: int = 0  # outside the allocator: context, communicators
-    outside_source: str = ""  # of the context's bytes
-    margin_bytes: int = 0  # by which past predictions were exceeded
-    # of the job on this machine, by cause; {}: not predicted
+    outside_source: str = ""  # source of the context's bytes, as a line of the plan
+    margin_bytes: int = 0  # excess of past peaks over their predictions
+    # bytes of the job on this machine, by cause; {}: not predicted
     host: Mapping[str, int] = field(default_factory=dict)
     host_phase: str = ""
-    pinned_bytes: int = 0  # of one rank: host memory that is page-locked, part of `host`
+    pinned_bytes: int = 0  # page-locked host memory of one rank, part of `host`
     # peaks of a training step, without an evaluation; 0: not predicted
     step_allocated_bytes: int = 0
     step_reserved_bytes: int = 0
@@ -310,7 +310,7 @@ class SecondsCorrection:
     least: float = 1.0
     most: float = 1.0
     runs: int = 0
-    of: str = ""  # which runs
+    of: str = ""  # description of the runs, in `reason`
 
     @property
     def reason(self) -> str:
@@ -347,7 +347,7 @@ class Padding:
     samples: int  # the units that a batch counts: rows, or packed sequences
     rows: int
     tokens: int
-    # of an optimizer step on average, if its micro-batches are limited by tokens
+    # micro-batches of an optimizer step on average, if they are limited by tokens
     micro_steps: float | None = None
 
 
@@ -357,7 +357,7 @@ class SourceRows:
 
     path: str
     weight: float
-    rows: int  # that an epoch trains
+    rows: int  # rows trained in an epoch
 
 
 @dataclass(frozen=True)
@@ -370,12 +370,12 @@ class Plan:
     data_format: DataFormat
     estimate: MemoryEstimate
     budget_bytes: int  # per rank on the device
-    rows: int | None = None  # that are trained; None: too large to count before the start
+    rows: int | None = None  # trained rows; None: too large to count before the start
     sources: tuple[SourceRows, ...] = ()  # if data.train_file is a list
-    rows_held_out: int | None = None  # of the training file, by data.validation_size
-    # of the training file: rows without a target, and bad rows; None: not tokenised yet
+    rows_held_out: int | None = None  # rows that data.validation_size takes from the training file
+    # rows of the training file without a target, and bad rows; None: not tokenised yet
     rows_left_out: int | None = None
-    target_share: float | None = None  # of the tokens of rows that are trained
+    target_share: float | None = None  # share of the trained rows' tokens that are targets
     lora_targets: tuple[str, ...] = ()  # module names that get LoRA
     why: tuple[str, ...] = ()
     switches: tuple[Switch, ...] = ()
@@ -383,14 +383,14 @@ class Plan:
     rejected: tuple[str, ...] = ()
     table: tuple[str, ...] = ()  # the candidates that were compared, as lines
     compared: tuple[Compared, ...] = ()  # the same with the uses of their bytes
-    # what each way of saving memory saves and costs, of those that were compared
+    # savings and costs of each compared lever
     savings: tuple[str, ...] = ()
     # memory of each part of the run: per rank on its device, and of the job on its machine
     phases: DevicePhases = field(default_factory=DevicePhases)
     host: HostPhases = field(default_factory=HostPhases)
     seconds_per_step: float | None = None  # predicted, of an optimizer step
     seconds_correction: SecondsCorrection = NOT_CORRECTED  # in them
-    waits_share: float = 0.0  # of these seconds, in which the device waits for its host
+    waits_share: float = 0.0  # share of these seconds in which the device waits for its host
     # tokens of the longest source and target that was planned for
     lengths: tuple[int, int] = (0, 0)
     rows_of: int | None = None  # tokens of every row, if asked for rows of one length (--rows-of)
@@ -398,7 +398,7 @@ class Plan:
     link: Link | None = None  # between the ranks; None: not tested
     packing: bool = False  # a batch counts packed sequences
     padding: Padding | None = None  # None: the rows have not been tokenised yet
-    # of the frozen weights under an adapter, which no checkpoint holds
+    # fingerprint of the frozen weights under an adapter, which no checkpoint contains
     base_fingerprint: str | None = None
     # the share of a card's free memory that a rank's allocator may take
     allocator_fraction: float = 1.0

@@ -84,7 +84,8 @@ HONOURED: Mapping[str, str] = {
 
 # Keys of TrainingArguments that have no field here and do not affect everything.
 EXTRAS: Mapping[str, frozenset[Effect]] = {
-    "average_tokens_across_devices": frozenset({"weights"}),  # of runs begun when it was taken
+    # refused in new recipes; runs that older versions began may have it
+    "average_tokens_across_devices": frozenset({"weights"}),
     "tf32": frozenset({"weights", "step_time", "planned"}),
     "liger_kernel_config": frozenset({"weights", "memory", "step_time"}),
     "torch_compile": frozenset({"weights", "memory", "step_time", "planned"}),

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
-STEP = ".step"  # of the names of recorded steps' files
+STEP = ".step"  # suffix of the files of recorded steps
 BATCH = 1009  # a prime that divides no usual width, vocabulary or length
 TARGETS = 100_003  # another, of each part in which the logits are made
-# where parts are told apart: there are so many of them, the last has fewer targets, and so all have
+# Several parts: their number, the targets of the smaller last part, the targets of all parts
 PARTS, LAST_TARGETS, ALL_TARGETS = 4, 100_001, 400_010
-UNITS = 4  # of a stack of few layers: first, two alike, last, which may have fewer layers
+UNITS = 4  # units of a shortened stack: first, two alike, last, which may have fewer layers
 LOSS = -1  # in place of a stack: the parts of the logits are its layers
 # ops of blocks: of one without bytes, from which on the optimizer steps; of a weight that is
 # trained, of another weight, and of a weight that a step does not use: the original beside a copy
@@ -27,7 +27,7 @@ UPDATE = "update"
 TRAINED, FROZEN, UNUSED = "parameter", "frozen parameter", "unused parameter"
 Layer = tuple[int, int]  # (stack, index in it)
 Parts = tuple[float, float, float, float]
-# of a kernel without products, where its tensors differ: in dtype alone, in shape, in strides
+# differences between the tensors of a kernel without products: dtype alone, shape, strides
 Form = Literal["", "cast", "broadcast", "strided"]
 
 
@@ -41,7 +41,7 @@ class Sum:
     target_rows: int
     columns: int
     multiprocessors: int
-    threads: int  # that a multiprocessor holds
+    threads: int  # most threads that a multiprocessor runs at once
 
 
 @dataclass(slots=True)
@@ -95,10 +95,10 @@ class Operator:
     # a product, fused attention, another kernel, a view or a new block, for which no kernel runs, a
     # value that the host waits for, a copy to the host of what backward needs, a module's call
     kind: Literal["product", "attention", "other", "view", "wait", "offload", "module"]
-    dtype: str = ""  # of its result; of a product in 16 bits also its alignment
+    dtype: str = ""  # dtype of its result; a product in 16 bits names its alignment too
     flops: Parts = (0, 0, 0, 0)
-    bytes: Parts = (0, 0, 0, 0)  # that it reads and writes
-    launches: int = 0  # of kernels
+    bytes: Parts = (0, 0, 0, 0)  # memory that it reads and writes
+    launches: int = 0  # number of kernel launches
     form: Form = ""
 
 

@@ -28,14 +28,14 @@ class ShownRow:
     left_out: str = ""  # the reason
     has_escapes: bool = False  # a backslash before text that looks like a special token
     is_held_out: bool = False  # by data.validation_size
-    times: int = 1  # that an epoch trains it
+    times: int = 1  # repetitions in an epoch
 
 
 @dataclass(frozen=True)
 class ShownRows:
     """Some rows, and counts of the rows that were read for them."""
 
-    template: str  # where the chat template comes from
+    template: str  # origin of the chat template
     rows: list[ShownRow]
     num_read: int
     left_out: dict[str, int]  # reason -> rows
@@ -47,7 +47,7 @@ class ShownRows:
     bad: list[str]  # errors of rows that cannot be read
     num_bad: int = 0
     num_held_out: int = 0  # rows that data.validation_size holds out
-    num_files: int = 1  # of which the first rows were read
+    num_files: int = 1  # files whose first rows were read
 
 
 # ---- micro-batches of tokenised rows, and the largest of these
@@ -64,8 +64,8 @@ class Division:
     groups_by_length: bool  # rows of similar lengths go together
     multiple: int  # to which lengths are padded
     flattens: bool  # rows follow one another without padding
-    seed: int = 0  # of the order of training
-    num_steps: int = 0  # of training
+    seed: int = 0  # seed of the order of training
+    num_steps: int = 0  # optimizer steps of the training
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class MicroBatchSize:
     rows: int
     source: int
     target: int
-    tokens: int  # of all rows; without padding between them if they are flattened
+    tokens: int  # tokens of all rows, without padding between them if they are flattened
     targets: int  # positions that predict a token with a loss
     is_padded: bool  # some row's source is shorter, so that masks are needed
 

@@ -12,7 +12,7 @@ from launch.schema.section import AFFECTS_STEP, affects, as_tuple
 Precision = Literal["no", "bf16", "fp16"]
 
 
-# of TrainingArguments.report_to
+# Values of TrainingArguments.report_to
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
 TENSORBOARD: Tracker = "tensorboard"
 
@@ -30,7 +30,8 @@ Schedule = Literal[
 ]
 
 
-LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")  # of liger_kernel_config
+# switches in liger_kernel_config that replace the loss
+LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
 COMPILE_KEYS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
