@@ -379,7 +379,7 @@ def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:
     for each, verdict in judged:
         seconds = f"{each.time.step_s:.3g}" if each.time else "?"
         peak = size(each.memory.allocated_bytes)
-        if each.time is None or each.by == "price":  # what it holds at least
+        if each.time is None or each.by == "price":  # a lower bound
             peak = f">= {peak}" if each.memory.allocated_bytes else "?"
         rows.append((describe(each.candidate), peak, seconds, verdict))
     first, second, third = (max(map(len, column)) for column in list(zip(*rows, strict=True))[:3])

@@ -60,7 +60,7 @@ class Fit:
     refused: str = ""
     shortage: str = ""
     fits_with: str = ""  # a key with which it fits, where one is known
-    margin: SecondsMargin | None = None  # of predicted seconds, on these cards
+    margin: SecondsMargin | None = None  # measured over predicted seconds on these cards
 
     @property
     def tokens_per_s(self) -> float | None:

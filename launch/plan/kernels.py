@@ -25,9 +25,9 @@ from launch.schema.recipe import Recipe
 from launch.schema.training_section import LIGER_LOSSES, Precision
 
 FLASH, VARLEN = "flash_attention_2", "varlen_attn"
-FLASH_WIDEST = 256  # numbers of a head: flash_attn's README
-VARLEN_MULTIPLE = 8  # of numbers of a head: mha_varlen_fwd in flash_attn/flash_api.cpp
-# numbers of a head whose backward needs more shared memory than cards of these capabilities have:
+FLASH_WIDEST = 256  # largest head_dim: flash_attn's README
+VARLEN_MULTIPLE = 8  # divisor of head_dim: mha_varlen_fwd in flash_attn/flash_api.cpp
+# head_dim whose backward needs more shared memory than cards of these capabilities have:
 # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in sdp_utils.cpp
 WIDE_HEADS = range(193, 225)
 LITTLE_SHARED_MEMORY = ("8.6", "8.7", "8.8", "8.9", "12.")

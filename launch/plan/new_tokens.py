@@ -27,7 +27,7 @@ from launch.schema.recipe import Recipe
 from launch.schema.result import NewTokens
 
 MOST_NAMED = 8  # tokens in a line of the plan
-NUM_BYTES = 256  # of the alphabet of a tokenizer that is trained on the data
+NUM_BYTES = 256  # alphabet of a tokenizer that is trained on the data
 
 
 @dataclass(frozen=True)

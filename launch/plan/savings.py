@@ -14,7 +14,7 @@ from launch.schema.levers import ROWS, TRIED
 from launch.schema.machine import MIB
 from launch.schema.plan import Strategy
 
-SAID_BYTES = 64 * MIB  # of host RAM
+SAID_BYTES = 64 * MIB  # least difference of host RAM that a line mentions
 AT_TARGETS = ROWS["logits_at_targets"]
 
 

@@ -20,8 +20,8 @@ MOST_RANKED = 8
 
 AS_FAST = 1.05  # smaller ratios of predicted seconds are no difference
 
-# of a step with checkpointing: the forward pass that it repeats is a third at most, where backward
-# makes no gradients of weights, and so takes as long as forward
+# Least share of a step with checkpointing that remains without it. The repeated forward pass takes
+# a third at most: where backward makes no gradients of weights, it takes as long as forward.
 NOT_RECOMPUTED = 2 / 3
 
 

@@ -78,7 +78,8 @@ def smaller_reserve(facts: Facts, judged: Sequence[Judged]) -> Iterator[str]:
     """Yield a launch.host_reserve_gib with which a candidate fits, if the nearest that lacks host
     RAM alone needs no more than the guard of host RAM lets it take."""
     recipe, machine = facts.recipe, facts.machine
-    if machine.host_available_reason.startswith(budgets.LIMIT):  # which holds with any reserve
+    # The limit applies with any reserve
+    if machine.host_available_reason.startswith(budgets.LIMIT):
         return
     launch, budget = recipe.launch, budgets.host_budget_bytes(recipe, machine)
     reserve = machine.host_available_bytes - budget

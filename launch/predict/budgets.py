@@ -14,7 +14,7 @@ from launch.schema.machine import GIB, NOT_LEASED, Leased, Machine
 from launch.schema.plan import MemoryEstimate, Strategy
 from launch.schema.recipe import Recipe
 
-# of what is available; where it counts, the machine's host_available_reason begins with it
+# Limit of available host RAM; where it applies, the machine's host_available_reason begins with it
 LIMIT = "launch.host_limit_gib"
 
 
@@ -29,7 +29,7 @@ def budget_bytes(facts: Facts, candidate: Strategy) -> int:
     share = facts.installed.allocator.per_process_memory_fraction
     if share == 1.0:
         return budget
-    # of the allocator alone, on each card
+    # torch's fraction limits the allocator alone, on each card
     allowed = int(share * min(gpu.total_bytes for gpu in cards))
     of_context, _ = memory_context.context_bytes(cards[0], facts.installed.import_memory.card)
     return min(budget, allowed + of_context)
@@ -137,7 +137,7 @@ def _limited_host(
         )
     limited = replace(
         machine,
-        host_available_bytes=available - (budget - limit),  # what is reserved stays reserved
+        host_available_bytes=available - (budget - limit),  # the reserve stays whole
         host_available_reason=f"{name}, and the reserve beside it",
     )
     return limited, f"host RAM: at most {size(limit)} ({name}), which is less than {beside}"
@@ -150,7 +150,7 @@ def _limited_cards(
     for gpu in machine.gpus:
         of_card = leased.card_bytes.get(gpu.key, 0)
         limit = max(int(limit_gib * GIB) - of_card, 0)
-        most_free = math.ceil(limit / fraction)  # of which a plan takes `fraction`
+        most_free = math.ceil(limit / fraction)  # a plan takes `fraction` of it
         gpus.append(replace(gpu, free_bytes=min(gpu.free_bytes, most_free)))
         least_limit, most_leased = min(least_limit, limit), max(most_leased, of_card)
     limited = replace(machine, gpus=tuple(gpus))

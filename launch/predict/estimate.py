@@ -34,19 +34,19 @@ from launch.schema.recipe import Recipe
 # A communicator of two ranks, and of more: github.com/NVIDIA/nccl issue 964, A100.
 NCCL_BYTES, NCCL_MORE_BYTES = 544 << 20, 688 << 20
 
-WIDTH_NAMES = ("hidden_size", "n_embd", "d_model")  # of a config: features of a token
+WIDTH_NAMES = ("hidden_size", "n_embd", "d_model")  # keys of a config for the features of a token
 LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers")
 # For backward, without checkpointing: inputs of the norms, of attention's and of the MLP's products
 KEPT_TENSORS_A_LAYER = 8
-INSIDE_MLP = 2  # of them, that an MLP in parts does not keep
+INSIDE_MLP = 2  # tensors among them that an MLP in parts does not store
 
-# of a price, at least: where layers differ, what one frees for another is not followed
-# (benchmarks/results/composed.md)
+# Share of a price that a step takes at least: where layers differ, a price does not follow memory
+# that one layer frees for another (benchmarks/results/composed.md)
 SEAMS = 0.985
 
 NO_PHASES = MemoryPhases()
-# what a candidate is judged by: its model states; what its step holds at least, and its work, by
-# the records of steps like it; its own step; a replay of the allocator in a run of such steps
+# Basis of a verdict: the candidate's model states; least memory and work of its step, by the
+# records of similar steps; its own step; a replay of the allocator in a run of such steps
 Basis = Literal["states", "price", "step", "replay"]
 
 
@@ -60,7 +60,7 @@ class Judged:
     budget_bytes: int
     misses: str | None
     excess: float = 0.0  # times the budget that it exceeds most
-    phases: MemoryPhases = NO_PHASES  # of the exact prediction of a traced step
+    phases: MemoryPhases = NO_PHASES  # exact prediction of a traced step
     by: Basis = "states"
 
     @property

@@ -59,7 +59,7 @@ class Model:
     full_copy: MemoryEstimate  # states of a full copy
     lora_targets: tuple[str, ...] = ()
     stored: StoredWeights | None = None  # None: it begins with random weights
-    base_fingerprint: str | None = None  # of the weights that an adapter is trained for
+    base_fingerprint: str | None = None  # fingerprint of the weights that an adapter is trained for
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class Rows:
     """The rows that it is trained on."""
 
     format: DataFormat
-    lengths: tuple[int, int] = (0, 0)  # of the longest source and target; (0, 0): max_length
+    lengths: tuple[int, int] = (0, 0)  # tokens of the longest source and target; (0, 0): max_length
     is_ragged: bool = True  # some row is shorter than the longest, so that a batch may be padded
     rows_of: int | None = None  # tokens of every row, if the plan is for such rows
-    tokens: TokenCache | None = None  # where the tokenised rows are, or will be
-    # of the tokenised training file and of the held-out rows, as tokenising wrote them
+    tokens: TokenCache | None = None  # cache of the tokenised rows, which may not be written yet
+    # counts of the tokenised training file and of the held-out rows, as tokenising wrote them
     counts: Mapping[str, Any] | None = None
     eval_counts: Mapping[str, Any] | None = None
     held_out: int | None = None  # rows; None: there are none, or they are not counted yet
@@ -93,10 +93,10 @@ class Rows:
 class Installed:
     """Packages, kernels and links of the machine, and what was measured of them."""
 
-    link: Link | None = None  # what the test of this machine's GPUs found
+    link: Link | None = None  # result of the test of this machine's GPUs
     allocator: memory_allocator.AllocatorConfig = memory_allocator.TORCH_DEFAULTS
     may_expand: bool = False  # the cards can grow the allocator's segments, and the user names none
-    import_memory: Imports = ASSUMED  # what the job's processes hold before there is a model
+    import_memory: Imports = ASSUMED  # memory of the job's processes before there is a model
     has_deepspeed: bool = True  # the package is installed
     no_compiler: str | None = None  # why torch.compile cannot work here
     # why that package cannot be used; "": the machine's packages are not known
@@ -113,7 +113,7 @@ class Wishes:
 
     num_processes: int | None = None
     num_machines: int = 1
-    mode: Mode | None = None  # of DeepSpeed or FSDP2, when the launcher above has chosen one
+    mode: Mode | None = None  # mode of DeepSpeed or FSDP2 that the launcher above has chosen
     force_cpu: bool = False
     force_gloo: bool = False  # ACCELERATE_USE_GLOO=1
     free_batch: bool = False  # any split of the effective batch will do
@@ -129,7 +129,8 @@ class History:
     error_margin: Margin = NO_MARGIN  # by which past predictions were exceeded
     continues_another: bool = False  # with rows in another order than a run from the beginning
     tuned: Strategy | None = None  # the fastest in short trials
-    # of a strategy's seconds, in whose given share its device waits for its host
+    # correction of a strategy's seconds, by the share of them in which its device waits for its
+    # host
     correction: Callable[[Strategy, float], SecondsCorrection] = lambda *_: NOT_CORRECTED
     began_with: Levers | None = None  # the levers of the run that goes on
     # the fastest strategy in real trials of a recipe

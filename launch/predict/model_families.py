@@ -26,7 +26,7 @@ from launch.predict.parameters import Shapes
 from launch.schema.plan import ForwardFacts, ModelFamily
 from launch.schema.result import ModelParts
 
-FORM = 5  # of a stored ModelParts; raised with each new field
+FORM = 5  # format of a stored ModelParts; raised with each new field
 
 COMMITTED = FILES / "configs" / "model_families.json"
 
@@ -35,8 +35,8 @@ COMMITTED = FILES / "configs" / "model_families.json"
 class _Committed:
     """The content of COMMITTED, as scripts/render_families.py writes it: facts by version."""
 
-    transformers: dict[str, dict[str, ForwardFacts]]  # of counted families
-    # of types of text models: the kernels that Liger has for them
+    transformers: dict[str, dict[str, ForwardFacts]]  # version -> counted family -> its facts
+    # version -> type of text models -> the kernels that Liger has for it
     liger_kernel: dict[str, dict[str, tuple[str, ...]]]
 
 

@@ -25,7 +25,7 @@ ENCODERS = frozenset(
         *("ultravbert", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"),
     )
 )
-# of transformers' source: the types that a causal, or an encoder-decoder, model can be built for
+# Lists in transformers' source of the types that have a causal or an encoder-decoder model
 MAPPING = re.compile(
     r"^MODEL_FOR_(?:SEQ_TO_SEQ_)?CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)^\)", re.M | re.S
 )

@@ -10,7 +10,7 @@ from launch.schema.machine import Machine
 from launch.schema.plan import MemoryEstimate, Strategy
 from launch.schema.recipe import Recipe
 
-CLEARLY_BELOW = 0.95  # of what ran out of memory: the most that another plan may take of it
+CLEARLY_BELOW = 0.95  # most that another plan may take of the memory that ran out, as a share
 
 MUCH_BELOW = 0.75  # the same for the last plan that a start makes
 
@@ -28,16 +28,16 @@ class OomEvent:
     has."""
 
     of: Memory
-    # that the ranks were in: load, step, evaluation, save...
+    # part of the run in which it ended: load, step, evaluation, save...
     section: str
     candidate: Strategy
-    # Of that memory, by the plan, as it is before errors of past predictions are added; of its
-    # model states, where a card ran out in writing them.
+    # Prediction for that memory by the plan, before errors of past predictions are added. Where a
+    # card ran out while it wrote model states, the prediction for these alone.
     predicted_bytes: int
-    # that a second step showed it to need, which is more than the budget; 0: it ran out
+    # need that a second step showed, which is more than the budget; 0: memory ran out
     measured_bytes: int = 0
-    limit_bytes: int = 0  # of that memory, on this machine
-    # of it for the job: when it was planned or had ended, the more of both
+    limit_bytes: int = 0  # size of that memory on this machine
+    # memory for the job when it was planned or when it had ended, the more of both
     available_bytes: int = 0
     is_own: bool = True  # the job took it, not others
 
@@ -107,7 +107,7 @@ class OomEvent:
         """Than the candidate does at once, which saves as much in other ways."""
         failed = self.candidate
         return (
-            self.of == "device"  # of host RAM samples are a small part
+            self.of == "device"  # samples are a small part of host RAM
             and candidate.mode == failed.mode
             and candidate.per_device_train_batch_size < failed.per_device_train_batch_size
             and candidate.levers.saves_as_much_as(failed.levers)
@@ -126,7 +126,7 @@ class OomHistory:
     fewer_is_less: bool = False
     is_last: bool = False  # the next plan is the last of a start: it takes fewer samples at once
     below: float = CLEARLY_BELOW  # share of what ran out that the next plan may take
-    spent: tuple[Recipe, ...] = ()  # of which a start has made all the plans that it makes
+    spent: tuple[Recipe, ...] = ()  # recipes whose plans are used up in this start
 
     @property
     def may_pin(self) -> bool:

@@ -37,7 +37,7 @@ class MostTargets:
     parts: int = 1  # in which the head makes logits one after another
     source: int = 0  # tokens of a row's source, of which `length` is a target; 0: the same
     flattens: bool = False  # rows follow one another without padding
-    # of so many rows: the largest micro-batches of the run, if its order is known
+    # rows of a micro-batch -> the run's largest of so many rows, if its order is known
     sizes: Mapping[int, Sequence[MicroBatchSize]] = field(default_factory=dict)
     first_step: Sequence[MicroBatchSize] = ()  # the largest of the run's first step, likewise
 
@@ -53,7 +53,7 @@ class MostTargets:
         if not self.largest:
             return positions
         others = max(num_samples - len(self.largest), 0) * self.largest[-1]
-        # of a micro-batch without a target one position is computed
+        # a micro-batch without a target computes one position
         return max(min(sum(self.largest[:num_samples]) + others, positions), 1)
 
     def of_part(self, num_samples: int) -> int:

@@ -50,19 +50,19 @@ from launch.schema.recorded_step import (
     with_digest,
 )
 
-# fixed, per sample, when it is born: bytes of a block. Of the buffer of a sum, rows, and behind it
-# the columns, multiprocessors and threads of partial_sums_bytes, or None. Last, if it grows with
-# them: per target of a part of the logits.
+# A block: its fixed bytes, its bytes per sample, and when it is born; then None and its bytes per
+# target of a part of the logits, if it grows with these. The buffer of a sum has rows in place of
+# bytes, and in place of None the columns, multiprocessors and threads of partial_sums_bytes.
 LoggedBlock = Sequence[Any]
-DAMAGE = (OSError, ValueError)  # of a file that is missing or was changed
-# until the run ends
+DAMAGE = (OSError, ValueError)  # exceptions that a missing or changed file raises
+# lifetimes until the run ends
 LOADED: tuple[Born, ...] = ("trained", "slice", "start")
 LASTING: tuple[Born, ...] = (*LOADED, "engine", "state", "paged", "workspace")
 EVALUATED: tuple[Born, ...] = ("evaluation", "kept")
-# of a training micro-batch, and of an evaluation's
+# counts of a training micro-batch, and of an evaluation's
 _Counts = tuple[BatchCounts, BatchCounts | None]
-LOGS_IN_RAM = 4  # of a deep model some 20 MB each
-TIMEOUT_S = 300  # of one request
+LOGS_IN_RAM = 4  # a deep model's log takes some 20 MB
+TIMEOUT_S = 300  # limit for one request
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 PACKAGES += ("liger-kernel",)
 
@@ -74,12 +74,14 @@ class Trace:
     moments: tuple[Mapping[str, Any], ...]
     passes: Passes
     file: Path
-    # targets of a training micro-batch, and of an evaluation's; of recorded traces there are none
+    # targets of a training micro-batch, and of an evaluation's; a recorded trace has none
     targets: MostTargets = NO_TARGETS
     eval_targets: MostTargets = NO_TARGETS
-    first: Trace | None = None  # of the run's first step, if that was traced for itself
+    first: Trace | None = None  # the run's first step, if it was traced separately
     why_whole: str = ""  # why the step was not composed of others
-    least_share: float = 1.0  # of the seconds beside products, where the passes are others'
+    # share of the seconds beside products that the step takes at least, where the passes are
+    # others'
+    least_share: float = 1.0
     # composes launch.predict.step.stored's content once more, which a replay needs
     log: Callable[[], Mapping[str, Any]] = dict
     keeps_replays: bool = False  # beside its file
@@ -347,7 +349,7 @@ class Traces:
         }
         self._cached: dict[str, Trace] = {}
         self._bases: dict[str, RecordedStep] = {}
-        self._logs: dict[str, Log] = {}  # of one process, the last ones
+        self._logs: dict[str, Log] = {}  # newest logs of one process
         self._prices: dict[str, tuple[int, Trace | None]] = {}  # with the number of steps
         self.recorded = RecordedSteps()
         # why a step could not be traced: its candidates are judged by states alone

@@ -19,7 +19,7 @@ from launch.predict.memory.stored_weights import TYPES, StoredWeights
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_CONFIG_BYTES = 10 << 20  # a config.json has kilobytes; the index of a 400B model about 200 KiB
-NUM_PARTS, PART_BYTES = 64, 1 << 16  # of a weight file, for its fingerprint
+NUM_PARTS, PART_BYTES = 64, 1 << 16  # parts of a weight file that its fingerprint hashes
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf"}
 TRAINER_FILES = {
@@ -29,7 +29,7 @@ TRAINER_FILES = {
     "scheduler.pt",
     "scaler.pt",
 }  # and rng_state*.pth
-MAX_TENSORS = 500_000  # of a file; DeepSeek-V3 has 92,000 in all
+MAX_TENSORS = 500_000  # limit for a file; DeepSeek-V3 has 92,000 in all
 FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPE_BITS = {
     "BOOL": 8,
@@ -45,7 +45,7 @@ DTYPE_BITS = {
 DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}
 STATE = ".quant_state.bitsandbytes__"  # in the name of the tensor that describes a packed weight
 SCALES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # beside it
-QUANT_TYPES, BLOCK_SIZE = ("nf4", "fp4"), 64  # those that a quantization section can ask for
+QUANT_TYPES, BLOCK_SIZE = ("nf4", "fp4"), 64  # values that a quantization section can have
 
 
 @dataclass(frozen=True)

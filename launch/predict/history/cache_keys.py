@@ -52,7 +52,7 @@ def recipe_key(recipe: Recipe) -> str:
         if affected_by(key) & {"memory", "step_time", "plan"}
     }
     training = recipe.training
-    # of a process
+    # samples of a process in an optimizer step
     batch = training.per_device_train_batch_size * training.gradient_accumulation_steps
     return _key("recipe", [deciding, batch])
 

@@ -26,9 +26,9 @@ WORDS: dict[Quantity, str] = {
     "step_s": "seconds per step",
 }
 UNDER = 0.03  # an error from which a run counts as under-predicted
-EDGES = (-0.1, -0.03, -0.01, 0.01, 0.03, 0.1)  # of the histogram's bars
+EDGES = (-0.1, -0.03, -0.01, 0.01, 0.03, 0.1)  # limits between the histogram's bars
 BAR = 30  # characters of the longest one
-LEVEL = 0.95  # of a margin: the share of runs that stay below it
+LEVEL = 0.95  # share of runs that a margin covers
 NEWEST = 500  # residuals that a margin looks at: predictions get better, old errors say less
 
 
@@ -40,7 +40,7 @@ class Figures:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     host_pss_bytes: int | None = None
-    step_s: float | None = None  # of an optimizer step
+    step_s: float | None = None  # seconds of an optimizer step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,10 @@ class Measurement:
     measured: Figures
     time_model: str = ""  # the code that predicted the seconds (corrections.time_model)
     correction: float = 1.0  # by earlier runs, in the predicted seconds
-    waits_share: float = 0.0  # of them, in which the device was to wait for its host
-    core_share: float = 1.0  # of the time, that its threads had the cores that they could use
+    # predicted share of the seconds in which the device waits for its host
+    waits_share: float = 0.0
+    # share of the time in which its threads had the cores that they could use
+    core_share: float = 1.0
     kind: Literal["measurement"] = "measurement"
 
 
@@ -88,11 +90,11 @@ NO_MARGIN = Margin(0.0, "no run was measured yet", is_assumed=True)
 class Comparison:
     """A step in the steady state, compared with its plan."""
 
-    lines: tuple[str, ...]  # of what was predicted too low by more than UNDER
+    lines: tuple[str, ...]  # figures that were predicted too low by more than UNDER
     exceeded: float = 0.0  # share of the device's prediction
     host_exceeded: float = 0.0  # and of the host's
-    over: str = ""  # which budget the plan will exceed, if it goes on like that
-    # bytes of each that it will exceed
+    over: str = ""  # budget that the plan will exceed if it goes on like that
+    # device or host -> bytes that it will need, where its budget is smaller
     needs: Mapping[Literal["device", "host"], int] = field(default_factory=dict)
 
 

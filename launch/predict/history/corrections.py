@@ -16,7 +16,7 @@ from launch.schema.result import ALONE
 
 FEWEST, NEWEST = 3, 9  # runs of a median: a single odd one moves nothing, old ones fade
 MOST = 200  # runs that are looked at
-BOUND_BY_HOST = 0.2  # of the step, from which a device waits for its host
+BOUND_BY_HOST = 0.2  # share of a step spent waiting; above it, the host is the bottleneck
 
 
 @cache

@@ -180,7 +180,7 @@ class Ledger:
             outcome = f"its {len(lines)} row(s) are in {self.path.name} now"
         except (sqlite3.Error, ValueError) as error:
             lines, outcome = [], f"it cannot be read ({error})"
-        # those of a start that was killed before it renamed the file
+        # a start may have appended some before it was killed
         present = set(files.complete_lines(self.path))
         _write(file, [text for text in map(_text, lines) if text not in present])
         old.rename(aside)

@@ -30,7 +30,7 @@ SIZED: tuple[tuple[float, float, tuple[float, ...]], ...] = (
     (11.5, 12.5, (0.087, 0.081, 0.116)),
     (23.0, 24.5, (0.336, 0.353)),
 )
-# Of other cards: as an A100. AMD: assumed, unmeasured.
+# Default for other cards: NVIDIA's as an A100; AMD's assumed, unmeasured.
 DEFAULT_BYTES = {"nvidia": 512 * MIB, "amd": 768 * MIB}
 
 

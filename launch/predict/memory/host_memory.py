@@ -38,18 +38,18 @@ DEEPSPEED_ENGINE_BYTES = 20 * MIB  # objects of a rank's engine that are no tens
 LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
 
 TRAINING_PHASES = "step", "first_step", "evaluation", "save"
-ORDER_BYTES = 8  # of a row in a rank: the sample numbers and their permutation, int32 each
-# of a row while rows are grouped: source and target, int32 each, as columns and as one table
+ORDER_BYTES = 8  # a row in a rank: its sample number and its place in the permutation, int32 each
+# A row while rows are grouped: source and target, int32 each, as columns and as one table
 LENGTHS_BYTES = 16
 PREPARE_SAMPLES = 1000  # tokenised at once (training/data/encode.py)
-PREPARE_TOKEN_BYTES = 200  # of a token there, as text, encoding and Python lists
+PREPARE_TOKEN_BYTES = 200  # a token there, as text, encoding and Python lists
 PACKING_BYTES = 96 * MIB  # a window of rows and the sequences made of it (training/data/packing.py)
-# of an element that is quantised on a CPU, at most: bitsandbytes 0.50, its copies in float32
+# Peak bytes of an element that is quantised on a CPU: bitsandbytes 0.50, its copies in float32
 QUANTISING_BYTES = 14.2
-STAGING_BYTES = MIB * 102  # through which a rank's weights go to a card from unpinned memory
+STAGING_BYTES = MIB * 102  # buffer through which a rank's weights go to a card from unpinned memory
 # DDP sends weights in buckets of this size, two at a time (torch reducer.cpp)
 BROADCAST_BYTES = 250 * MIB
-BUCKET_BYTES = 25 * MIB  # of gradients that DDP reduces at once, from the second step on
+BUCKET_BYTES = 25 * MIB  # gradients that DDP reduces at once, from the second step on
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,18 @@ class Job:
     strategy: Strategy
     model: ModelSize
     states: MemoryEstimate  # as sharding.per_rank gives it
-    embedding_bytes: int  # of the input embedding in the weights' type
-    copied_by_gloo_bytes: int = 0  # of gradients that DeepSpeed reduces, kept by Gloo's threads
+    embedding_bytes: int  # the input embedding in the weights' type
+    # gradients that DeepSpeed reduces, in copies that Gloo's threads keep
+    copied_by_gloo_bytes: int = 0
     # by phase, on a CPU: the highest count of its allocator, and what malloc keeps beyond it
     tensor_bytes: Mapping[str, int] = field(default_factory=dict)
     holes_bytes: Mapping[str, int] = field(default_factory=dict)
     offloaded_activations: Sequence[int] = ()  # bytes of each tensor of a micro-batch
-    trained_elements: Sequence[int] = ()  # of each trained tensor
-    kernels: int = onednn.KERNELS  # that a CPU compiles for products in bf16
-    rows: int | None = None  # of the training file; None: not counted
+    trained_elements: Sequence[int] = ()  # elements of each trained tensor
+    kernels: int = onednn.KERNELS  # number that a CPU compiles for products in bf16
+    rows: int | None = None  # rows of the training file; None: not counted
     stored: StoredWeights | None = None  # None: the model begins with random weights
-    quantised_elements: int = 0  # of the largest matrix that gets 4 bits
+    quantised_elements: int = 0  # elements of the largest matrix that gets 4 bits
     counts_mappings: bool = False  # pages of mapped files count against the machine's limit
 
     @property
@@ -151,7 +152,7 @@ def estimate(job: Job, import_memory: Imports) -> HostEstimate:
     if data.streaming:
         tokenising = shards.STREAM_PROCESSES * _tokenising_bytes(data, import_memory)
         training_bytes["tokenising"] = tokenising
-    phases = {  # of equal peaks the first gives the name
+    phases = {  # the first of equal peaks gives the name
         "prepare": _preparing(job, import_memory),
         "load": {**_processes(job, import_memory), **_loading(job)},
         **{name: training_bytes | _on_host(job, name) for name in TRAINING_PHASES},

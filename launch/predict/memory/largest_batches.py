@@ -15,7 +15,7 @@ from launch.base.workspace import CODE
 from launch.data.worker import WORKER, FindLargest, WorkerEnded
 from launch.schema.rows import Division, LargestMicroBatches
 
-# of a training whose order is made while a plan waits: two seconds
+# Limits for an order that is made while a plan waits: two seconds
 MOST_EPOCHS, MOST_ROWS = 500, 2_000_000
 
 

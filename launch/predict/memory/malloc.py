@@ -17,7 +17,8 @@ from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 
 MMAP_THRESHOLD_BYTES = 32 << 20  # the largest that glibc takes
-# what a rank may keep at the heap's end; less is given back and faulted in every step
+# Free memory that a rank may keep at the heap's end. With a lower limit it is given back and
+# faulted in again in every step.
 TRIM_THRESHOLD_BYTES = 1 << 30
 SETTINGS = {
     "GLIBC_TUNABLES": (
@@ -27,12 +28,12 @@ SETTINGS = {
 }
 # beyond its own a block takes: header, and what stands before the next multiple of 64
 ALIGNED_BYTES = 64
-# beyond its own a hole must have for it: torch asks for a multiple of 64 (_int_memalign)
+# Bytes that a hole needs beyond the block's: torch asks for a multiple of 64 (_int_memalign)
 SLACK_BYTES = 112
-# times its bytes: objects that come and go cut what room there seems to be for a large block
+# Space for a large block, as a multiple of its bytes: objects that come and go divide free memory
 LARGE_ROOM = 1.55
 MAPPED = -1  # instead of a start in the heap
-# what the first step leaves of Python's and torch's own objects behind each tensor, ...
+# Objects of Python and torch that the first step leaves behind each tensor, ...
 OBJECT_BYTES = 2 << 10
 OBJECTS_BYTES = 9 << 20  # ... and in all: holes beside them are not joined
 Event = tuple[int, int]  # (block, bytes) at its birth, (block, -1) at its end
@@ -98,8 +99,8 @@ class _Heap:
         self._holes: list[
             tuple[int, int]
         ] = []  # (bytes, start), sorted: the best fit is the first that is large enough
-        self._sizes: dict[int, int] = {}  # of holes, by their start
-        self._starts: dict[int, int] = {}  # of holes, by their end
+        self._sizes: dict[int, int] = {}  # a hole's start -> its size
+        self._starts: dict[int, int] = {}  # a hole's end -> its start
 
     def take(self, size: int, needed: float) -> int:
         """The start of the block, in a hole of `needed` bytes or at the end; MAPPED where the end

@@ -17,14 +17,15 @@ from launch.predict.parameters import Shapes
 from launch.schema.plan import Strategy
 
 KERNELS = 64
-# of oneDNN's cache, and of ideep's, which holds kernels that oneDNN's has dropped. Source: oneDNN
-# primitive_cache.cpp, ideep lru_cache.hpp; 0 or a smaller number compiles kernels for every layer
+# Capacities of oneDNN's cache and of ideep's, which holds kernels that oneDNN's has dropped.
+# Source: oneDNN primitive_cache.cpp, ideep lru_cache.hpp; 0 or a smaller number compiles kernels
+# for every layer
 ONEDNN, ITS_OLD_NAME, IDEEP = (
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
     "DNNL_PRIMITIVE_CACHE_CAPACITY",
     "LRU_CACHE_CAPACITY",
 )
-# of a kernel in each of the caches: 75 to 80 MiB of 64, beside a run in float32
+# A kernel in both caches: 64 of them take 75 to 80 MiB more than a run in float32
 KERNEL_BYTES = 1200 << 10
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 
-MOST_THREADS, WARP = 512, 32  # of a block; of a warp
-FEW_VALUES, MANY_VALUES = 16, 256  # of a thread
+MOST_THREADS, WARP = 512, 32  # threads of a block, threads of a warp
+FEW_VALUES, MANY_VALUES = 16, 256  # rows that a thread sums
 
 
 def partial_sums_bytes(rows: int, columns: int, multiprocessors: int, threads: int) -> int:
@@ -20,7 +20,7 @@ def partial_sums_bytes(rows: int, columns: int, multiprocessors: int, threads: i
     widest, highest = (_power_of_two(min(size, most)) for size in (columns // vector, rows))
     height = min(highest, most // min(widest, WARP))
     width = min(widest, most // height)
-    values = -(-rows // height)  # of a thread
+    values = -(-rows // height)  # rows that a thread sums
     if rows < min(height * FEW_VALUES, MANY_VALUES) or values < MANY_VALUES:
         return 0
     grid = -(-columns // vector // width)

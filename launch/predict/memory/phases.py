@@ -107,7 +107,7 @@ class RunEvents:
         except DAMAGE:
             result = made()
         if self.trace.keeps_replays:
-            with suppress(OSError):  # of a folder that is read only: the next plan replays again
+            with suppress(OSError):  # the folder may be read-only; then the next plan replays again
                 files.write_atomic(file, with_digest(json.dumps(result)))
         return read(result)
 

@@ -8,7 +8,7 @@ from launch.probe.torch_build import numbers
 from launch.schema.machine import GIB, MIB
 from launch.schema.plan import Strategy
 
-WITH_EXACT_SIZES = (2, 13)  # of torch
+WITH_EXACT_SIZES = (2, 13)  # first version of torch that has KEY
 # Larger blocks get the bytes that they ask for, and go back to the driver when they are freed:
 # slices of states and gradients, which stay. Batches, and activations of every step, are kept.
 # pinned_max_round_threshold_mb alone would keep blocks of many sizes, of which torch 2.13 hands out

@@ -16,7 +16,7 @@ from launch.schema.model_sections import DTYPE_BYTES, Dtype
 # the types that safetensors names, of weights that can be trained
 TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 BYTES = {**DTYPE_BYTES, "float64": 8}
-USUAL_DTYPE: Dtype = "bfloat16"  # of folders to download
+USUAL_DTYPE: Dtype = "bfloat16"  # dtype assumed for a folder that is not downloaded yet
 SHARD_BYTES = 5_000_000_000  # the largest file there (transformers 4's max_shard_size)
 
 

@@ -21,9 +21,9 @@ class TracedStep(NamedTuple):
     """A step that a peak may be of."""
 
     question: Question
-    rows: int  # of its micro-batch
-    sizes: tuple[MicroBatchSize, ...] = ()  # of the micro-batch, if they are known
-    # of the run's first step, if its rows are no fraction of these: source and target differ
+    rows: int  # samples of its micro-batch
+    sizes: tuple[MicroBatchSize, ...] = ()  # sizes that its micro-batch can have; (): not known
+    # the run's first step, if its rows are no fraction of these: source and target differ
     first: Question | None = None
 
 

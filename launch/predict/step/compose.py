@@ -78,7 +78,7 @@ class Composer:
         self.made: dict[Place, int] = {}  # with the layer of the composed step
         self.freed: set[int] = set()
         self.operators: dict[Operator, int] = {}  # -> number
-        self._numbers: dict[tuple[int, bool], tuple[int, ...]] = {}  # of a run's operators
+        self._numbers: dict[tuple[int, bool], tuple[int, ...]] = {}  # operators of each run
         self._aligned: dict[tuple[int, str, int], tuple[int, int, int, int]] = {}
 
     def log(self) -> Log:

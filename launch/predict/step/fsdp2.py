@@ -34,7 +34,7 @@ class Group:
     layer: Layer | None
     bytes: int = 0  # in the precision of the computation
     held_bytes: int = 0  # in the precision in which the ranks keep them
-    last_bytes: int = 0  # of the gradient of its last trained parameter
+    last_bytes: int = 0  # gradient of its last trained parameter
     gradients: list[Gradient] = field(default_factory=list)
 
 
@@ -248,7 +248,7 @@ def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> Groups:
 
 def _forward(ranks: Ranks, groups: Groups, phase: range, spans: dict[Layer, range]) -> None:
     ranks.unshard(groups.outer if groups.tied else groups.embedding, phase.start, forward=True)
-    end = phase.start  # of the layers
+    end = phase.start  # end of the layers' forward pass
     for layer, span in spans.items():
         ranks.leave(groups.embedding, span.start)
         ranks.unshard(groups.layers[layer], span.start, forward=True)

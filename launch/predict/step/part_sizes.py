@@ -8,8 +8,8 @@ from dataclasses import replace
 from launch.predict.step.recorded import NotComposed, Recorded
 from launch.schema.recorded_step import LOSS, PARTS, Block, Call, Layer, Operator
 
-STACKED = ("aten::stack", "aten::cat")  # of the sums of the parts
-SUM_BYTES = 4  # of such a sum
+STACKED = ("aten::stack", "aten::cat")  # operators that stack the sums of the parts
+SUM_BYTES = 4  # one sum, in float32
 
 
 class PartSizes:

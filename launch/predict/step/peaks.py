@@ -12,7 +12,7 @@ SECTIONS = (
     "backward",
     "optimizer",
     "evaluation",
-)  # of the step, and the evaluation after it
+)  # phases of the step, and the evaluation after it
 # in a part of the logits, the fewest and the most; and the ratio up to which numbers are as many
 TARGETS_A_SAMPLE, AS_MANY = (2.0**-10, 2.0**20), 1.01
 # (x, y): micro-batches whose highest sums show that most others are highest nowhere

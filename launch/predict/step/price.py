@@ -20,14 +20,15 @@ from launch.predict.step.sources import Question, Sources
 from launch.schema.recorded_step import LOSS, Event, Layer, Operator, Passes, RecordedStep
 
 NOTHING: Sizes = (0, 0, 0)
-# of the work beside products in a step, in one that computes in another precision, in one whose
-# logits are made at once where these are made in parts, or the other way round, and in one with
-# other kernels: at least
+# Least share of a recorded step's seconds beside products that another step takes: where the
+# recorded one computes in another precision; where one of them makes its logits at once, the other
+# in parts; where their kernels differ
 OTHER_CAST, OTHER_LOSS, OTHER_KERNELS = 0.9, 0.8, 0.4
-KERNELS = ("use_liger_kernel", "fused_norms", "fused_adapters")  # that save time
+KERNELS = ("use_liger_kernel", "fused_norms", "fused_adapters")  # levers that save time
 
 
-Part = Literal["all", "behind", "nothing"]  # of a layer's bytes
+# bytes of a layer that a price counts; behind: those that it leaves behind
+Part = Literal["all", "behind", "nothing"]
 
 
 class Priced(NamedTuple):
@@ -37,7 +38,7 @@ class Priced(NamedTuple):
     # there are none
     moments: list[tuple[str, Sizes]]
     passes: Passes
-    least_share: float = 1.0  # of the seconds beside products
+    least_share: float = 1.0  # share of the seconds beside products that the step takes at least
     of_each_sample: bool = False  # it is the work of a single one
 
 

@@ -16,9 +16,9 @@ PASSES = ("forward", "backward")  # phases that a layer's way decides
 THROUGH_LAYERS = (*PASSES, "evaluation")
 PARTS_HERE = -1  # in place of a block: the parts of the logits are made
 MIDDLE = 2  # the unit of a stack that is repeated
-LEAST_PARTS = 3  # of the logits: first, one before the last, last
+LEAST_PARTS = 3  # fewest parts of the logits: first, one before the last, last
 Item = TypeVar("Item", Event, Call)
-Place = tuple[str, Layer | None, int]  # of a birth: phase, owner or None, number
+Place = tuple[str, Layer | None, int]  # a birth's phase, owner (None: no layer) and number
 
 
 class NotComposed(Exception):
@@ -155,7 +155,7 @@ class Recorded:
         self.log, self.depths, self.period = log, step.depths, step.period
         self.events = {phase: _runs(events) for phase, events in _by_phase(log.events)}
         self.calls = {phase: _runs(calls) for phase, calls in _by_phase(log.calls)}
-        self.place: dict[int, Place] = {}  # of a block's birth
+        self.place: dict[int, Place] = {}  # block -> its birth
         self.births: dict[tuple[str, Layer | None], list[int]] = defaultdict(list)
         self.freed: dict[int, tuple[str, Layer | None]] = {}  # block -> phase and owner
         for phase, runs in self.events.items():

@@ -14,7 +14,7 @@ from launch.schema.plan import Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.recorded_step import Log
 
-Turn = Literal["first", "steady", "after evaluation"]  # of a step in its run
+Turn = Literal["first", "steady", "after evaluation"]  # position of a step in its run
 
 
 def special_turns(strategy: Strategy) -> tuple[Turn, ...]:

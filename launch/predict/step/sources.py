@@ -20,11 +20,11 @@ class Question:
     strategy: Strategy
     lengths: tuple[int, int]
     is_padded: bool = True  # some row of a batch is shorter, so that masks are needed
-    architecture: str = ""  # of the GPU whose kernels run; "" on a CPU
-    fused_attention: bool = True  # of that GPU
-    documents: int = 0  # of a row, if rows are flattened for attention; else 0
+    architecture: str = ""  # the GPU whose kernels run; "" on a CPU
+    fused_attention: bool = True  # the GPU has kernels for it
+    documents: int = 0  # documents in a row, if rows are flattened for attention; else 0
     parts_apart: bool = False  # for compose: the parts of the logits are told apart
-    all_layers: bool = False  # are recorded, though many may be alike
+    all_layers: bool = False  # every layer is recorded, though many may be alike
 
     @property
     def is_single(self) -> bool:
@@ -51,8 +51,8 @@ class Sources:
     outer: Question  # all but the layers that `others` is of
     others: Question | None = None  # layers between those that compute again, every n-th
     every_n_layers: int = 1
-    parts: int = 1  # of the logits
-    positions: int = 0  # that these divide; 0: targets
+    parts: int = 1  # number of parts in which the logits are made
+    positions: int = 0  # positions that these parts divide; 0: they divide targets
     why_whole: str = ""  # why a mixture is recorded with its own levers
 
     @property

@@ -23,7 +23,7 @@ def _content(log: Log) -> dict[str, Any]:
     blocks = [_size_of(block, number in ends) for number, block in enumerate(log.blocks)]
     events = [event.block if event.birth else ~event.block for event in log.events]
     streams = {number: block.stream for number, block in enumerate(log.blocks) if block.stream}
-    # where the first step makes the optimizer's states
+    # The first step makes the optimizer's states at its first update.
     updates = (
         index for index, event in enumerate(log.events) if log.blocks[event.block].op == UPDATE
     )

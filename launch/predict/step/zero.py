@@ -29,8 +29,8 @@ from launch.predict.step.rewrite_log import (
 from launch.schema.plan import Strategy
 from launch.schema.recorded_step import Layer, Log
 
-MASTER_BYTES = 4  # of an element of the float32 slice that is trained
-NORM_BYTES = 8  # of an element of the float64 copy from which a gradient's norm is computed
+MASTER_BYTES = 4  # a float32 element of the slice that is trained
+NORM_BYTES = 8  # a float64 element of the copy from which a gradient's norm is computed
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Share:
     """The part of the states that a rank has. Sizes without unit are elements."""
 
     strategy: Strategy
-    element_bytes: int  # of a weight and of its gradient
+    element_bytes: int  # size of an element of weights and of gradients
     trained: int
     widest: int  # the largest trained parameter
     bucket: int

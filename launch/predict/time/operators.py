@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from launch.predict.time.timeline import Cost
 from launch.schema.recorded_step import Operator
 
-# of a product: 512^3 takes 8.5 us on an A800, 5.7 us on an RTX 4090
-# (github.com/mli/transformers-benchmarks issue 4); at its rate 1 and 2
+# Seconds that a product takes beyond its work: 512^3 takes 8.5 us on an A800, 5.7 us on an RTX
+# 4090, and at their rates 1 and 2 (github.com/mli/transformers-benchmarks issue 4)
 RAMP_S = 7e-6
-# of any other kernel, behind others: 1.6 to 3.5 us (benchmarks/results/card_rates_h200.md)
+# The same for any other kernel behind others: 1.6 to 3.5 us (benchmarks/results/card_rates_h200.md)
 KERNEL_S = 2e-6
 
 # Bytes a clock of a multiprocessor, by the form or the name of a kernel, where it does not move
@@ -74,10 +74,10 @@ TRITON, TRITON_OPERATORS = "triton::", 192 / 34
 class Pace:
     """The share of a rank in its device and its host."""
 
-    flops_per_s: Mapping[str, float]  # of products, by dtype and alignment
-    attention_share: float  # of these, of fused attention
+    flops_per_s: Mapping[str, float]  # rates of products, by dtype and alignment
+    attention_share: float  # rate of fused attention, as a share of a product's
     bytes_per_s: float
-    multiprocessor_hz: float  # of all together; infinite where not known
+    multiprocessor_hz: float  # clocks of all multiprocessors together; infinite where not known
     host: HostPace
     on_cpu: bool = False  # its cores compute and launch
 

@@ -25,7 +25,7 @@ Splitter = Callable[[Lengths], list[Lengths]]
 class StepSplit(NamedTuple):
     """The micro-batches of an optimizer step."""
 
-    rows: float  # of a rank's micro-batch, the longest or as many as take the same tokens
+    rows: float  # tokens of a rank's micro-batch, as a number of longest rows
     micro_steps: float
 
 
@@ -118,7 +118,7 @@ def _mean_split(
     if strategy.levers.batch_by_tokens:
         splitter = _by_tokens(strategy, multiple, max_lengths)
     computed = _computed(steps, splitter, strategy, multiple)
-    # of a rank's micro-batch
+    # tokens of a rank's micro-batch
     tokens = computed.tokens / computed.micro_steps / len(steps) / strategy.num_processes
     return StepSplit(tokens / sum(max_lengths), computed.micro_steps)
 
@@ -212,9 +212,9 @@ def _padded(length: int, multiple: int) -> int:
 
 
 class _Computed(NamedTuple):
-    share: float  # of padding
-    tokens: int  # with it, both sides of all rows
-    micro_steps: float  # of a step, on average
+    share: float  # share of the computed tokens that are padding
+    tokens: int  # computed tokens, padding included, both sides of all rows
+    micro_steps: float  # mean number of micro-steps in a step
 
 
 def _computed(

@@ -39,15 +39,16 @@ class Rates:
     """A device's peak. launch/predict/time/timing.py has the share of it that a step gets."""
 
     name: str
-    # by dtype; tfloat32 is float32 where training.tf32 allows it. Of products whose rows 8 elements
-    # do not divide, by " by 4", " by 2" and " by 1" behind the dtype; not there: like others.
+    # rates by dtype; tfloat32 is float32 where training.tf32 allows it. A product whose rows 8
+    # elements do not divide has " by 4", " by 2" or " by 1" behind the dtype; without such a key it
+    # is as fast as others.
     flops_per_s: Mapping[str, float]
-    bytes_per_s: float  # of its memory; a CPU's is shared by all ranks of a machine
+    bytes_per_s: float  # bandwidth of its memory; all ranks of a machine share a CPU's
     link_bytes_per_s: float | None  # one direction of its own links to other cards; None: PCIe
     source: str
     is_assumed: bool
     multiprocessor_hz: float = math.inf  # clocks of all multiprocessors together; if known
-    product_share: float = PRODUCT_SHARE  # of flops_per_s, that large products get
+    product_share: float = PRODUCT_SHARE  # share of flops_per_s that large products reach
     host: HostPace = ASSUMED_HOST
 
 

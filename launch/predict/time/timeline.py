@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from launch.schema.recorded_step import Operator, Passes
 
-TURNS = 3  # of the passes, until a device that lags behind the host does so by as much each time
+# repetitions of the passes: in the last, a device behind its host falls back by a steady time
+TURNS = 3
 
 
 class Cost(NamedTuple):
@@ -30,8 +31,8 @@ class Seconds(NamedTuple):
     """The seconds of a micro-step, which are a sum."""
 
     products_s: float
-    others_s: float  # of the device's other kernels
-    waiting_s: float  # of the device, for the host
+    others_s: float  # the device's other kernels
+    waiting_s: float  # time in which the device waits for the host
 
     @property
     def device_s(self) -> float:

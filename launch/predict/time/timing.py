@@ -31,7 +31,7 @@ ATTENTION_SHARE = 0.5
 MEMORY_SHARE = 0.8
 UPDATE_KERNELS = 20  # norm, clipping and update of all gradients
 
-BACKWARD_SHARE = 2 / 3  # of a micro-step; what is reduced meanwhile costs nothing
+BACKWARD_SHARE = 2 / 3  # share of a micro-step; a reduction in this time costs nothing
 BUCKET_BYTES = 25 << 20  # the last of DDP's buckets is reduced when nothing is left to compute
 RING_SHARE = 0.82  # NCCL gets 370 of NVLink's 450 GB/s: github.com/NVIDIA/nccl-tests issue 212
 # assumed: bus bandwidth through host memory, PCIe 4.0 x8 or 3.0 x16 without peer-to-peer
@@ -40,13 +40,13 @@ GLOO_BYTES_PER_S = 1e9  # assumed: TCP on one machine, copies to and from the ho
 NETWORK_BYTES_PER_S = 1.1e9  # assumed: 10 Gbit Ethernet between machines
 # assumed: one direction of PCIe 4.0 x8 or 3.0 x16 (16 GB/s) from pinned memory
 HOST_DEVICE_BYTES_PER_S = 12e9
-# Of a thread that copies between pageable memory and the driver's pinned buffer, beside the copy to
-# or from the card: with an H200, 7.5 GB/s both ways in all, where pinned copies have 53.6
+# Rate of a thread that copies between pageable memory and the driver's pinned buffer, beside the
+# copy to or from the card: with an H200, 7.5 GB/s both ways in all, where pinned copies have 53.6
 # (benchmarks/results/card_rates_h200.md).
 PAGEABLE_BYTES_PER_S = 8.7e9
 
-# Of the host per element, besides the optimizer's states: master and gradient, norm, clipping, the
-# cast to 16 bit.
+# Bytes of host RAM that an update moves per element, besides the optimizer's states: master and
+# gradient, norm, clipping, the cast to 16 bit.
 UPDATE_BYTES = 12 + 4 + 8 + 6  # source: DeepSpeed 0.19 stage_1_and_2.py, step()
 MASTER_BYTES = 4  # DeepSpeed's states are float32 whatever the model's dtype
 
@@ -60,8 +60,8 @@ class TimeEstimate:
     memory_s: float  # all other kernels
     launch_s: float  # the device waits for the host's launches
     optimizer_s: float  # the update, on the device or on the host
-    communication_s: float  # of what nothing hides
-    offload_s: float  # between host and device, of what nothing hides
+    communication_s: float  # communication that no computation hides
+    offload_s: float  # copies between host and device that no computation hides
     num_samples: int  # the effective batch
     reason: str
     correction: SecondsCorrection = NOT_CORRECTED  # in the seconds
@@ -105,8 +105,9 @@ class StepWork:
     """The work of a rank that holds the whole model."""
 
     passes: Passes
-    update_bytes: float  # that clipping and update read and write
-    least_share: float = 1.0  # of the seconds of passes, beside products
+    update_bytes: float  # memory that clipping and update read and write
+    # share of the passes' seconds beside products that the step takes at least
+    least_share: float = 1.0
 
 
 def estimate(
