@@ -34,7 +34,7 @@ from launch.supervise.run_lease import RunLease
 from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 
-MAX_PLANS = 3  # of one start; each is made with more evidence than the one before
+MAX_PLANS = 3  # plans that a start makes at most, each with more evidence than the one before
 SEE_NO_OTHER_PLAN = 'see the line "no other plan" above: it says what would fit'
 
 
@@ -129,7 +129,7 @@ class Attempts:
         self.start, self.choice, self.run = start, choice, run
         self._screen = start.screen
         self._num_plans, self._failures = 1, restarts.History()
-        self._comparison: Comparison | None = None  # of the attempt's second step with its plan
+        self._comparison: Comparison | None = None  # the attempt's second step beside its plan
 
     def until_end(self) -> RunResult:
         """Run attempts until one ends well, or fails in a way that no further one would mend."""
@@ -139,7 +139,7 @@ class Attempts:
             result = self._attempt()
             if result.plan_again:
                 end = self._after_refuted_plan(result)
-            elif result.failure is None or result.unkillable:  # those leave no memory for another
+            elif result.failure is None or result.unkillable:  # an unkillable rank keeps its memory
                 end = result
             else:
                 end = self._after_failure(result, result.failure, first_step)

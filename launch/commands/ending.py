@@ -24,7 +24,8 @@ from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import AttemptEnd, Outcome, RunResult, StepEvent, TokenisingEnd
 from launch.supervise.screen import Screen
 
-MOSTLY_RIGHT = 0.9  # of the held-out answers; the quick start has 0.98 without a GPU
+# share of held-out answers that are exact; the quick start has 0.98 without a GPU
+MOSTLY_RIGHT = 0.9
 VERSIONED = ("torch", "transformers", "accelerate")  # packages named beside a measurement
 
 

@@ -29,7 +29,7 @@ AUTO = "auto"
 BATCH_KEY = "per_device_train_batch_size"
 BARE_KEY = "launch.wait"  # true without a value, and it never takes the next argument
 SWITCHES = ("assume_fits", "exact_batch")  # flags that are short for a key of launch:
-MOST_GPUS, MOST_RAM_GIB = 64, 65_536  # of a machine
+MOST_GPUS, MOST_RAM_GIB = 64, 65_536  # limits for --gpus and --ram
 ALIKE = 0.8  # difflib's ratio for a flag without a section, which could be a key of any
 EPILOG = """RECIPE is a name in configs/recipes/, or a file. BATCH is per_device_train_batch_size,
 or auto: the fastest, found by short trials unless an earlier start has found it.
@@ -47,7 +47,7 @@ class RecipeArguments:
     is_auto: bool  # the batch size was typed as `auto`
     overrides: list[str]
     wishes: Wishes
-    download: bool = False  # what is named on a hub
+    download: bool = False  # repositories on a hub that the recipe names
 
 
 class Parser(ArgumentParser):

@@ -57,8 +57,8 @@ from launch.supervise.screen import Screen
 
 MAX_TRIALS = 3
 TRIALS = re.compile(r"\d{8}-\d{6}-(\d+)")  # the folder of a tuning, with its process
-STEPS = 3  # of a trial; the first finds no optimizer states
-MUCH_LESS = 0.8  # of the prediction of the trial that ran out of memory
+STEPS = 3  # optimizer steps of a trial; the first finds no optimizer states
+MUCH_LESS = 0.8  # share of a failed trial's predicted bytes that another trial may have
 AS_FAST = 1.1  # trials whose seconds differ by less count as equally fast
 OUT_OF_MEMORY = (6, 12)  # exit codes: host RAM, VRAM
 Say = Callable[[str], None]
@@ -70,7 +70,7 @@ class Outcome:
 
     ended: Literal["fits", "oom", "failed"]
     step_s: float | None = None
-    peak_bytes: int | None = None  # of the device, or of the job's host RAM on CPUs
+    peak_bytes: int | None = None  # peak of the device, or of the job's host RAM on CPUs
     why: str = ""
 
 

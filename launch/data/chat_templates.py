@@ -14,7 +14,8 @@ from launch.base.workspace import FILES
 from launch.schema.recipe import Recipe
 
 FOLDER = FILES / "configs" / "chat_templates"
-SUFFIXES = (".jinja", ".j2", ".txt")  # of a file; other values without a slash are names
+# endings of template files; other values without a slash are names
+SUFFIXES = (".jinja", ".j2", ".txt")
 MAX_BYTES = 1 << 18  # the longest template of a model has 20 kB
 TOO_LONG = f"has more than {MAX_BYTES >> 10} KiB, more than a chat template can have"
 # control tags, which a model reads as a token each; <think> and <tool_call> are often plain text

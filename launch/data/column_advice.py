@@ -22,8 +22,8 @@ class Origin:
     key: str = TRAINED
     is_source: bool = False  # an entry of a list
     names_columns: bool = False  # the entry has the key columns
-    expected: str = ""  # of a held-out file: the columns of the training file
-    train_file: str = ""  # beside a held-out file that is read in the same format
+    expected: str = ""  # columns of the training file, where this is a held-out file
+    train_file: str = ""  # training file whose format this held-out file must have
 
     def key_of(self, role: str) -> str:
         """The key that names the column of a role."""

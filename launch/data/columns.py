@@ -53,7 +53,8 @@ KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (
     ("input/output", "prompt_response", {"prompt": "input", "response": "output"}, None),
     ("text", "text", {"text": "text"}, None),
 )
-LINE = re.compile(r" in (?:line|element) (\d+)$")  # of sniff's words for what a column holds
+# the place that sniff names in its message on a column's content
+LINE = re.compile(r" in (?:line|element) (\d+)$")
 
 
 def detect(
@@ -91,7 +92,7 @@ class _Reading:
     base: Path
     facts: FileFacts
     unread_keys: Collection[str]
-    bad: BadRows  # of the training, over all its files
+    bad: BadRows  # bad rows of all training files
 
     def of_held_out(self) -> _Reading:
         """The settings for the held-out file, whose bad rows are counted apart."""

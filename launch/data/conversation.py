@@ -17,7 +17,7 @@ class Conversation:
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
-    place: object = field(default="", compare=False)  # of the row, for errors
+    place: object = field(default="", compare=False)  # file and line of the row, for errors
 
 
 Sample = Conversation | str  # str: a text

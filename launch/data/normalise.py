@@ -26,7 +26,7 @@ FIELDS = {  # other keys of a message, in lower case -> the key of a Message
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "reasoning_content"),
     **dict.fromkeys(("weight", "train", "training", "loss_mask"), "weight"),
     **{"tool_call_id": "tool_call_id", "name": "name"},
-    **dict.fromkeys(untrained.TOOLS, "tools"),  # of a system message
+    **dict.fromkeys(untrained.TOOLS, "tools"),  # keys of a system message
 }
 ROLES_OF_FIELDS = {  # other roles that have such a key are mistakes
     **{"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"},
@@ -36,7 +36,8 @@ OPTIONAL_COLUMNS = {
     "history": ("history",),
     "tools": untrained.TOOLS,
 }
-MESSAGE_ID, PARENT_ID = "message_id", "parent_id"  # of oasst: the messages of a tree
+# keys that link the messages of a tree in the oasst format
+MESSAGE_ID, PARENT_ID = "message_id", "parent_id"
 OPTIONAL_OF = {  # kind -> what its rows may have besides their columns
     "messages": ("system", "tools"),
     "prompt_response": ("system", "history", "tools"),
@@ -209,7 +210,7 @@ class RowReader:
         if message["content"] is None and "tool_calls" not in message:
             for key in turn:
                 if FIELDS.get(key.lower()) == "tool_calls" and turn[key]:
-                    if key in self.ignored:  # what is left says nothing, and has no loss
+                    if key in self.ignored:  # without the ignored call, nothing with a loss remains
                         return {**message, "content": ""}
                     raise DataError(f"{where}: the call in {key!r} has no name; name its function")
             raise DataError(

@@ -53,7 +53,8 @@ class RowChoice:
     held_out: EvenChoice
     part: Part
     begin: int = 0  # the number of the source's first row
-    share: EvenChoice | None = None  # of the source's rows that are trained; None: all of them
+    # choice of the rows that are trained; None: all of the source's rows
+    share: EvenChoice | None = None
 
     def takes(self, number: int) -> bool:
         if self.part == "validation" or self.held_out.holds(number):

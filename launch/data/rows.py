@@ -20,7 +20,7 @@ from launch.data.files.shards import MAX_ROW_BYTES
 from launch.data.normalise import OPENAI, SHAREGPT, RowReader, unique_keys
 from launch.schema.plan import DataFormat
 
-ROWS_AT_ONCE = 1000  # of a table
+ROWS_AT_ONCE = 1000  # rows read from a table in one batch
 UNLIMITED = 1 << 60  # bad rows
 NO_THREAD = "Resource temporarily unavailable"  # EAGAIN of pthread_create(3)
 JSON_KINDS = {
@@ -95,7 +95,7 @@ Rows = Iterator[tuple[Place, dict[str, Any]]]
 NumberedRows = Iterator[tuple[int, Place, dict[str, Any]]]
 Items = Iterator[tuple[Place, dict[str, Any] | DataError | None]]  # None: a blank line
 Takes = Callable[[int], bool]  # the number of a row in its slice -> True if it is read
-ColumnChoice = Callable[[Any], list[str]]  # of a table: its Arrow schema -> the columns to read
+ColumnChoice = Callable[[Any], list[str]]  # the Arrow schema of a table -> the columns to read
 
 
 def read_rows(
@@ -284,7 +284,8 @@ def _table_rows_of(path: Path, number: int, parts: Iterator[Any]) -> Iterator[di
             if part.nbytes > MAX_ROW_BYTES:
                 for row in range(part.num_rows):
                     num_bytes = sum(
-                        # of a dictionary the row's value alone
+                        # a slice of a dictionary column contains the whole dictionary; the row is
+                        # one value
                         (each.dictionary_decode() if hasattr(each, "dictionary") else each).nbytes
                         for each in part.slice(row, 1).columns
                     )
@@ -347,7 +348,7 @@ def _lines(of: Slice, goes_on: bool = False) -> Iterator[tuple[Place, bytes, boo
             offset = of.start
             if offset:
                 file.seek(offset - 1)
-                # what begins before belongs to the slice before
+                # A line that begins before the slice belongs to the slice before.
                 offset += len(file.readline(MAX_ROW_BYTES)) - 1
             while (is_inside := of.end is None or offset < of.end) or goes_on:
                 if not (raw := file.readline(MAX_ROW_BYTES)):
@@ -375,7 +376,7 @@ def _texts(of: Slice, are_paragraphs: bool) -> Items:
             if not is_inside:
                 return
             raws, num_bytes, is_known = [], 0, True
-        elif is_known:  # what stands before the first blank line is of the slice before
+        elif is_known:  # lines before the first blank line belong to the slice before
             first = first if raws else place
             raws.append(raw)
             num_bytes += len(raw)

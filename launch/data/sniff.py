@@ -29,7 +29,8 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that 
 SAMPLE_ROWS = 100  # whose content is looked at; the columns of a table are in its schema
 SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in
 PACKABLE = ("jsonl", "json", *DELIMITERS, "text")  # types read from their beginning
-ROW_NAMES = {"json": "element", "webdataset": "sample"}  # of others: line
+# names of a row in messages, where it is not a line
+ROW_NAMES = {"json": "element", "webdataset": "sample"}
 NO_ROWS = {"json": "the array is empty", "webdataset": "no sample is in it"}
 NO_ROWS |= dict.fromkeys(DELIMITERS, "the file has no row below its header")
 # number of a row, and the kind of each of its values: the values may take much more memory

@@ -16,20 +16,22 @@ from launch.schema.recipe import Recipe
 
 TOKEN_CACHE_VERSION = 8  # raise when training/ tokenises the same input to other rows
 
-TOKENS_MADE_OF = "made_of.json"  # of a token cache: TokenCache.identity
+TOKENS_MADE_OF = "made_of.json"  # file of a token cache with TokenCache.identity
 
-# of an identity: rows have the ids that AutoTokenizer gives beside a config.json of this type, and
-# those of a pair the tokens that the tokenizer's own call adds. Earlier versions wrote no such key:
-# their ids are those of tokenizer.json, with an end token alone around the texts of a pair.
+# Key of an identity that no earlier version wrote. With it, rows have the ids that AutoTokenizer
+# gives beside a config.json of this type, and pairs the tokens that the tokenizer's own call adds.
+# Without it, the ids are those of tokenizer.json, with an end token alone around the texts of a
+# pair.
 BESIDE_CONFIG = "model_type"
 
-# of a token cache: what its rows are; its folder is renamed when all is written
+# File of a token cache with the facts of its rows. The cache's folder is renamed when it is
+# complete.
 TOKENS_READY = "counts.json"
 
 # rows with the most targets, whose counts are kept
 NUM_MOST_TARGETS = 1024
 
-SHOWN_ROWS = "rows.json"  # of a token cache: ShownRows of its first rows
+SHOWN_ROWS = "rows.json"  # file of a token cache with the ShownRows of its first rows
 
 
 def folder_fingerprint(folder: Path) -> str:
@@ -50,7 +52,7 @@ class TokenCache:
     data_format: DataFormat
     identity: Mapping[str, Any]  # everything that decides the bytes of the tokenised rows
     folder: Path
-    rows: int | None = None  # that are trained; None: not counted
+    rows: int | None = None  # trained rows; None: not counted
     row_counts: sources.RowCounts | None = None  # None: every row is trained once
 
 
@@ -126,7 +128,7 @@ def _identity(
 
 def _columns(data_format: DataFormat) -> list[Any]:
     own = [data_format.kind, data_format.file_type, dict(data_format.columns)]
-    # where later rows may hold more than they
+    # Ignored columns decide which later rows are refused
     own += [sorted(data_format.ignored)] if data_format.ignored else []
     return own + [["source", *_columns(source)] for source in data_format.of_sources]
 

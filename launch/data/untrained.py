@@ -40,7 +40,7 @@ COLUMNS: Mapping[str, str] = {
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), NOT_A_COLUMN),
     "score": SCORES,
 }
-KEYS: Mapping[str, str] = {  # of a message
+KEYS: Mapping[str, str] = {  # keys of a message -> why they are refused
     **OF_BOTH,
     **dict.fromkeys(OF_COLUMNS, NOT_A_KEY),
     **dict.fromkeys(TOOLS, OF_SYSTEM),
@@ -49,7 +49,7 @@ KEYS: Mapping[str, str] = {  # of a message
 EMPTY_JSON = ("", "[]", "{}", "null")
 SHELL_TEXT = re.compile(r"[\w\[\],.=:/@%+-]+", re.ASCII)  # the names that need no quotes, in []
 YAML_TEXT = re.compile(r"[^\W\d][\w. -]*\w|[^\W\d]")
-MAX_DEPTH = 16  # of lists in lists; what is deeper counts as content
+MAX_DEPTH = 16  # lists in lists that are searched; deeper values count as content
 
 
 class Refused(DataError):

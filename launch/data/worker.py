@@ -51,7 +51,7 @@ class AddTokens:
 class FindLargest:
     """A list of LargestMicroBatches is asked for: one of each division of tokenised rows."""
 
-    folder: Path  # of the token cache
+    folder: Path  # a token cache
     divisions: tuple[Division, ...]
 
 
@@ -159,7 +159,7 @@ class Worker:
         }
         variables |= {"PYTHONPATH": str(CODE), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         hides_torch = isinstance(request, EncodeRows)
-        # what is hidden once cannot be imported any more
+        # Torch cannot be imported any more in a process that hides it.
         if variables != self._variables or (self._hides_torch and not hides_torch):
             self.close()
         process = self._process or self._start(variables, hides_torch)
@@ -205,4 +205,4 @@ class Worker:
         return self._process
 
 
-WORKER = Worker()  # of this launcher
+WORKER = Worker()  # the only worker of this launcher

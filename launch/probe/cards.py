@@ -40,7 +40,7 @@ class Card:
     architecture: str
     pcie: int  # generation
     flops_per_s: Mapping[str, float]  # by dtype
-    bytes_per_s: float  # of its memory
+    bytes_per_s: float  # bandwidth of its memory
     link_bytes_per_s: float | None  # one direction of its own links to other cards; None: PCIe
     source: str
 
@@ -123,7 +123,7 @@ def of(gpu: Gpu) -> tuple[Card | None, bool]:
     named: list[Card] = []
     for name in _reported_names(gpu.name):
         matches = [row for row in table() if _is(row.parts, name)]
-        # those with the most parts: A100 SXM4 before A100
+        # Names with the most parts win: A100 SXM4 before A100
         length = max((len(row.parts) for row in matches), default=0)
         named += [row for row in matches if len(row.parts) == length]
     if named:

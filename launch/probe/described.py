@@ -32,7 +32,7 @@ REASONS = {
     "disk_free_gib": "disk_reason",
 }
 MAX_BYTES, MAX_DEPTH = 1 << 16, 20
-SHORT_KEYS = ("gpu", "ram_gib")  # of a file, beside the fields of Machine
+SHORT_KEYS = ("gpu", "ram_gib")  # keys of a file beside the fields of Machine
 
 
 def from_words(gpu: str, count: int, ram_gib: float) -> Machine:

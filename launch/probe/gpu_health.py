@@ -24,7 +24,7 @@ POWER = {
     POWER_CAP: "at its power limit (SW power cap), as under full load",
 }
 HEAT_OR_POWER = {0x08: "heat or power (HW slowdown)"}
-# of newer drivers, and of those before 535
+# NVML's function in newer drivers, and in drivers before 535
 ASK_REASONS = (
     "nvmlDeviceGetCurrentClocksEventReasons",
     "nvmlDeviceGetCurrentClocksThrottleReasons",

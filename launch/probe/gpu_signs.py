@@ -28,7 +28,7 @@ class Card:
 
     vendor: str
     address: str
-    driver: str  # of the kernel; "" without one
+    driver: str  # kernel driver; "" without one
     vram_bytes: int | None  # as amdgpu writes it; None without amdgpu
 
     def __str__(self) -> str:

@@ -453,7 +453,7 @@ def _amd_smi_gpus(
         total, used = (_part(usage, key).get("value") for key in ("total_vram", "used_vram"))
         sizes = (0, 0)
         if isinstance(total, int) and isinstance(used, int):  # "N/A" otherwise
-            sizes = total << 20, (total - used) << 20  # what it calls MB is MiB
+            sizes = total << 20, (total - used) << 20  # its MB are MiB
         name = _first(asic, "market_name") or f"GPU {index}"
         gfx, driver = (
             _first(asic, "target_graphics_version"),

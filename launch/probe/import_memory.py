@@ -178,7 +178,7 @@ class Imports:
     mapped bytes that all share."""
 
     launcher_bytes: int
-    agent_bytes: int  # of accelerate launch, which imports torch too
+    agent_bytes: int  # accelerate launch, which imports torch too
     prepare_bytes: int
     rank_bytes: int  # with the host memory of its device's runtime
     mapped_bytes: int

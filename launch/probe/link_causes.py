@@ -27,7 +27,7 @@ class Cause:
     """A known reason for a failure."""
 
     name: str
-    regex: re.Pattern[str] | None  # of a line of output; None: recognised by the end of the try
+    regex: re.Pattern[str] | None  # pattern of a line of output; None: the end of the try shows it
     what: str
     fix: str  # the one action that the user can take
     worth: tuple[Env, ...]  # the NCCL tries that can help, in this order

@@ -28,9 +28,9 @@ class Limits:
     """Time limits of the link test in seconds."""
 
     total_s: float = 56.0
-    # of a try until all ranks are ready, for a first import of torch from a slow disk
+    # time of a try until all ranks are ready, with a first import of torch from a slow disk
     start_s: float = 25.0
-    try_s: float = 10.0  # of a try after that
+    try_s: float = 10.0  # time of a try after that
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Ended:
     """The end of a try."""
 
     how: Literal["done", "failed", "hang", "not_started", "stuck"]  # done: every rank ended with 0
-    output: str  # of all ranks, stdout and stderr
+    output: str  # stdout and stderr of all ranks
     start_s: float  # until all ranks were ready, or the try ended
 
 

@@ -48,7 +48,7 @@ def machine(
 
     env = os.environ if env is None else env
     limit = min(host_limits(root, env), key=_size)
-    # what this process holds already is a part of each plan
+    # Each plan counts the memory that this process has already
     own_bytes = _own_bytes() if root == Path("/") else 0
     host = (
         *limit,
@@ -183,7 +183,7 @@ class OomKills:
     """A counter of the kernel's kills for memory."""
 
     count: int | None  # None: none can be read
-    is_of_machine: bool = False  # of all programs, not of a cgroup's alone
+    is_of_machine: bool = False  # kills of all programs, not of a cgroup's alone
 
 
 def oom_kills(root: Path = Path("/")) -> OomKills:

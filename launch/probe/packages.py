@@ -21,12 +21,14 @@ from launch.schema.training_section import Tracker
 # With older versions a file of somebody else can run code or corrupt memory (CVE-2026-24747;
 # CVE-2026-4372, -1839)
 OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
-WITH_EVERY_N_LAYERS = (5, 23)  # of transformers
-WITHOUT_NO_RUN = (0, 8)  # of swanlab: before, get_run() is None where there is no run
+# version of transformers; before it, all layers or none are checkpointed
+WITH_EVERY_N_LAYERS = (5, 23)
+WITHOUT_NO_RUN = (0, 8)  # version of swanlab; before it, get_run() is None where there is no run
 PIP_NAMES = {"swanlab": "swanlab<0.8"}
 # variables that make transformers' callbacks send weights
 UPLOADS = ("WANDB_LOG_MODEL", "HF_MLFLOW_LOG_ARTIFACTS", "SWANLAB_LOG_MODEL")
-WITH_VARLEN_ATTN = (2, 12)  # of torch: before, no grouped heads, and in 2.10 no scale or window
+# version of torch; before it, no grouped heads, and in 2.10 no scale or window
+WITH_VARLEN_ATTN = (2, 12)
 
 
 def refuse_old() -> None:

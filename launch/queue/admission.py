@@ -226,7 +226,7 @@ def ahead_of(needs: Needs, waiting: Sequence[Lease], supply: Supply) -> Lease | 
     It passes a run that it fits beside, on each card and in host RAM, and only until the turn of
     that run would have come without those that have passed it. A run that the machine is too small
     for holds nobody up."""
-    # when the leases of now have ended; else when other programs have, too
+    # The machine when the leases of now have ended; then when other programs have ended, too
     machines = (alone(supply.machine, supply.leases), empty(supply.machine))
     for other in waiting:
         of_other = other.record.needs

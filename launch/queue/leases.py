@@ -33,12 +33,12 @@ from launch.base import files, processes
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import HIDDEN
 
-# of all users, in this order; the first that this machine lets a user make
+# Folders for all users, in order of preference: the first that this machine lets a user make
 FOLDERS = (Path("/run/lock/lowmem"), Path("/tmp/lowmem-leases"))
 NAME = re.compile(r"(\d{1,8})\.lease")
 LAST_NUMBER = 99_999_999  # after it come those that are free from 1 on
 MUTEX = "admission"  # locked while a start decides; it holds the number of the last lease
-RECORD_BYTES = 8192  # of each file, so that a new record replaces all of the last
+RECORD_BYTES = 8192  # size of each file, so that a new record replaces all of the last
 MUTEX_S = 30.0  # a decision takes milliseconds
 READ_AGAIN_S = 0.01  # records that are being written
 FLOCK = "hhqqi4x"  # struct flock of fcntl(2)
@@ -52,13 +52,13 @@ class Needs:
     """The most that a start takes, and the limits that it has set itself."""
 
     host_bytes: Bytes
-    reserve_bytes: Bytes = 0  # of host RAM, which stay free beside it
+    reserve_bytes: Bytes = 0  # host RAM that stays free beside it
     num_cards: Annotated[int, Field(ge=0, le=1024)] = 0
-    card_bytes: Bytes = 0  # of each card
-    vram_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # of free VRAM that it may take
+    card_bytes: Bytes = 0  # VRAM on each card
+    vram_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of free VRAM that it may take
     disk_bytes: Bytes = 0
     disk_device: Annotated[int, Field(ge=0, le=1 << 64)] = 0
-    host_limit_bytes: Bytes | None = None  # of all leases together
+    host_limit_bytes: Bytes | None = None  # limit for all leases together
     card_limit_bytes: Bytes | None = None
 
 
@@ -67,7 +67,7 @@ class Taken:
     """The part of a lease that its processes hold now, as they measured it."""
 
     host_bytes: Bytes = 0
-    card_bytes: Bytes = 0  # of each card
+    card_bytes: Bytes = 0  # VRAM on each card
     disk_bytes: Bytes = 0
 
 

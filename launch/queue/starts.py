@@ -13,7 +13,7 @@ from launch.queue import admission, leases
 from launch.queue.admission import Supply
 from launch.queue.leases import Lease, Needs, OwnLease, Record
 
-GetSupply = Callable[[Sequence[Lease]], Supply]  # of now, beside these leases
+GetSupply = Callable[[Sequence[Lease]], Supply]  # leases -> the memory of now beside them
 HELD = "python -m launch queue release {}: its user holds it"
 MUTEX_S = 5.0  # for the decision of another start, before the run says what it waits for
 POLL_S = 1.0  # between two looks at the memory and the leases
@@ -66,7 +66,7 @@ class Obstacle:
     text: str
     what: str  # the same without figures that change at each look
     is_own: bool = False  # it waits for a time or for another run, and so holds nobody up
-    is_memory: bool = False  # that other programs hold, and no lease
+    is_memory: bool = False  # other programs have the memory, no lease does
 
 
 def obstacle(

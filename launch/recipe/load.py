@@ -344,13 +344,13 @@ _EXPECTED = {
     "tuple_type": "a [list]",
     "model_type": "a section: keys below it",
     "string_too_short": "text that is not empty",
-    # of name, the only text with a pattern
+    # pattern of `name`; no other text has one
     "string_pattern_mismatch": "1 to 64 letters, digits, dots, _ and -, a letter or digit first",
 }
 _MAPPINGS: dict[KeyPath, type[BaseModel]] = {
     ("training", "activation_checkpointing_kwargs"): CheckpointingKwargs,
 }
-_SOURCES = {  # of data.train_file, by the length of a key path
+_SOURCES = {  # forms of data.train_file, by the length of a key path
     **{2: "a path, or a list: [{path: FILE}, ...]", 3: "a path, or {path: FILE}"},
 }
 _BOUNDS = {
@@ -456,7 +456,7 @@ def _schema_problem(detail: ErrorDetails, place: str, file: str) -> ConfigError:
         return ConfigError(
             f"{place}: {f'{dotted(key_path)}: ' if key_path else ''}{context['error']}"
         )
-    if kind == "missing" and len(key_path) > 2:  # of an entry of a list
+    if kind == "missing" and len(key_path) > 2:  # a key of an entry in a list
         form = f"write {{{key_path[-1]}: VALUE, ...}}"
         return wrong(place, key_path[:-1], show(detail["input"]), f"a {key_path[-1]} in it", form)
     if kind == "missing":

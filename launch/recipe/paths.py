@@ -31,7 +31,7 @@ PATH_KEYS = (
     "output_dir",
     "log_dir",
 )
-HUB_KEYS = {  # that take a name on a hub -> the split of a data set's name without one
+HUB_KEYS = {  # keys that take a name on a hub -> the split of a data set's name without one
     "model.path": "",
     "data.train_file": "train",
     "data.validation_file": "validation",

@@ -19,9 +19,9 @@ import yaml
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
 
-MAX_BYTES = 1_000_000  # of a recipe file
+MAX_BYTES = 1_000_000  # limit for a recipe file
 MAX_DEPTH = 20
-MAX_VALUES = 1000  # of a recipe file; the largest of configs/recipes has 40
+MAX_VALUES = 1000  # limit for a recipe file; the largest in configs/recipes has 40
 
 KeyPath = tuple[str | int, ...]
 

@@ -55,6 +55,6 @@ def accelerate_config(plan: Plan, deepspeed_file: str) -> str:
     if meeting:
         config["main_process_ip"] = meeting.main_process_ip
     if strategy.device == "cuda":
-        config["gpu_ids"] = "all"  # of those the command makes visible
+        config["gpu_ids"] = "all"  # all cards that the command makes visible
     header = f"# {strategy.mode}, for {plan.recipe_name}: written by launch/render from its plan\n"
     return header + yaml.safe_dump(config, sort_keys=True)

@@ -59,7 +59,7 @@ class Side:
     ending: str
     continues: Continues | None
     parts: tuple[run_folder_steps.Stretch, ...]
-    # those that ran with this plan's strategy: speed and memory are theirs
+    # parts that ran with this plan's strategy: speed and memory are theirs
     last_parts: tuple[run_folder_steps.Stretch, ...]
     host_peak_bytes: int
 

@@ -24,9 +24,9 @@ from launch.report.comparable import Difference, Side
 from launch.run_folder import steps
 from launch.schema.result import StepEvent
 
-LAST_PART = 0.1  # of the samples; the training loss is their mean
+LAST_PART = 0.1  # last share of the samples, whose mean is the training loss
 MOST_MEANS = 100  # points of a curve
-COLORS = ("#f59e0b", "#1d4ed8")  # of A and B
+COLORS = ("#f59e0b", "#1d4ed8")  # line of A, line of B
 WIDTHS = (4.5, 1.5)  # B is drawn over A: where they agree both are seen
 RULES = (
     f"speed: of all steps that count but the first {steps.STEADY_FROM} of each start",

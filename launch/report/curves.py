@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-WIDTH, HEIGHT = 1000, 300  # of the drawing, which is stretched to its place
-BUCKETS = 500  # of a line with more points: each keeps its lowest and its highest point
+WIDTH, HEIGHT = 1000, 300  # size of the drawing, which is stretched to its place
+BUCKETS = 500  # intervals of a line with more points: each keeps its lowest and its highest point
 DOTS = 40  # a line of at most as many points shows each
 LOG_FROM = 10.0  # highest / lowest value from which the axis is logarithmic at first
-LEAST, MOST = 1e-300, 1e300  # of an axis: what is nearer to 0 or farther is drawn at its end
+LEAST, MOST = 1e-300, 1e300  # limits of an axis: a value nearer to 0 or farther is drawn at its end
 Point = tuple[float, float]
 
 

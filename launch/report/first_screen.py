@@ -17,7 +17,7 @@ from launch.schema.recipe import Recipe
 LINES, LABEL = 14, 13
 SHOWN = ("model", "data", "sources", "tokens", "batch", "mode", "memory", "host RAM", "time")
 SHOWN_OF_A_CAUSE = 3  # changes; a preset makes a dozen
-VALUE_COLUMNS = 24  # of a requested or effective value; a longer one is shortened
+VALUE_COLUMNS = 24  # width of a requested or effective value; a longer one is shortened
 
 
 def lines(
@@ -86,7 +86,7 @@ def _changes(changes: Sequence[Change], most: int, columns: int) -> tuple[list[s
     for change in changes:
         # the first clause of a reason is the cause; its others stand in the whole plan
         causes.setdefault(change.reason.partition(";")[0], []).append(change)
-    # what a preset changes comes last
+    # A preset makes the most changes, and comes last
     by_size = sorted(causes.items(), key=lambda item: len(item[1]))
     lines_each = max(most // max(len(by_size), 1), 1)
     width = lines_each * (columns - LABEL) - 10 * (lines_each - 1)  # wrapping wastes some

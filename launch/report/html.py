@@ -20,7 +20,7 @@ from launch.schema.rows import ShownRows
 class Records:
     """Records of a run, for its page."""
 
-    events: Sequence[StepEvent] = ()  # that count
+    events: Sequence[StepEvent] = ()  # steps that count
     evaluations: Sequence[HeldOut] = ()
     attempts: Sequence[tuple[str, str]] = ()  # (what it ran with, how it ended)
     spent: Sequence[Spent] = ()

@@ -29,13 +29,13 @@ from launch.schema.plan import (
 )
 from launch.schema.recipe import Recipe
 
-WORTH_A_WORD = 0.1  # of what a step computes, saved
-# Of QLoRA (arXiv:2305.14314, table 9: 7B and 13B) and LoRA (arXiv:2106.09685, GPT-3). "LoRA Without
-# Regret" (Thinking Machines, 2025) finds ten times the rate of a full fine-tune.
+WORTH_A_WORD = 0.1  # least share of padding that grouping must save for a line on it
+# Learning rate of QLoRA (arXiv:2305.14314, table 9: 7B and 13B) and LoRA (arXiv:2106.09685, GPT-3).
+# "LoRA Without Regret" (Thinking Machines, 2025) finds ten times the rate of a full fine-tune.
 LORA_RATE = 2e-4
-HOPELESS_S = 90 * 86400.0  # of a training
+HOPELESS_S = 90 * 86400.0  # a longer training is called hopeless
 STATES = ("weights", "gradients", "optimizer")
-NAME_COLUMNS = 36  # of a model on a terminal; of a longer path its last part
+NAME_COLUMNS = 36  # width of a model's name on a terminal; a longer path shows its last part
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Fact:
     label: str
     value: str
     why: tuple[str, ...] = ()
-    group: str = ""  # of rows that have a heading in common
+    group: str = ""  # heading that rows have in common
 
 
 def facts(

@@ -52,7 +52,7 @@ from launch.schema.rows import ShownRows
 Noun = TypeVar("Noun")
 STAMP = re.compile(r"\d{8}-\d{6}(-\d+)?")  # the name of a run's folder
 DRY_RUN = "dry-run"  # the folder of a recipe's last dry run, beside its runs
-SAMPLES = "samples.i32"  # of a rank: step, number of rows, the rows, as little-endian int32
+SAMPLES = "samples.i32"  # file of a rank: step, number of rows, the rows, as little-endian int32
 
 
 class AttemptDir:
@@ -72,8 +72,8 @@ class AttemptDir:
         self.held_out_file = root / "held_out.jsonl"
         self.answers_file = root / "answers.jsonl"  # to the run's questions, at each evaluation
         self.outcome_file = root / "outcome.json"
-        self.supervisor_file = root / "supervisor.json"  # how the launcher saw it end
-        # what the first step in the steady state took
+        self.supervisor_file = root / "supervisor.json"  # its end, as the launcher saw it
+        # measurements of the first step in the steady state
         self.second_step_file = root / "second_step.json"
 
     @property
@@ -161,7 +161,7 @@ class RunDir:
         self.tokens_file = root / "tokens.json"
         self.questions_file = root / "questions.json"
         self.rows_file = root / "rows.json"  # a few decoded rows, for the report
-        # what ran out of memory so far (estimate.RanOut), a list
+        # a list of OomEvent: what ran out of memory so far
         self.evidence_file = root / "evidence.json"
         self.continues_file = root / "continues.json"
 

@@ -33,8 +33,8 @@ WRITTEN = re.compile(r"(tmp-([a-z]+-)?)?checkpoint-\d{6,}|commits\.(json|damaged
 KEY_BYTES, MOST_KEY_BYTES = 32, 4096
 KEY_NAME, CLOUD_KEY_NAME = "checkpoint.key", "cloud.key"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-# What transformers, Accelerate and DeepSpeed look for in a checkpoint by name or pattern, and then
-# load.
+# Files that transformers, Accelerate and DeepSpeed look for in a checkpoint, by name or pattern,
+# and then load.
 LOADED = re.compile(r"\.(pt|pth|bin|pkl|safetensors|distcp|metadata|json)$|^latest$")
 HASHING_THREADS = 4  # sha256 of one file is one core's work
 # Facts of a manifest that continuing reads.
@@ -109,7 +109,7 @@ def key() -> bytes:
             return _made_key(of_root, os.urandom(KEY_BYTES))
     except OSError as error:
         raise _unwritten(error) from error
-    with suppress(OSError):  # of a disk that keeps no owner: key_note() says so
+    with suppress(OSError):  # a disk may keep no owner: key_note() says so
         _made_key(of_root, content)
     return content
 

@@ -43,7 +43,7 @@ class Change:
     """A difference between a run and its continuation."""
 
     text: str
-    word: Allowed | None  # of resume.allow; None: never
+    word: Allowed | None  # value of resume.allow that allows it; None: no value does
     undo: str = ""  # the flags that undo it
 
 

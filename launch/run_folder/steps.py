@@ -106,12 +106,12 @@ class Stretch:
 
     attempt: AttemptDir
     counted: tuple[StepEvent, ...]
-    steady: tuple[StepEvent, ...]  # of those, all but the attempt's first STEADY_FROM
+    steady: tuple[StepEvent, ...]  # counted steps without the attempt's first STEADY_FROM
     evaluations: tuple[HeldOut, ...]
     steady_since: float  # unix time
     wall_s: float  # since then, to its last step or evaluation; with steps that do not count
     began: float  # unix time at which its first step began
-    trained_s: float  # of all its steps, also of those that do not count
+    trained_s: float  # seconds of all its steps, also of those that do not count
 
 
 def stretches(
@@ -160,7 +160,7 @@ class Speed:
     saves are not."""
 
     steps: int
-    tokens_per_s: float  # that are not padding
+    tokens_per_s: float  # tokens that are not padding
     padding: float | None  # share of the tokens computed; None: not recorded
     step_s: float  # median
     # shares of the wall time, which give 1; None: not recorded, or the clock was set back meanwhile

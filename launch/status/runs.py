@@ -44,7 +44,7 @@ BY_SECTION: Mapping[str, State] = {
 ENDED: tuple[State, ...] = ("complete", "stopped", "failed", "lost")
 STOPPED_CODES = (75, 130)
 KEPT_STEPS = 240
-TAIL_BYTES = 1 << 16  # of the file of steps, when a run is first looked at
+TAIL_BYTES = 1 << 16  # end of the file of steps that is read when a run is first looked at
 STEP, EVALUATION = TypeAdapter(StepEvent), TypeAdapter(HeldOut)
 
 
@@ -61,7 +61,7 @@ class RunState:
     seconds_left: float | None = None  # None: unknown, or ended
     loss: float | None = None
     eval_loss: float | None = None
-    losses: tuple[float, ...] = ()  # of the last steps, oldest first
+    losses: tuple[float, ...] = ()  # losses of the last steps, oldest first
     seconds_per_step: float | None = None
     tokens_per_s: float | None = None
     vram_bytes: int = 0  # reserved
@@ -71,7 +71,7 @@ class RunState:
     host_predicted_bytes: int = 0
     host_limit_bytes: int = 0
     silent_s: float | None = None  # since a rank's last sign; None: no rank
-    verdict: str = ""  # of the last attempt that failed
+    verdict: str = ""  # cause of the last failure
 
     @property
     def has_ended(self) -> bool:

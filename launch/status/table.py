@@ -19,7 +19,7 @@ from launch.schema.result import Outcome
 from launch.status.runs import RunFiles
 from launch.status.screen import STYLES
 
-FIGURES_COLUMNS = 64  # of a run of a million steps that was stopped early
+FIGURES_COLUMNS = 64  # figures of a run of a million steps that was stopped early
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RunRow:
     eval_loss: float | None
     bytes: int
     checkpoint_bytes: int  # a part of `bytes`
-    verdict: str  # of a run that has not ended well
+    verdict: str  # cause of an end that is not complete
     folder: str
 
 

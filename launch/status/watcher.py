@@ -19,7 +19,7 @@ from launch.status import screen
 from launch.status.cards import cards
 from launch.status.runs import RunFiles, RunState
 
-ENDED_SHOWN = 8  # of the runs that have ended, the newest
+ENDED_SHOWN = 8  # newest runs that have ended
 
 
 class Watcher:

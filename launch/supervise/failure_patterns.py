@@ -11,7 +11,7 @@ SMALLER = (
     "halve training.per_device_train_batch_size and double training.gradient_accumulation_steps"
 )
 AGAIN = "run the same line again"
-# What stands before an exception at the end of a traceback: the rank as torchrun writes it, the
+# Text before an exception at the end of a traceback: the rank as torchrun writes it, the
 # exception's module.
 EXCEPTION = r"^(\[(rank|default)?\d+\]:\s*)?([A-Za-z_]\w*\.)*"
 
@@ -404,7 +404,7 @@ PATTERNS = (
             r"Stale (NFS )?file handle",
             rf"{EXCEPTION}(OS|BrokenPipe)Error: \[Errno (37|107|108|112|121|524)\] ",
             r"fcntl\.f?lockf?\(.*\s.{0,20}OSError: \[Errno (38|95)\] ",
-            # of a file; without its name it may be a socket
+            # error of a named file; without a name it may be a socket's
             rf"{EXCEPTION}(OS|Timeout)Error: \[Errno (16|110)\] [\w ]+: '(?!\S*\.nfs)",
         ),
     ),

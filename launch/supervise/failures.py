@@ -21,21 +21,21 @@ from launch.supervise.failure_patterns import (
 
 PROOF_CHARS = 400  # the HSA runtime says at the end of its line how much GPU memory was free
 
-# How torchrun and accelerate's launcher of one process name ranks that a signal ended. torchrun
-# lists those that had ended when it looked, not those that it ends itself then; which of them it
-# calls the root cause may be a tie.
+# Reports of ranks that a signal ended, by torchrun and by accelerate's launcher of one process.
+# torchrun lists those that had ended when it looked, not those that it ends itself then; which of
+# them it calls the root cause may be a tie.
 REPORTED_KILL = re.compile(
     r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*-9 \(pid: (\d+)\)", re.MULTILINE
 )
 # ranks that torchrun reports as failed, and processes that it ends itself
 REPORTED = re.compile(r"^\s*rank\s*:\s*(\d+) ", re.MULTILINE)
 CLOSED = re.compile(r"Sending process (\d+) closing signal")
-WORKER_KILLED = "is killed by signal: Killed"  # of a data loader
+WORKER_KILLED = "is killed by signal: Killed"  # torch's message on a worker of a data loader
 KILLED_FIRST = re.compile(r"exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>")
 CRASHED = re.compile(
     r"exitcode\s*:\s*-(?!(?:9|15|2|1|10)\b)(\d+)|died with <Signals\.(?!SIGKILL|SIGTERM)\w+: (\d+)>"
 )
-# of a rank that wrote no error
+# exit code of a rank that wrote no error
 EXITED = re.compile(r"exitcode\s*:\s*(\d+)\b|returned non-zero exit status (\d+)")
 KINDS = {kind.exit_code: kind.__name__ for kind in errors.LaunchError.__subclasses__()}
 SIGNALS = {

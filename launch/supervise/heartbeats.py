@@ -44,7 +44,7 @@ class Beat:
     max_steps: int
     monotonic_s: float
     p99_s: float
-    boot: str = ""  # of its machine: clocks and pids are of that boot
+    boot: str = ""  # boot of its machine, in which clocks and pids count
 
     def limit_s(self, floor_s: float) -> float:
         """Seconds that the rank may be silent; `floor_s` is launch.hang_floor_s, which is all that

@@ -8,7 +8,8 @@ from pathlib import Path
 from launch.base.text import size
 from launch.probe import machine
 
-STALLED_PERCENT = 50.0  # of ten seconds in which every process of the machine waited for memory
+# share of ten seconds in which all processes of the machine waited for memory
+STALLED_PERCENT = 50.0
 PRESSURE = re.compile(r"^full avg10=([\d.]+)", re.MULTILINE)
 
 

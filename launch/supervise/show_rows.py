@@ -16,9 +16,9 @@ from launch.data.worker import WORKER, EncodeRows
 from launch.schema.rows import ShownRows
 
 NUM_READ = 1000  # rows that are read for the counts of ShownRows
-CHECKED_ROWS, CHECKED_SHARDS = 100, 8  # of a dry run
+CHECKED_ROWS, CHECKED_SHARDS = 100, 8  # rows and shards that check() encodes at first
 ALL_ROWS = 1 << 30  # or as many as the child reads of a file
-TURN_TOKENS = 16  # of a template of ours, at most
+TURN_TOKENS = 16  # most tokens of a template of ours around a message
 
 
 def encoded(

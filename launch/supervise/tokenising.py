@@ -98,7 +98,7 @@ def _child(
     """Run the child to its end; end it at a stop, and when it hangs."""
     launch = facts.recipe.launch
     number = plan_facts.tokenising_processes(facts.recipe, facts.machine, facts.installed)
-    # what libraries print goes where the ranks' output goes
+    # Output of libraries goes where the ranks' output goes
     with attempt.tokenising_log.open("wb") as lines_file, attempt.log_file.open("ab") as log:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "training.data.prepare", str(attempt.root), str(number)],

@@ -36,12 +36,12 @@ STACKS_SIGNAL = signal.SIGQUIT
 class Ended:
     """The end of an attempt's ranks, as seen from outside."""
 
-    returncode: int = 0  # of the launcher; negative: the signal that ended it
+    returncode: int = 0  # exit status of the launcher; negative: the signal that ended it
     host_peak_bytes: int = 0
     # least of what the job had and what was free beside it; 0: not measured
     host_left_bytes: int = 0
     is_refuted: bool = False  # the second step took more than was planned
-    hang: str = ""  # which rank was silent, where and how long
+    hang: str = ""  # the rank that was silent, where and how long
     pressure: str = ""  # why the host's RAM was about to run out
     is_yielded: bool = False  # its user gave its memory to the runs that wait
     # pids of ranks that ran on after another rank had ended, and were ended here

@@ -58,7 +58,7 @@ class Bench:
     """The folder of the runs, and the time until which they may take."""
 
     folder: Path
-    cache: Path  # of the user's workspace: its calibration learns from these runs
+    cache: Path  # the user's own cache: its calibration learns from these runs
     deadline: float  # monotonic
 
     @property
@@ -77,7 +77,7 @@ class Bench:
                 " LOWMEM_ROOT to another folder"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.remove_checkpoints("*")  # of a check that was killed
+        self.remove_checkpoints("*")  # a check that was killed may have some
         self.cache.mkdir(exist_ok=True)
         with suppress(FileExistsError):
             link.symlink_to(self.cache)

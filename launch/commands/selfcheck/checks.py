@@ -27,7 +27,7 @@ from launch.probe import machine as probe_machine
 from launch.schema.machine import NOT_MEASURED
 
 PRECISIONS: dict[str, Changes] = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {}}
-TAKEN_SHARE = 0.6  # of what a run needs: another program leaves it so much
+TAKEN_SHARE = 0.6  # share of a run's need that another program leaves free
 POLL_S = 0.1
 COMPILED = "torch.compile"
 WARM_BASE = "base"  # a trained folder, which adapters start from
@@ -42,7 +42,7 @@ class Check:
     least_s: float
     run: Callable[[Bench], dict[str, Any]]
     cards: int = 1
-    package: str = ""  # that it needs
+    package: str = ""  # a package without which the check is skipped
 
 
 def all_checks() -> list[Check]:

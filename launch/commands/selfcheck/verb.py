@@ -22,7 +22,7 @@ from launch.probe import packages, torch_build
 from launch.schema.machine import GIB, Machine
 
 PARTS = (1, 2, 3)
-FREE_BYTES = 4 * GIB  # of the card, which the checks need
+FREE_BYTES = 4 * GIB  # free VRAM that the checks need
 OTHERS_BYTES = 3 * GIB // 2  # more than a screen takes: a program computes there
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 FAILED = 3

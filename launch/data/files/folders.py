@@ -23,12 +23,13 @@ SUFFIXES: dict[str, FileType] = {
     ".arrow": "arrow",  # as datasets.save_to_disk writes it
     ".tar": "webdataset",
 }
-TEXT_TYPES: dict[str, TextType] = {  # of data.text_rows
+TEXT_TYPES: dict[str, TextType] = {  # data.text_rows -> file type
     "lines": "text",
     "paragraphs": "paragraphs",
     "file": "whole_text",
 }
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # of the types that are read by lines
+# endings of compressed files; their type must be one that is read by lines
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 SAVED_SPLITS, SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
 SAVED_INFO = "dataset_info.json"
 ABOUT_DATA = (SAVED_SPLITS, SAVED_SPLIT, SAVED_INFO, "dataset_infos.json")  # hold no rows

@@ -103,7 +103,7 @@ def _next(text: str, position: int, mark: str) -> tuple[Any, int] | None:
     if mark == "[" and text[position : position + 1] == "]":
         return None
     value, end = DECODER.raw_decode(text, position)
-    if end == len(text):  # of 12 only the 1 may have been read
+    if end == len(text):  # a number may be incomplete: 1 of 12
         raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
     return value, end
 

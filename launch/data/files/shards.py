@@ -25,20 +25,20 @@ from launch.data.files import folders
 from launch.data.files.folders import COMPRESSIONS
 
 T = TypeVar("T")
-END = object()  # of what is read
-MAX_BATCH_BYTES = 2 << 30  # that a batch of rows takes, with its Python objects
-BATCH_BYTES = 64 << 20  # of rows that are Python objects at a time, by the sizes of their file
+END = object()  # default of next() at the end of an iterator
+MAX_BATCH_BYTES = 2 << 30  # limit for a batch of rows, with its Python objects
+BATCH_BYTES = 64 << 20  # rows that are Python objects at the same time, by the size of their file
 TABLES = ("parquet", "arrow")  # with a schema
-MAX_ROW_BYTES = 64 << 20  # of a line, of a member of a tar, of a row of a parquet file on average
+MAX_ROW_BYTES = 64 << 20  # longest line, or member of a tar; largest mean row of a parquet file
 # WebDataset: the key of a sample, and what of it this is
 MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
 TEXT_MEMBERS, JSON_MEMBER = ("txt", "text"), "json"
 ARROW_FILE = b"ARROW1"  # the first bytes of the random access format; the stream format has none
 UNIT_BYTES = 16 << 20  # 5 to 10 s of one CPU
-STREAM_PROCESSES = 2  # that tokenise while the ranks train
-# of a shard, which stand for its content where reading all of it takes too long
+STREAM_PROCESSES = 2  # processes that tokenise while the ranks train
+# Bytes at each end of a shard that stand for its content, where reading all of it takes too long
 ENDS_BYTES = 1 << 20
-MOST_UNITS = 2048  # of a corpus
+MOST_UNITS = 2048  # limit for a corpus: each unit of a cache is a file that is mapped
 RACY_S = 2.0  # a file this young may change once more within a tick of its time stamps
 MEMO_BYTES = 16 << 20  # a single smaller file is read again each time
 
