@@ -32,7 +32,7 @@ TEMPORARY = re.compile(rf"^({STAGING}|{TRASH}|{CONVERTED})checkpoint-\d{{6,}}$")
 # a pickle of the arguments, including tokens; lowmem never reads it
 NOT_KEPT = "training_args.bin"
 MIN_VERIFIED = 2  # kept whatever the limit says, because a checkpoint can be damaged
-FREE_FACTOR = 1.1  # of the last checkpoint's size must be free before a save
+FREE_FACTOR = 1.1  # disk space that must be free before a save, in sizes of the last checkpoint
 # Messages of the native writers of torch, safetensors and tokenizers for a failed write.
 WRITE_FAILED = re.compile(
     r"PytorchStreamWriter|inline_container|iostream error|unexpected pos|write\(\): fd|\(os error"
@@ -122,7 +122,7 @@ class Save:
 
 def storage_problem(error: BaseException) -> str | None:
     """Describe the refusal of a disk; None for another error."""
-    # of torch.distributed.checkpoint: {rank: (exception, traceback)}
+    # errors in torch.distributed.checkpoint: {rank: (exception, traceback)}
     failures = getattr(error, "failures", None)
     for cause in [failure[0] for failure in failures.values()] if failures else [error]:
         if isinstance(cause, StorageError):
@@ -362,7 +362,7 @@ def rebase(source: Path, checkpoints: Path, order: Any) -> Path:
             _link(source / relative, staged / relative)
     state = json.loads((source / "trainer_state.json").read_text(encoding="utf-8"))
     state |= {"global_step": step, "epoch": epoch + offset / order.num_samples}
-    state |= {"best_metric": None, "best_global_step": None}  # that checkpoint is another run's
+    state |= {"best_metric": None, "best_global_step": None}  # the best checkpoint is another run's
     base_files.write_json(staged / "trainer_state.json", state)
     schedule = torch.load(source / "scheduler.pt", weights_only=True)
     schedule.update(last_epoch=step, _step_count=step + 1)

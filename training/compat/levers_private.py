@@ -11,7 +11,7 @@ class Compiled(NamedTuple):
     """Counts of what this process has compiled so far."""
 
     graphs: int
-    breaks: int  # of graphs, where Python runs between two of them
+    breaks: int  # places between two graphs where Python runs
     eager: int  # pieces of code that were not compiled: too many kinds of inputs, or no graph
 
 

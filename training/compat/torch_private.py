@@ -25,7 +25,8 @@ __all__ = [
     "unset_fake_temporarily",
 ]
 
-SCHEDULE_LISTS = ("base_lrs", "_last_lr", "lr_lambdas")  # of a scheduler's state, one per group
+# lists in a scheduler's state with a value per parameter group
+SCHEDULE_LISTS = ("base_lrs", "_last_lr", "lr_lambdas")
 safe_softmax: Callable[[torch.Tensor, int], torch.Tensor] = torch._safe_softmax  # pyright: ignore
 
 

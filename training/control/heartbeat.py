@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.base import processes
 
 WRITE_INTERVAL_S = 0.5
-KEPT_INTERVALS = 200  # of each section
+KEPT_INTERVALS = 200  # newest intervals of each section
 # always as many, written in place: a full disk does not stop the write, and a reader sees a full
 # record
 FILE_BYTES = 256

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from launch.data.rows import IGNORED
 from training.data import stored_rows
 
-# of a batch: the tokens that have a loss, and the positions that predict them, counted over rows
+# Tensors of a batch: the tokens that have a loss, and the positions that predict them, counted over
+# rows
 TARGET_IDS, TARGET_POSITIONS = TARGET_TENSORS = ("target_ids", "target_positions")
 
 # tokens of the filler row of a rank that has no sample in a micro-step; it has no target
@@ -29,7 +30,7 @@ class Row(NamedTuple):
 
     input_ids: np.ndarray
     labels: np.ndarray
-    lengths: np.ndarray | None = None  # of its documents, if it is a packed sequence
+    lengths: np.ndarray | None = None  # lengths of its documents, if it is a packed sequence
     number: int | None = None
 
 
@@ -115,7 +116,7 @@ class Collator:
     """
 
     pad_token_id: int
-    decoder_start_token_id: int | None = None  # of T5
+    decoder_start_token_id: int | None = None  # T5's first token of a target
     multiple: int = 1
     is_packed: bool = False
     flattens: bool = False

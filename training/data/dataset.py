@@ -22,7 +22,7 @@ class Samples(NamedTuple):
 
     rows: NumberedRows | streaming.StreamRows
     order: SampleOrder
-    feeders: list[TrainerCallback]  # of a stream, on rank 0
+    feeders: list[TrainerCallback]  # callbacks that feed a stream, on rank 0
 
 
 def of(

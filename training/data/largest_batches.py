@@ -90,7 +90,8 @@ def _measured(rows: RowSizes, division: Division, numbers: np.ndarray) -> np.nda
     tokens = padded.sum(axis=1) * numbers.shape[1]
     if division.flattens:
         tokens = -(-lengths[:, :, 0].sum(axis=1) // division.multiple) * division.multiple
-    targets = np.maximum(rows.targets[numbers].sum(axis=1), 1)  # of none one position is computed
+    # without a target, one position is computed
+    targets = np.maximum(rows.targets[numbers].sum(axis=1), 1)
     count = np.full(len(numbers), numbers.shape[1])
     is_padded = (lengths[:, :, 0] < padded[:, :1]).any(axis=1)
     return np.stack([count, *padded.T, tokens, targets, is_padded], axis=1)
@@ -108,14 +109,14 @@ def _selected_of(sizes: np.ndarray) -> list[MicroBatchSize]:
     rows, source, target, tokens, targets = sizes[:, :-1].T.astype(float)
     shares = np.stack([rows * source, rows * target, tokens, targets])
     shares /= shares.max(axis=1, keepdims=True)
-    # of flattened rows the tokens of all of them count, of padded rows both sides
+    # Flattened rows count all their tokens, padded rows both sides
     source, target, tokens, targets = shares
     chosen: set[int] = set()
     for part in range(MIXTURES + 1):
         weight = part / MIXTURES
         for of_tokens in (tokens, source, target):
             mixture = (1 - weight) * of_tokens + weight * targets
-            # of equals the longest
+            # the longest of equal micro-batches
             most = np.flatnonzero(mixture == mixture.max())
             chosen.add(int(most[source[most].argmax()]))
     return [_size(sizes[number]) for number in sorted(chosen)]

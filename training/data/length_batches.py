@@ -60,7 +60,7 @@ class TokenBudget:
     """The limits of a rank's micro-batch: padded tokens of source and of target, each side by
     itself."""
 
-    lengths: Callable[[], np.ndarray]  # of all samples, as TokenRows.lengths gives them
+    lengths: Callable[[], np.ndarray]  # lengths of all samples, as TokenRows.lengths gives them
     source: int
     target: int
     multiple: int = 1  # to which the collator pads

@@ -31,7 +31,7 @@ class Packer:
     max_length: int
     splits: bool  # texts are split at the end of a sequence, so that all sequences are full
     window_tokens: int = WINDOW_TOKENS
-    documents: int = 0  # so far
+    documents: int = 0  # number of documents so far
     _rows: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     _tokens: int = 0
 

@@ -31,10 +31,10 @@ from training.data.encode import (
 )
 
 UNLIMITED = 1 << 40  # tokens
-MOST_CHARACTERS = 16 << 20  # of a file; a few seconds of one CPU
-MOST_LENGTHS = 10_000  # of rows that were split into pieces
-# of the report: rows of a source and of all, characters of each, errors of bad rows and their
-# characters
+MOST_CHARACTERS = 16 << 20  # text read of a file, which takes a few seconds of one CPU
+MOST_LENGTHS = 10_000  # pieces read of a file, where rows are split
+# Limits of the report: rows of a source and of all sources, characters of a row, errors of bad rows
+# and characters of an error
 REPORT_ROWS, ALL_REPORT_ROWS, REPORT_CHARACTERS, REPORT_ERRORS, ERROR_CHARACTERS = (
     *(5, 20, 2000, 3, 400),
 )
@@ -50,7 +50,7 @@ class _Placed:
     sample: Sample
     rendered: RenderedSample
     is_held_out: bool
-    times: int  # that an epoch trains it
+    times: int  # repetitions in an epoch
 
 
 class _BadOfFile(BadRows):

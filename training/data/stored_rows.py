@@ -89,7 +89,7 @@ def targets(table: pa.Table) -> np.ndarray:
 
 
 def _targets(spans: pa.ListArray) -> np.ndarray:
-    # of a slice, offsets count from the beginning of the whole
+    # The offsets of a slice count from the beginning of the whole array
     ends = np.from_dlpack(spans.offsets)
     borders = np.from_dlpack(spans.values)[ends[0] : ends[-1]].astype(np.int64)
     starts = np.maximum(borders[::2], 1)

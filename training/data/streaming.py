@@ -56,7 +56,7 @@ class Layout:
     def __init__(self, counts: Path, num_units: int, seed: int) -> None:
         self._counts, self._num_units, self._seed = counts, num_units, seed
         self._rows: dict[int, int] = {}
-        self._ends: list[int] = []  # of the blocks: the position after each
+        self._ends: list[int] = []  # position after each block
         self._epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def rows_of(self, unit: int) -> int | None:
@@ -199,7 +199,7 @@ class Feeder(TrainerCallback):
         **kwargs: object,
     ) -> None:
         self._position = self._order.samples_seen(state.global_step)
-        # of attempts that were killed
+        # Attempts that were killed have left their windows
         for leftover in self._job.folder.parent.parent.glob(f"*/{WINDOW}"):
             shutil.rmtree(leftover)
         self._counts.touch()

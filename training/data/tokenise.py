@@ -55,9 +55,9 @@ class Job:
     split_special_tokens: bool | None = None
     template_name: str = rendering.NAME
     tokenizer_name: str = tokenizer.NAME
-    # of each slice of each unit, if the part takes some rows only: the number of its first row
+    # number of the first row of each slice of each unit, if the part takes some rows only
     row_offsets: tuple[tuple[int, ...], ...] = ()
-    own_call: bool = False  # of encode.Encoder
+    own_call: bool = False  # field of encode.Encoder
 
     @cached_property
     def units(self) -> list[tuple[Source, data_units.Unit]]:

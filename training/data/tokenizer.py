@@ -25,7 +25,7 @@ from launch.schema.recipe import Recipe
 from launch.schema.result import ExportedModel
 
 NAME = "the tokenizer"  # in errors, if its folder is not known
-# of CPU time: for a call, and for a character; ten times as much as slow tokenizers take
+# Limits of CPU time for a call, and for a character; ten times as much as slow tokenizers take
 CALL_S, CHARACTER_S, SLOW_CHARACTER_S = 5.0, 1e-5, 2e-4
 PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = [
     "<|pad|>",
@@ -35,7 +35,7 @@ PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = [
     "<|system|>",
 ]
 
-CHAT_TEMPLATE = (  # of a trained tokenizer: a token for each role, END after each answer
+CHAT_TEMPLATE = (  # template of a trained tokenizer: a token for each role, END after each answer
     "{% if tools %}<|system|>{{ tools | tojson }}{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|>"

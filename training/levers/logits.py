@@ -27,7 +27,7 @@ class Targets:
 
     ids: torch.Tensor
     positions: torch.Tensor | None = None
-    smoothing: float = 0.0  # of target_loss_sum()
+    smoothing: float = 0.0  # label smoothing, for target_loss_sum()
 
 
 def apply(trainer: Any, levers: Levers) -> None:

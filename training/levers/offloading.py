@@ -28,7 +28,7 @@ from training.compat import levers_private
 # the name in transformers of the hooks within which it checkpoints a layer with `offload`
 SAVE_ON_CPU = (modeling_utils, "save_on_cpu")
 
-Event = Any  # of CUDA; None: copies end before they return, on a CPU
+Event = Any  # CUDA event; None: copies end before they return, on a CPU
 
 
 class LayerInput:
@@ -55,7 +55,7 @@ class InputHooks(saved_tensors_hooks):
     def __init__(self, offloading: Offloading) -> None:
         self._offloading = offloading
         self._inputs: list[weakref.ref[LayerInput]] = []
-        self._before: weakref.ref[InputHooks] | None = None  # of the layer that ran before
+        self._before: weakref.ref[InputHooks] | None = None  # hooks of the layer that ran before
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | LayerInput:
@@ -92,8 +92,9 @@ class Offloading:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pin_memory = pin_memory and self.stream is not None
         self._free: list[torch.Tensor] = []  # host memory that no input is in
-        self._sending: list[LayerInput] = []  # of the layer that ran last in forward
-        self._last: weakref.ref[InputHooks] | None = None  # of that layer
+        self._sending: list[LayerInput] = []  # inputs of the layer that ran last in forward
+        # hooks of the layer that ran last in forward
+        self._last: weakref.ref[InputHooks] | None = None
 
     def hooks(self, **unused: Any) -> InputHooks:
         """The hooks of the next layer."""

@@ -95,7 +95,7 @@ class Tiles:
             "dtype": torch.get_autocast_dtype(kind),
             "enabled": torch.is_autocast_enabled(kind),
         }
-        self._states = []  # of random numbers, by device
+        self._states = []  # states of the random number generators, by device
         if self.draws:
             self._on_host = torch.get_rng_state()
             if kind != "cpu":

@@ -222,7 +222,7 @@ class Reporter(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if not self._steps:  # what is before an attempt's first step belongs to its start
+        if not self._steps:  # time before an attempt's first step belongs to its start
             if self._device.type == "cuda":  # a step cannot use the cached blocks of loading
                 torch.cuda.empty_cache()
             self._peaks.begin("first_step")

@@ -19,7 +19,7 @@ import torch
 from training.compat import deepspeed_private
 
 logger = logging.getLogger("lowmem")
-LEAST_BYTES = 1 << 20  # of a tensor; smaller ones share pages with other objects
+LEAST_BYTES = 1 << 20  # least size of a tensor; smaller ones share pages with other objects
 
 
 def exclude_from_forks(tensors: Iterable[torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ class EarlyStopping(EarlyStoppingCallback):
 
     def __init__(self, early_stopping_patience: int) -> None:
         super().__init__(early_stopping_patience)
-        self._first_step = 0  # of this attempt, before which a step is trained
+        self._first_step = 0  # step at which this attempt begins
 
     @property
     def has_stopped(self) -> bool:

@@ -38,9 +38,10 @@ from training.loop.trainer import LowMemTrainer, empty_cache
 from training.model import build, four_bit, merging, varlen_attention
 
 NUM_ROWS = 100
-ROW_TOKENS = 128  # of the row whose logits are compared
-MOST_OFF_IN_16_BITS = 0.01  # of the largest logit, in the arithmetic of the training
-Inputs = Mapping[str, list[int]]  # of the model: one row
+ROW_TOKENS = 128  # tokens of the row whose logits are compared
+# largest difference, as a share of the largest logit, in the training's arithmetic
+MOST_OFF_IN_16_BITS = 0.01
+Inputs = Mapping[str, list[int]]  # inputs of the model: one row
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Trained:
 
     rows: Rows
     logits: torch.Tensor  # (seq, vocabulary) of rows.inputs, on the host
-    dtype: torch.dtype  # of the weights that computed them
+    dtype: torch.dtype  # dtype of the weights that computed the logits
 
 
 def trained(

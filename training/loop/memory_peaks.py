@@ -22,7 +22,7 @@ class MemoryPeaks:
         self.device = device
         self._part: Part = "load"
         self._highest = {part: [0, 0] for part in PARTS}
-        self.total_bytes = 0  # of the largest card, once it is asked for
+        self.total_bytes = 0  # VRAM of the largest card, once it is asked for
 
     def begin(self, part: Part) -> None:
         """End the part that runs, and begin another."""

@@ -93,7 +93,7 @@ class NanGuard(TrainerCallback):
         self._fp16_fix = fp16_fix
         self._order, self._attempt, self._learning_rate = order, attempt, learning_rate
         self._skip_above, self._fp16 = skip_spikes_above, fp16
-        # of this step's micro-batches; read only after a fault
+        # losses of this step's micro-batches; read only after a fault
         self._losses: list[torch.Tensor] = []
         self._overflows = self._skipped = 0
         self._norms, self._step_losses = Spikes(), Spikes()

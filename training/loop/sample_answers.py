@@ -26,7 +26,7 @@ logger = logging.getLogger("lowmem")
 DEFAULT_COUNT = 3
 LEAST_NEW_TOKENS = 4  # a question that leaves fewer is not asked
 MOST_READ = 200  # held-out rows among which short questions are looked for
-MOST_CHARACTERS = 2000  # of a question or an answer, as written down
+MOST_CHARACTERS = 2000  # longest question or answer that is written down
 # Vectors of the hidden size for each token that a layer holds at once in an evaluation: its input,
 # the residual, queries, keys, values, and those of an MLP, which is wider than all of them.
 VECTORS_OF_LAYER = 8

@@ -27,7 +27,8 @@ from launch.schema.training_section import TENSORBOARD, Tracker
 logger = logging.getLogger("lowmem")
 
 FINISH_S = 60.0  # for what has not been sent when training ends
-# how a tracker works without its service, and the line that sends its figures later
+# Variables with which a tracker works without its service, and the line that sends its figures
+# later
 OFFLINE: Mapping[Tracker, tuple[dict[str, str], str]] = {
     "wandb": ({"WANDB_MODE": "offline"}, "{programs}/wandb sync {run}/wandb/offline-run-*"),
     "swanlab": ({"SWANLAB_MODE": "offline"}, "{programs}/swanlab sync {run}/swanlog/run-*"),

@@ -166,7 +166,7 @@ def from_folder(
             "device_map": {"": device},
         }
     is_packed = hasattr(config, "quantization_config")
-    if is_packed:  # of two, transformers takes the folder's compute dtype
+    if is_packed:  # with two configs, transformers takes the folder's compute dtype
         config.quantization_config = in_4_bits.pop("quantization_config").to_dict()
     asked_tie = section.tie_word_embeddings
     if asked_tie is not None:
@@ -271,7 +271,7 @@ def set_special_tokens(
         if is_pair:
             config.decoder_start_token_id = decoder_start(model.config, tokenizer.pad_token_id)
     generation = model.generation_config
-    if generation.suppress_tokens:  # of a base whose answers never ended so
+    if generation.suppress_tokens:  # a base may suppress the token that now ends an answer
         generation.suppress_tokens = [
             token for token in generation.suppress_tokens if token not in ends
         ] or None

@@ -16,7 +16,7 @@ from training.compat.transformers_private import Network
 
 # ends of names: what peft puts an adapter, or a copy, around
 ADAPTED = (".base_layer", ".original_module")
-ROW_TOKENS = 31  # of a row whose logits are compared
+ROW_TOKENS = 31  # tokens of a row whose logits are compared
 # Largest difference of two logits, as a share of the largest logit: rounding alone. In 16 bits the
 # sum of two products is rounded otherwise than one product; right merges of strong adapters were
 # off by up to 5.3 %, and the wrong side of a tied pair by 36 % at least.

@@ -38,10 +38,10 @@ class Target:
     """The card that a trace stands for."""
 
     architecture: str  # compute capability, 8.6, or gfx name
-    # of an AMD card: PyTorch has fused kernels for it and may use them
+    # AMD: PyTorch has fused kernels for it and may use them
     fused_attention: bool = True
     cudnn: int = CUDNN  # 0: its attention comes after PyTorch's own kernels
-    documents: int = 0  # in a row, for flash_attn's kernel of unequal lengths
+    documents: int = 0  # documents in a row, for flash_attn's kernel of unequal lengths
 
     @property
     def capability(self) -> tuple[int, int] | None:

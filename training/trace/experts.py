@@ -15,7 +15,7 @@ import torch
 from training.compat import experts_private
 from training.compat.torch_private import FakeTensorMode, op_implementations_dict
 
-ALIGNMENT_BYTES = 16  # of the rows that a kernel of CUDA writes
+ALIGNMENT_BYTES = 16  # alignment of the rows that a kernel of CUDA writes
 
 
 @contextmanager

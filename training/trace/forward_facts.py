@@ -111,7 +111,8 @@ class _Attention:
 
     def __init__(self, starts: torch.Tensor) -> None:
         self._starts = starts
-        self.fits: list[bool] = []  # of each call: kernels for rows of documents can compute it
+        # result of each call: kernels for rows of documents can compute it
+        self.fits: list[bool] = []
         self.widths: set[int] = set()  # numbers of a head
         self.dropout = 0.0
 
@@ -150,7 +151,7 @@ class _Masked:
 
     def __init__(self) -> None:
         self._windows: list[tuple[torch.Tensor, int | None]] = []  # mask, window
-        self.agree: list[bool] = []  # of each call
+        self.agree: list[bool] = []  # result of each call: its mask has the layer's window
 
     def mask(self, local_size: int | None = None, **_: Any) -> torch.Tensor:
         """A mask that holds nothing."""
@@ -267,7 +268,7 @@ class _Follower(TorchDispatchMode):
     def __init__(self, first: torch.Tensor) -> None:
         super().__init__()
         self._followed = [first]  # held, so that no later tensor has the same id
-        self.num_operators = 0  # that read or write a followed tensor
+        self.num_operators = 0  # operators that read or write a followed tensor
 
     def has(self, tensor: Any) -> bool:
         return any(tensor is each for each in self._followed)

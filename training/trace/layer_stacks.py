@@ -23,7 +23,7 @@ class Shallow:
     """The config of a model with few layers, which stands for one with many."""
 
     config: dict[str, Any]
-    layers: tuple[int, ...]  # of each stack of the deep model
+    layers: tuple[int, ...]  # number of layers in each stack of the deep model
     period: int  # layers of a unit
 
 

@@ -68,11 +68,12 @@ class Recorder(TorchDispatchMode):
         self.decompositions: Mapping[Any, Any] = {}  # operator -> its kernel, made of operators
         self._ids: dict[int, int] = {}  # storage -> block
         self._deaths: dict[int, weakref.ref[Any]] = {}  # block -> its storage, while it lives
-        self._layers: list[Layer] = []  # that forward is in
+        self._layers: list[Layer] = []  # layers that forward is in
         # sequence numbers of the autograd nodes that a layer made
         self._ranges: list[tuple[int, int, Layer]] = []
         self._backward = 0  # number of the first node that backward itself makes
-        self._last: Layer | None = None  # of the autograd node, or the update, that ran last
+        # layer of the autograd node, or of the update, that ran last
+        self._last: Layer | None = None
         # the layer that has just returned: no operator has run since
         self._returned: Layer | None = None
         self._accumulated: list[tuple[int, int | None]] = []  # (sum, gradient that it is added to)
@@ -419,7 +420,7 @@ class _OperatorFacts:
     is_of_documents: bool  # attention within each of them
     is_backward: bool
     flops: Any  # FLOPs of a product, of its arguments and out_val; None: it is no product
-    places: Mapping[str, int]  # of its arguments
+    places: Mapping[str, int]  # argument -> its place
 
     def is_causal(self, args: Any, kwargs: Any) -> bool:
         """True if attention looks at no position behind its own."""

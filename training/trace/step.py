@@ -64,7 +64,7 @@ PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::line
 class Shapes:
     """Torch's cache of the shapes that operators of fake tensors give."""
 
-    target: Target | None = None  # whose kernels they are of; None: the CPU's
+    target: Target | None = None  # card whose kernels they are of; None: the CPU
     is_kept: bool = False  # from a step to the next one, by a process that does nothing else
 
     def begin(self, target: Target | None) -> None:
@@ -87,9 +87,9 @@ class _Done(Exception):
 class _Tracer(LowMemTrainer):
     """The trainer, which names the phase of the step to a Recorder."""
 
-    widths: dict[str, int]  # of a batch's tensors
+    widths: dict[str, int]  # input -> tokens of a row
     flattens = False  # the rows of a batch are joined to a single row
-    num_targets = 0  # of a batch whose targets are named
+    num_targets = 0  # targets in a batch that names them
 
     def __init__(self, recorder: Recorder, **kwargs: Any) -> None:
         self.recorder = recorder

@@ -22,7 +22,7 @@ WRITTEN_IN_PLACE = {
     "_swiglu_backward_kernel_tiled": (1, 2),
     "_geglu_tanh_backward_kernel": (1, 2),
 }
-MOST_MULTIPROCESSORS = 304  # of an MI300X, for cards that MULTIPROCESSORS lacks
+MOST_MULTIPROCESSORS = 304  # an MI300X's, for cards that MULTIPROCESSORS lacks
 
 
 @contextmanager

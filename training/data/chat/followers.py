@@ -34,17 +34,18 @@ class Followers:
         texts = list(strings(messages))
         used = set().union(*texts)
         self._free = (letter for letter in FOLLOWERS if letter not in used)
-        # of a longer text, its beginning and its end are followed; 0: there are too many texts
+        # Characters that are followed at the beginning and at the end of a longer text; 0: there
+        # are too many texts
         self.each = len(FOLLOWERS) // (4 * max(len(texts), 1))
         self.originals: dict[int, str] = {}
         self.message_of: dict[str, int] = {}
         self.names: set[str] = set()
-        self.kept_ends: dict[int, str] = {}  # what follows a message's last followed character
+        self.kept_ends: dict[int, str] = {}  # text after a message's last followed character
         self.messages = [self._replaced(message, i) for i, message in enumerate(messages)]
 
     def _replaced(self, value: Any, message: int, is_name: bool = False) -> Any:
         if isinstance(value, Mapping):
-            names = {"name"} if "arguments" in value else set()  # of a function that is called
+            names = {"name"} if "arguments" in value else set()  # name of a function that is called
             return {
                 key: self._replaced(item, message, key in names)
                 if key not in COMPARED or key in names

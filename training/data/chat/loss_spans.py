@@ -44,7 +44,7 @@ TAG = re.compile(r"[<\[].*[>\]]")
 # thoughts with their tags, and other tags alone
 THOUGHTS = re.compile(r"<([\w:]*think\w*|thought|reasoning)>.*?</\1>|<[^<>]*>", re.DOTALL)
 WORD = re.compile(r"[^\W_]+")
-MOST_WORDS = 16  # of a content that are looked up in the render
+MOST_WORDS = 16  # words of a content that are looked up in the render
 PROBE = tuple(map(chr, range(0xE000, 0xE004)))  # contents of a conversation of two turns
 
 
@@ -58,7 +58,7 @@ class Rendered:
     # text of special tokens that the row's contents hold: it is no token
     plain: list[Span] = field(default_factory=list)
     ends: bool = True  # False: the last answer has no end token in the text
-    place: object = ""  # of the row
+    place: object = ""  # place of the row, for errors
 
 
 class ConversationRenderer:

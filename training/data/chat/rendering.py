@@ -16,15 +16,15 @@ from launch.base import processes
 from launch.base.errors import DataError
 
 NAME = "the tokenizer's chat template"  # in errors, if its source is not known
-LIMIT_S = 5.0  # of CPU time; the longest conversations take milliseconds
-LIMIT_BYTES = 1 << 30  # of memory; the longest conversations take some MiB
+LIMIT_S = 5.0  # CPU time; the longest conversations take milliseconds
+LIMIT_BYTES = 1 << 30  # memory; the longest conversations take some MiB
 # marks, and blocks whose output is not written where it is made: transformers counts the marks in
 # them wrongly
 BLOCKS = re.compile(
     r"{%-?\s*(?:(?P<mark>generation)\s*-?%}"
     r"|(?P<end>end)?(?:macro|call|filter|set(?=\s*-?%}|\s+\w+\s*(?:\|[^%]*)?-?%}))\b)"
 )
-Span = tuple[int, int]  # of characters: start, end
+Span = tuple[int, int]  # first character, character after the last
 
 
 class TemplateRefusal(DataError):
