@@ -1,6 +1,9 @@
 """Names and docstrings use the field's plain words."""
 
 import ast
+import io
+import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,6 +87,8 @@ EXCEPTIONS = {
     ("training/data/encode.py", "samples"): "a key of counts.json",
 }
 HEADLESS = ("How", "What", "When", "Where", "Whether", "Which", "Who", "Why")
+# first words of comments whose noun is in the code beside them
+LEANING = ("of", "those", "that")
 
 
 def bindings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -142,3 +147,33 @@ def test_a_docstring_begins_with_a_verb_or_a_noun():
                     line = getattr(node, "lineno", 1)
                     headless.append(f"{path.relative_to(ROOT).as_posix()}:{line}: {text[:60]}")
     assert not headless, f"{len(headless)} docstrings\n" + "\n".join(headless)
+
+
+def comments(text: str) -> Iterator[tuple[int, str, str]]:
+    """Line, first word and text of each comment; whole lines in a row are a single comment."""
+    before = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            line, is_line = token.start[0], token.line.lstrip().startswith("#")
+            goes_on = is_line and before == line - 1
+            if (word := re.match(r"# +(\w+)", token.string)) and not goes_on:
+                yield line, word[1].lower(), token.string
+            before = line if is_line else 0
+
+
+def test_nearly_every_comment_stands_alone():
+    every = [
+        (f"{path.relative_to(ROOT).as_posix()}:{line}: {text}", word)
+        for path in SOURCES
+        if path.relative_to(ROOT).parts[0] != "scripts"
+        for line, word, text in comments(path.read_text(encoding="utf-8"))
+    ]
+    leaning = [place for place, word in every if word in LEANING]
+    share = len(leaning) / len(every)
+    assert share <= 0.03, f"{share:.1%} of {len(every)} comments\n" + "\n".join(leaning)
+
+
+def test_comments_that_lean_on_the_code_are_seen():
+    text = "LIMIT = 3  # of a row\n# Those of a card,\n# of two cards\nNAME = '# that'\n# Cards\n"
+    assert [word for _, word, _ in comments(text)] == ["of", "those", "cards"]
+    assert [word in LEANING for _, word, _ in comments(text)] == [True, True, False]
