@@ -46,7 +46,7 @@ VERBS = {
     "export": "model.export",
     "keys": "recipe_keys",
 }
-CLOSED = {errno.EROFS, errno.EACCES}  # to writes
+CLOSED = {errno.EROFS, errno.EACCES}  # errors of places that are closed to writes
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *CLOSED}
 NO_THREAD = "can't start new thread"  # Python's words
 PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EEXIST}

@@ -11,7 +11,7 @@ from launch.base.errors import ConfigError, NetworkError
 from launch.base.secrets import SECRET_NAME, SECRET_VALUE
 from launch.base.variables import NAMES, OF_LIBRARIES, OF_MPI, PREFIXES, WITHHELD
 
-CONNECTION_S = 60.0  # on a busy machine
+CONNECTION_S = 60.0  # limit for a connection on a busy machine
 _WITHHELD = frozenset(" ".join(WITHHELD).split())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from launch.base import processes
 
 MADE_BY = re.compile(r"\.(\d+)\.tmp\Z")  # the process, in a name of files.write_atomic()
-UNTOUCHED_S = 60.0  # on a shared folder, a process of another machine may have made it
+UNTOUCHED_S = 60.0  # age: on a shared folder, a process of another machine may have made it
 # Folders for sockets of Python's multiprocessing, whose names say nothing of their processes
 SOCKET_FOLDERS, NO_SOCKET_S = "pymp-*", 3600.0
 UNIX_SOCKETS = Path("/proc/net/unix")

@@ -22,9 +22,9 @@ import psutil
 
 from launch.base.errors import ResourceError
 
-POLL_S = 0.2  # between two checks of a run
-UNKILLABLE_S = 10.0  # after SIGKILL
-THREADS = 4  # threads of a process whose number does not grow with the CPUs
+POLL_S = 0.2  # pause between two checks of a run
+UNKILLABLE_S = 10.0  # limit for the end of a process after SIGKILL
+THREADS = 4  # threads of a process beside its pools, which grow with the number of CPUs
 THREAD_STACK_BYTES = 64 << 10  # else each takes 8 MiB of what `ulimit -v` allows
 PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 1  # prctl(2)
 SIZES = re.compile(rb"^(\w+):\s+(\d+) kB$", re.MULTILINE)

@@ -15,7 +15,7 @@ SECRET_NAME = re.compile(
     r"|(?-i:(API|ACCESS|PRIVATE|SECRET)?(TOKENS|KEYS))|(?<=[._-])(pw|pwd|psk)"
     r"|pass(word|wd|phrase)?|jwt|cookie|credentials?|creds?)([._-]|\Z)"
 )
-# Where a value may begin: at a word, also behind a colour's code, an escaped line break and %3D
+# Start of a value: at a word, also behind a colour's code, an escaped line break and %3D
 BEGIN = r"(?:\b|(?<=[\d;\[]m)|(?<=\\[nrt])|(?<=%[\dA-Fa-f]{2}))"
 
 # The form of values that are secrets wherever they stand, and the issuer's own description

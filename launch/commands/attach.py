@@ -30,7 +30,8 @@ from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.supervise.screen import Screen
 
-SHOWN_LATER = [("run", "-"), ("log", "-")]  # by open_run(); the first screen leaves lines for them
+# rows that open_run() shows; the first screen leaves lines for them
+SHOWN_LATER = [("run", "-"), ("log", "-")]
 
 
 def from_run_dir(run: RunDir, attempt: int, resume: str = "auto") -> Start:

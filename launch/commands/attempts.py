@@ -47,7 +47,7 @@ class Start:
     screen: Screen
     signals: StopSignals
     locks: ExitStack
-    end_s: float | None  # when training must be over, on the monotonic clock
+    end_s: float | None  # latest end of training, on the monotonic clock
     oom_history: OomHistory = NO_OOM_HISTORY
     lease: RunLease = field(init=False)
 

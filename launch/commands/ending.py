@@ -138,7 +138,7 @@ def _measurement(
         for evaluation in steps.evaluations(run.attempts()[-1], screen.say)
     ):
         allocated, reserved = memory.step_allocated_bytes, memory.step_reserved_bytes
-    if memory.gives_cache_back:  # as much as there is room for
+    if memory.gives_cache_back:  # the allocator reserves as much as there is room for
         reserved = None
     return Measurement(
         time=time.time(),

@@ -105,7 +105,7 @@ def run(
         )
         check(facts)
         recipe, workspace = facts.recipe, Workspace.here()
-        # before rows are tokenised and planned; once more where the plan decides the ranks
+        # Checked before rows are tokenised and planned; once more where the plan decides the ranks
         network.located(planner.rendezvous(recipe.launch))
         if (recipe.launch.num_processes or 1) > 1:
             environment.check_loopback(recipe.launch.nodes)

@@ -21,7 +21,7 @@ from launch.predict.history.ledger import Ledger
 from launch.run_folder import cleanup, sample_audit
 from launch.run_folder.layout import RunDir
 
-INTERVAL_S = 2.0  # between two looks of `watch`
+INTERVAL_S = 2.0  # pause between two looks of `watch`
 KEEP = 5  # runs of each recipe that `runs clean` leaves their checkpoints
 DESCRIPTIONS = {
     "watch": "show the runs of this machine: state, step, time left, loss, memory",

@@ -150,7 +150,7 @@ def tune(facts: Facts, say: Say) -> Tuned:
             + "; ".join(f"{describe(s)}: {o.why}" for s, o in trials.done)
         )
     fastest_s = min(outcome.step_s or math.inf for _, outcome in fits)
-    # in the order of prediction: a few steps on a busy machine cannot tell similar speeds apart
+    # Ties go by prediction: a few steps on a busy machine cannot tell similar speeds apart
     best, step_s = next(
         (strategy, outcome.step_s)
         for strategy, outcome in fits

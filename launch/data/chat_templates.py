@@ -94,7 +94,7 @@ def check(text: str, source: object) -> None:
             optimized=False, extensions=[Generation, "jinja2.ext.loopcontrols"]
         ).compile(text)
     except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError, MemoryError) as error:
-        reason = f"{type(error).__name__}: {error}"  # by Python's compiler: nested too deeply
+        reason = f"{type(error).__name__}: {error}"  # Python's compiler refuses deep nesting
         if isinstance(error, jinja2.TemplateSyntaxError):
             reason = f"line {error.lineno}: {error.message}"
         raise DataError(

@@ -38,7 +38,7 @@ COUNTED_CSV_BYTES = 16 << 20  # its line ends may be quoted: 1 s of one CPU
 KNOWN: tuple[tuple[str, Kind, dict[str, str], str | None], ...] = (
     ("messages", "messages", {"messages": "messages"}, None),
     ("conversations", "messages", {"messages": "conversations"}, None),
-    # without input: belle
+    # belle is alpaca without an input
     ("alpaca", "prompt_response", {"prompt": "instruction", "response": "output"}, "input"),
     ("firefly", "prompt_response", {"prompt": "input", "response": "target"}, None),
     (

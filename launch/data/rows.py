@@ -71,7 +71,7 @@ class Place:
     """The place of a row, as an error names it. The lines before a slice are counted only then."""
 
     of: Slice
-    number: int | str  # from 1 in the slice; of a WebDataset the sample's key
+    number: int | str  # number from 1 in the slice; the key of a WebDataset's sample
     is_line: bool = False
 
     def __str__(self) -> str:

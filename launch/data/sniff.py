@@ -26,7 +26,7 @@ from launch.data.rows import BadRows, Slice, json_kind
 from launch.schema.plan import FileType
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for another
-SAMPLE_ROWS = 100  # whose content is looked at; the columns of a table are in its schema
+SAMPLE_ROWS = 100  # rows whose content is looked at; the columns of a table are in its schema
 SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in
 PACKABLE = ("jsonl", "json", *DELIMITERS, "text")  # types read from their beginning
 # names of a row in messages, where it is not a line

@@ -10,7 +10,7 @@ from launch.base.errors import DataError
 from launch.data.conversation import Conversation, Message
 from launch.data.normalise import MESSAGE_ID, PARENT_ID, SPEAKERS, text
 
-Rows = Iterator[tuple[object, dict[str, Any]]]  # with their places
+Rows = Iterator[tuple[object, dict[str, Any]]]  # place and row
 Refuse = Callable[[DataError], None]
 
 

@@ -89,7 +89,7 @@ class RecordSteps:
     recipe: Recipe
     model_size: ModelSize
     lora_targets: tuple[str, ...]
-    steps: Mapping[str, Step]  # by the name of the file
+    steps: Mapping[str, Step]  # file name -> step
 
 
 Request = ReadParts | AddTokens | FindLargest | EncodeRows | RecordSteps

@@ -27,7 +27,7 @@ from launch.schema.training_section import Precision
 MAX_EVAL_BATCH = 64
 # cards of which every smaller number is tried; of more only their divisors
 MOST_OF_ANY_NUMBER = 4
-CANNOT_RUN = " cannot run: "  # in a refusal whose cause is this machine, which can be changed
+CANNOT_RUN = " cannot run: "  # words of a refusal whose cause is this machine, which can be changed
 
 
 def possible(facts: Facts) -> tuple[list[Candidate], list[str]]:
@@ -206,7 +206,7 @@ def _automatic(
     """Yield the modes that `launch.mode: auto` may choose, on all cards, then on fewer. Ranks that
     are running already fix their number and engine."""
     per_node = len(machine.gpus) if on_gpu else 1
-    count = asked or per_node * nodes  # on CPUs one rank a node
+    count = asked or per_node * nodes  # one rank a node on CPUs
     if not on_gpu:
         yield ("multi_cpu" if count > 1 else "cpu"), count, count
         return

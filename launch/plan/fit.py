@@ -54,9 +54,9 @@ class Fit:
     model: str
     method: Method
     length: int
-    recipe: Recipe  # for which the choice was made, or the last that was tried
+    recipe: Recipe  # recipe of the choice, or the last one that was tried
     chosen: Judged | None
-    # why there is no choice: why this machine cannot run it at all, or what it lacks of memory
+    # reasons where there is no choice: this machine cannot run it at all; the memory that it lacks
     refused: str = ""
     shortage: str = ""
     fits_with: str = ""  # a key with which it fits, where one is known

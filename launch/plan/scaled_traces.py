@@ -20,7 +20,7 @@ from launch.schema.recipe import Recipe
 from launch.schema.recorded_step import Operator, Parts
 
 TRACED_LENGTH = 512  # tokens of a row
-TRACED_ROWS = 2  # at least: a single row is traced for itself
+TRACED_ROWS = 2  # fewest rows: a single row is traced for itself
 
 
 class ScaledTraces(Traces):

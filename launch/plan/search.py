@@ -98,8 +98,8 @@ def fastest(
 class _Open:
     """A candidate that may still be chosen."""
 
-    candidate: Candidate  # before its evaluation batch and workers are reduced
-    place: tuple[Any, ...]  # in the order of nearness to the recipe
+    candidate: Candidate  # candidate before its evaluation batch and workers are reduced
+    place: tuple[Any, ...]  # rank in the order of nearness to the recipe
     preference: int
     judged: Judged
     num_recorded: int  # recorded steps when it was judged

@@ -122,7 +122,7 @@ def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]
     adapters = [("", recipe.lora, recipe.quantization)]
     if with_other_adapters:
         adapters += _other_adapters(facts)
-    # with all weights trained: of an adapter the states are small
+    # Optimizers count where all weights are trained: the states of an adapter are small
     optims = [("", recipe.training)]
     on_gpu = bool(facts.machine.gpus) and launch.device != "cpu"
     if on_gpu and (names := smaller_states(recipe, launch.mode)):

@@ -125,9 +125,11 @@ class Wishes:
 class History:
     """Results of earlier attempts, runs and trials on this machine."""
 
-    oom: OomHistory = NO_OOM_HISTORY  # by which an attempt of this run has refuted its plan
-    error_margin: Margin = NO_MARGIN  # by which past predictions were exceeded
-    continues_another: bool = False  # with rows in another order than a run from the beginning
+    # shortages by which an attempt of this run has refuted its plan
+    oom: OomHistory = NO_OOM_HISTORY
+    error_margin: Margin = NO_MARGIN  # share by which past predictions were exceeded
+    # its rows come in another order than in a run from the beginning
+    continues_another: bool = False
     tuned: Strategy | None = None  # the fastest in short trials
     # correction of a strategy's seconds, by the share of them in which its device waits for its
     # host
@@ -175,7 +177,7 @@ class Facts:
         source, target = (
             -(-(length or max_length) // multiple) * multiple for length in self.rows.lengths
         )
-        # to the multiple, or nothing is known of the rows
+        # The length is rounded up to the multiple, or nothing is known of the rows
         rounds_up = self.rows.lengths[0] != source
         is_padded = rounds_up or (self.rows.is_ragged and candidate.per_device_train_batch_size > 1)
         is_padded |= self.recipe.data.packing  # masks keep documents apart

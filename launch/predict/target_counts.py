@@ -34,7 +34,7 @@ class MostTargets:
 
     length: int  # positions of a row
     largest: tuple[int, ...] = ()
-    parts: int = 1  # in which the head makes logits one after another
+    parts: int = 1  # number of parts in which the head makes logits, one after another
     source: int = 0  # tokens of a row's source, of which `length` is a target; 0: the same
     flattens: bool = False  # rows follow one another without padding
     # rows of a micro-batch -> the run's largest of so many rows, if its order is known

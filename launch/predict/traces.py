@@ -84,7 +84,7 @@ class Trace:
     least_share: float = 1.0
     # composes launch.predict.step.stored's content once more, which a replay needs
     log: Callable[[], Mapping[str, Any]] = dict
-    keeps_replays: bool = False  # beside its file
+    keeps_replays: bool = False  # replays are stored beside its file
 
     def peak(self, num_samples: int, eval_samples: int | None) -> Peak:
         """The highest moment at so many samples a micro-batch; `eval_samples` None: nothing is
@@ -226,7 +226,7 @@ class _Turn:
         self._streams = {int(number): stream for number, stream in log["streams"].items()}
         self.lasting = {number for number, block in enumerate(self.blocks) if block[2] in LASTING}
         ends = {~number for number in self.step if number < 0}
-        # until the next turn begins
+        # blocks that live until the next turn begins
         self._remaining = [
             number
             for number in self.step
@@ -323,7 +323,7 @@ def _size(block: LoggedBlock, counts: _Counts) -> int | None:
 def _grown(sizes: Sequence[int], batch: BatchCounts) -> int:
     """Bytes of (fixed, per sample) or (fixed, per sample, per target)."""
     size, sample = sizes[0], sizes[1]
-    if sample:  # without arithmetic of fractions, which takes most of a replay's time
+    if sample:  # integers alone: arithmetic of fractions takes most of a replay's time
         size += -(-batch.rows.numerator * sample // batch.rows.denominator)
     return size + batch.targets * sizes[2] if len(sizes) > 2 else size
 
@@ -350,7 +350,7 @@ class Traces:
         self._cached: dict[str, Trace] = {}
         self._bases: dict[str, RecordedStep] = {}
         self._logs: dict[str, Log] = {}  # newest logs of one process
-        self._prices: dict[str, tuple[int, Trace | None]] = {}  # with the number of steps
+        self._prices: dict[str, tuple[int, Trace | None]] = {}  # number of steps, and price
         self.recorded = RecordedSteps()
         # why a step could not be traced: its candidates are judged by states alone
         self.failure: str | None = None

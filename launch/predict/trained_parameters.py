@@ -22,7 +22,7 @@ from launch.predict.parameters import (
 from launch.schema.model_sections import LoraSection
 from launch.schema.plan import ModelFamily
 
-# in the name of a parameter of lora.modules_to_save: a copy in model.dtype, beside the frozen
+# Part of the name of a parameter of lora.modules_to_save: a copy in model.dtype, beside the frozen
 # original
 COPY = ".modules_to_save."
 # parameters of a model, what trains them, and those that are trained: the last that were asked
@@ -99,7 +99,7 @@ def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, family: ModelFamily) 
         hits = {target for target in targets if module == target or module.endswith(f".{target}")}
         if module == name or not hits or len(shape) != 2:
             continue
-        # as in peft: no adapter in a module of this name
+        # peft puts no adapter into a module of this name
         if any(f".{entry}." in f".{module}." for entry in lora.modules_to_save):
             replaced |= hits
             continue

@@ -43,8 +43,9 @@ DTYPE_BITS = {
     "BF16": 16,
 }
 DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}
-STATE = ".quant_state.bitsandbytes__"  # in the name of the tensor that describes a packed weight
-SCALES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # beside it
+# part of the name of the tensor that describes a packed weight
+STATE = ".quant_state.bitsandbytes__"
+SCALES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # tensors beside it
 QUANT_TYPES, BLOCK_SIZE = ("nf4", "fp4"), 64  # values that a quantization section can have
 
 

@@ -33,7 +33,7 @@ class Architecture:
 
     bf16: bool
     fp16: bool  # faster than fp32
-    tf32: bool  # as transformers sees it: no AMD card
+    tf32: bool  # transformers' answer: no AMD card has it
     # math: the scores of a layer, batch x heads x length^2, are stored in memory
     attention: Attention
     flash_attn: bool = False  # the package of that name has kernels for it

@@ -17,7 +17,7 @@ from launch.schema.machine import GIB, MIB, Gpu
 FILE = FILES / "configs" / "cards.yaml"
 DTYPES = ("float32", "tfloat32", "bfloat16", "float16")
 
-# After the parts of a row's name these make it another card's: a 3080 is no 3080 Ti.
+# Words that name another card if they follow the parts of a row's name: a 3080 is no 3080 Ti.
 OTHER_CARDS = frozenset({"ti", "super", "xt", "xtx", "gre", "d", "ada", "nvl"})
 # anywhere in a name: fewer units at lower clocks
 OTHER_CHIPS = frozenset({"laptop", "mobile", "max"})
@@ -35,11 +35,11 @@ class Card:
     """A row of configs/cards.yaml."""
 
     name: str
-    gb: int  # as it is sold
-    total_bytes: int  # as its driver reports it
+    gb: int  # memory as it is sold
+    total_bytes: int  # memory as its driver reports it
     architecture: str
     pcie: int  # generation
-    flops_per_s: Mapping[str, float]  # by dtype
+    flops_per_s: Mapping[str, float]  # dtype -> rate
     bytes_per_s: float  # bandwidth of its memory
     link_bytes_per_s: float | None  # one direction of its own links to other cards; None: PCIe
     source: str

@@ -75,7 +75,7 @@ class XidWatch:
     def __init__(self, gpus: Sequence[Gpu], environ: Mapping[str, str] | None = None) -> None:
         root = gpu_signs.system_root(os.environ if environ is None else environ)
         self._kernel_log, self._since_s = root / "dev/kmsg", time.monotonic()
-        self._cards: dict[int, str] = {}  # by the address of the handle
+        self._cards: dict[int, str] = {}  # address of a handle -> card
         self._on_bus: dict[Bus, str] = {}
         self._events: Any = None
         self._listen([gpu for gpu in gpus if gpu.vendor == "nvidia"])

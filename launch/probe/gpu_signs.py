@@ -29,7 +29,7 @@ class Card:
     vendor: str
     address: str
     driver: str  # kernel driver; "" without one
-    vram_bytes: int | None  # as amdgpu writes it; None without amdgpu
+    vram_bytes: int | None  # amdgpu's figure; None without amdgpu
 
     def __str__(self) -> str:
         return f"PCI {self.address}, {f'driver {self.driver}' if self.driver else 'no driver'}"

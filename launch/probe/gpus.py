@@ -86,7 +86,7 @@ class Found:
 
     gpus: tuple[Gpu, ...]
     reason: str
-    # with its fix; "" if there is no card, the cards work, or a variable hides them
+    # reason with its fix; "" if there is no card, the cards work, or a variable hides them
     obstacle: str = ""
     cuda_driver: str = ""  # the newest CUDA that the NVIDIA driver supports
 
@@ -122,7 +122,7 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
             if before and not listed:
                 obstacles.append(_names_none(variable, env[variable], before))
         if variable == "ROCR_VISIBLE_DEVICES" and variable in env:
-            # from here on the index is HIP's number, which the command line will use
+            # The index is HIP's number from here on, which the command line will use
             listed = [(uuid, replace(gpu, index=index)) for index, (uuid, gpu) in enumerate(listed)]
     small = [gpu for _, gpu in listed if gpu.total_bytes < MIN_VRAM_BYTES]
     for gpu in small:

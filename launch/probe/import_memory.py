@@ -180,7 +180,7 @@ class Imports:
     launcher_bytes: int
     agent_bytes: int  # accelerate launch, which imports torch too
     prepare_bytes: int
-    rank_bytes: int  # with the host memory of its device's runtime
+    rank_bytes: int  # memory of a rank, with the host memory of its device's runtime
     mapped_bytes: int
     reason: str
     card: CardFigures = NOT_MEASURED

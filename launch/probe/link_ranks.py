@@ -39,7 +39,7 @@ class Ended:
 
     how: Literal["done", "failed", "hang", "not_started", "stuck"]  # done: every rank ended with 0
     output: str  # stdout and stderr of all ranks
-    start_s: float  # until all ranks were ready, or the try ended
+    start_s: float  # time until all ranks were ready, or the try ended
 
 
 def run(

@@ -189,7 +189,7 @@ class _Search:
             gpus.visible_devices(self.machine, self.num_processes) if self.device == "cuda" else {}
         )
         environment = {
-            "NCCL_DEBUG": "WARN",  # without it NCCL does not say why
+            "NCCL_DEBUG": "WARN",  # NCCL does not say why without it
             **self.environ,
             **visible,
             "OMP_NUM_THREADS": "1",

@@ -59,7 +59,7 @@ def machine(
     )
     signs = gpu_signs.system_root(env) if root == Path("/") else root
     cards = gpus.find(env, signs)
-    # in the order of its fields: each value, then its reason
+    # Machine's fields in order: each value, then its reason
     return Machine(
         *(os.uname().nodename, cards.gpus, cards.reason, *host, cards.obstacle, cards.cuda_driver),
         mappings_count=_mappings_count(root),

@@ -136,7 +136,7 @@ class OwnLease:
 
     def __init__(self, path: Path, file: int, number: int, record: Record) -> None:
         self.path, self.number, self.record = path, number, record
-        self.waits_for = ""  # as its user was told last
+        self.waits_for = ""  # reason that its user was told last
         self._file = file
 
     def write(self, **changes: Any) -> None:
@@ -462,7 +462,7 @@ def _holder(file: int) -> int | None:
         return None
     try:
         owners = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # in another container, or hidden from this user
+    except OSError:  # the process is in another container, or hidden from this user
         return pid
     uids = re.search(r"^Uid:(.*)", owners, re.MULTILINE)
     return pid if uids is None or str(status.st_uid) in uids[1].split() else None

@@ -15,9 +15,9 @@ from launch.queue.leases import Lease, Needs, OwnLease, Record
 
 GetSupply = Callable[[Sequence[Lease]], Supply]  # leases -> the memory of now beside them
 HELD = "python -m launch queue release {}: its user holds it"
-MUTEX_S = 5.0  # for the decision of another start, before the run says what it waits for
-POLL_S = 1.0  # between two looks at the memory and the leases
-PLAN_AGAIN_S = 30.0  # between two plans for what is free, where no lease is waited for
+MUTEX_S = 5.0  # wait for the decision of another start, before the run says what it waits for
+POLL_S = 1.0  # pause between two looks at the memory and the leases
+PLAN_AGAIN_S = 30.0  # pause between two plans for what is free, where no lease is waited for
 
 
 def split(live: Sequence[Lease]) -> tuple[list[Lease], list[Lease]]:

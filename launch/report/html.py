@@ -26,7 +26,7 @@ class Records:
     spent: Sequence[Spent] = ()
     rows: ShownRows | None = None
     questions: Sequence[Question] = ()
-    answers: Sequence[Answers] = ()  # by step
+    answers: Sequence[Answers] = ()  # answers of each step
     repeat: Sequence[tuple[str, str]] = ()  # (what it does, command line)
 
 

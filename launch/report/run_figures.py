@@ -18,7 +18,7 @@ from launch.schema.recipe import Recipe
 from launch.schema.result import ALONE, Answers, HeldOut, Question, RunResult, StepEvent
 
 STEADY_FROM = 2  # steps that are slower than the rest
-MOST_ANSWERS = 8  # to a question: the first, the last, and some between
+MOST_ANSWERS = 8  # answers shown to a question: the first, the last, and some between
 # name, what stands at the right, and bars: (class, width in percent, text)
 Bars = tuple[str, str, list[tuple[str, float, str]]]
 

@@ -15,7 +15,7 @@ from launch.schema.plan import DataFormat
 from launch.schema.rows import ShownRow, ShownRows
 
 TARGET_STYLE = "bold green"
-BEGIN, END = "⟦", "⟧"  # around tokens with a loss, without colours
+BEGIN, END = "⟦", "⟧"  # marks around tokens with a loss, without colours
 BAR_WIDTH = 40
 COUNTED = ("rows", "tokens")  # facts of many rows
 

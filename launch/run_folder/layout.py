@@ -64,13 +64,14 @@ class AttemptDir:
         self.log_file = root / "log.txt"  # all that the launcher and the ranks print
         self.launcher_logs = root / "torchelastic"  # a folder of torchrun's
         self.train_log = root / "train.log"  # rank 0's own lines
-        self.machine_file = root / "machine.json"  # on which it was planned
+        self.machine_file = root / "machine.json"  # machine on which it was planned
         self.tokenising_file = root / "tokenising.json"  # a TokenCache: rows to be tokenised
         self.tokenising_log = root / "tokenise.log"
         self.tokenised_file = root / "tokenised.json"  # a TokenisingEnd
         self.events_file = root / "events.jsonl"
         self.held_out_file = root / "held_out.jsonl"
-        self.answers_file = root / "answers.jsonl"  # to the run's questions, at each evaluation
+        # answers to the run's questions, at each evaluation
+        self.answers_file = root / "answers.jsonl"
         self.outcome_file = root / "outcome.json"
         self.supervisor_file = root / "supervisor.json"  # its end, as the launcher saw it
         # measurements of the first step in the steady state

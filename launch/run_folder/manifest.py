@@ -26,7 +26,8 @@ from launch.base.workspace import Workspace
 logger = logging.getLogger("lowmem")
 
 FILE = "manifest.json"
-COMMITS = "commits.json"  # beside the checkpoints: those that we have committed and not removed
+# list beside the checkpoints: those that we have committed and not removed
+COMMITS = "commits.json"
 NAME = re.compile(r"^checkpoint-\d{6,}$")
 # all that is written beside checkpoints: unfinished ones, those that are being removed, the list
 WRITTEN = re.compile(r"(tmp-([a-z]+-)?)?checkpoint-\d{6,}|commits\.(json|damaged)")
@@ -164,7 +165,7 @@ def _key_files() -> tuple[Path | None, Path, Path | None]:
 
     None is in a run's folder: a run that is given away does not carry it."""
     named, of_home = os.environ.get("LOWMEM_KEY"), None
-    with suppress(ConfigError):  # without a home
+    with suppress(ConfigError):  # a user may have no home
         state = os.environ.get("XDG_STATE_HOME") or base_files.expanded("~/.local/state")
         of_home = Path(state) / "lowmem" / KEY_NAME
     of_root = Workspace.here().root / ".lowmem" / KEY_NAME

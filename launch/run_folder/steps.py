@@ -109,7 +109,7 @@ class Stretch:
     steady: tuple[StepEvent, ...]  # counted steps without the attempt's first STEADY_FROM
     evaluations: tuple[HeldOut, ...]
     steady_since: float  # unix time
-    wall_s: float  # since then, to its last step or evaluation; with steps that do not count
+    wall_s: float  # seconds from then to its last step or evaluation; with steps that do not count
     began: float  # unix time at which its first step began
     trained_s: float  # seconds of all its steps, also of those that do not count
 
@@ -164,8 +164,8 @@ class Speed:
     padding: float | None  # share of the tokens computed; None: not recorded
     step_s: float  # median
     # shares of the wall time, which give 1; None: not recorded, or the clock was set back meanwhile
-    busy: float | None  # in steps that count, less the wait
-    waiting: float | None  # for data
+    busy: float | None  # steps that count, less the wait
+    waiting: float | None  # wait for data
     evaluating: float | None
     rest: float | None  # saves, logs, and steps that were lost and trained again
 

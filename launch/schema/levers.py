@@ -138,7 +138,7 @@ class Levers:
     use_liger_kernel: bool = False
     torch_compile: bool = False
     every_n_layers: int = 0  # one layer in this many is checkpointed; 0: none
-    activation_offloading: bool = False  # what is checkpointed is kept in host memory
+    activation_offloading: bool = False  # checkpointed activations are kept in host memory
     # the tokens of a micro-batch go through each MLP in this many parts, one after another
     tiled_mlp_num_shards: int = 1
     fused_norms: bool = False  # RMS norms by one kernel of PyTorch
@@ -148,7 +148,7 @@ class Levers:
     logits_at_targets: bool = False  # the other positions get no logits
     # the rows of a step are sorted by length, and a micro-batch limited by its tokens
     batch_by_tokens: bool = False
-    optim: str = "adamw_torch_fused"  # by TrainingArguments' name
+    optim: str = "adamw_torch_fused"  # TrainingArguments' name
 
     @property
     def checkpointed_share(self) -> float:
@@ -340,7 +340,7 @@ def _whole_models(key: str) -> Callable[[LaunchMode, Any], str | None]:
     return lambda mode, _: None if mode.is_whole else reason
 
 
-# in the order in which the trainer applies them
+# Rows in the order in which the trainer applies them
 LEVERS = (
     Lever(
         name="attn_implementation",
@@ -382,7 +382,7 @@ LEVERS = (
         text=lambda _: "layers compiled",
         off="not compiled",
         asked=lambda recipe: recipe.training.compiles or None,
-        is_recorded=False,  # as steps that are not
+        is_recorded=False,  # it is recorded as a step that is not compiled
     ),
     Lever(
         name="every_n_layers",

@@ -47,7 +47,7 @@ class LaunchMode:
     """Facts about a launch mode: how its ranks start, and which states each rank holds."""
 
     engine: Literal["plain", "ddp", "deepspeed", "fsdp2"]
-    distributed_type: str  # to Accelerate, once the ranks run
+    distributed_type: str  # Accelerate's name, once the ranks run
     device: Device | None = None  # None: GPUs, or CPUs on a machine without
     processes: Literal["one", "several", "any"] = "any"
     backend: Literal["nccl", "gloo"] | None = None  # None: NCCL between GPUs, Gloo between CPUs

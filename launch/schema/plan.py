@@ -23,7 +23,8 @@ HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")  # the matrix of an out
 # The logits that a model's forward() returns: the output head's result, a tensor that is computed
 # of it position by position, or another
 HeadResult = Literal["unchanged", "by position", "other"]
-MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}  # to which the collator pads a batch's length
+# multiple to which the collator pads a batch's length
+MULTIPLE: dict[Device, int] = {"cpu": 1, "cuda": 8}
 
 
 # ---- the plan: what will run, and why
@@ -42,7 +43,7 @@ class ForwardFacts:
     # its attention computes a row of documents from their starts and positions alone
     flattens: bool = False
     has_rms_norms: bool = False  # its RMS norms compute as Llama's do
-    attention_dropout: float = 0.0  # in training, where the config does not name it
+    attention_dropout: float = 0.0  # dropout in training, where the config does not name it
 
 
 @dataclass(frozen=True)
@@ -342,8 +343,8 @@ class Padding:
 
     order: Literal["random", "by_length", "packed"]
     share: float
-    at_random: float  # if rows came at random and none were packed
-    by_length: float  # if they were grouped by length
+    at_random: float  # share if rows came at random and none were packed
+    by_length: float  # share if rows were grouped by length
     samples: int  # the units that a batch counts: rows, or packed sequences
     rows: int
     tokens: int
@@ -371,7 +372,7 @@ class Plan:
     estimate: MemoryEstimate
     budget_bytes: int  # per rank on the device
     rows: int | None = None  # trained rows; None: too large to count before the start
-    sources: tuple[SourceRows, ...] = ()  # if data.train_file is a list
+    sources: tuple[SourceRows, ...] = ()  # rows of each source, if data.train_file is a list
     rows_held_out: int | None = None  # rows that data.validation_size takes from the training file
     # rows of the training file without a target, and bad rows; None: not tokenised yet
     rows_left_out: int | None = None
@@ -389,13 +390,13 @@ class Plan:
     phases: DevicePhases = field(default_factory=DevicePhases)
     host: HostPhases = field(default_factory=HostPhases)
     seconds_per_step: float | None = None  # predicted, of an optimizer step
-    seconds_correction: SecondsCorrection = NOT_CORRECTED  # in them
+    seconds_correction: SecondsCorrection = NOT_CORRECTED  # correction that they contain
     waits_share: float = 0.0  # share of these seconds in which the device waits for its host
     # tokens of the longest source and target that was planned for
     lengths: tuple[int, int] = (0, 0)
     rows_of: int | None = None  # tokens of every row, if asked for rows of one length (--rows-of)
     rendezvous: Rendezvous | None = None  # None: one machine
-    link: Link | None = None  # between the ranks; None: not tested
+    link: Link | None = None  # link between the ranks; None: not tested
     packing: bool = False  # a batch counts packed sequences
     padding: Padding | None = None  # None: the rows have not been tokenised yet
     # fingerprint of the frozen weights under an adapter, which no checkpoint contains
@@ -410,7 +411,7 @@ class Plan:
     def num_samples(self) -> int | None:
         """The number of rows or packed sequences that an epoch's batches divide. None: not known
         yet."""
-        if self.padding:  # without the rows that are left out
+        if self.padding:  # samples without the rows that are left out
             return self.padding.samples
         return None if self.packing else self.rows
 

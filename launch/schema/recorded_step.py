@@ -19,7 +19,7 @@ TARGETS = 100_003  # another, of each part in which the logits are made
 # Several parts: their number, the targets of the smaller last part, the targets of all parts
 PARTS, LAST_TARGETS, ALL_TARGETS = 4, 100_001, 400_010
 UNITS = 4  # units of a shortened stack: first, two alike, last, which may have fewer layers
-LOSS = -1  # in place of a stack: the parts of the logits are its layers
+LOSS = -1  # stands for a stack: the parts of the logits are its layers
 # ops of blocks: of one without bytes, from which on the optimizer steps; of a weight that is
 # trained, of another weight, and of a weight that a step does not use: the original beside a copy
 # of LoRA's modules_to_save
@@ -55,7 +55,7 @@ class Block:
     op: str
     born: str  # phase
     layer: Layer | None
-    stream: int = 0  # on which it is made; others than 0 are an engine's own
+    stream: int = 0  # stream on which it is made; others than 0 are an engine's own
     sum: Sum | None = None
     target_bytes: int = 0
     document_bytes: int = 0  # per sample, of each document in its row but the first

@@ -27,7 +27,7 @@ class ShownRow:
     is_truncated: bool = False
     left_out: str = ""  # the reason
     has_escapes: bool = False  # a backslash before text that looks like a special token
-    is_held_out: bool = False  # by data.validation_size
+    is_held_out: bool = False  # data.validation_size holds it out
     times: int = 1  # repetitions in an epoch
 
 
@@ -62,7 +62,7 @@ class Division:
     accumulation: int
     world_size: int
     groups_by_length: bool  # rows of similar lengths go together
-    multiple: int  # to which lengths are padded
+    multiple: int  # multiple to which lengths are padded
     flattens: bool  # rows follow one another without padding
     seed: int = 0  # seed of the order of training
     num_steps: int = 0  # optimizer steps of the training

@@ -70,7 +70,7 @@ class RunState:
     host_bytes: int = 0
     host_predicted_bytes: int = 0
     host_limit_bytes: int = 0
-    silent_s: float | None = None  # since a rank's last sign; None: no rank
+    silent_s: float | None = None  # time since a rank's last sign; None: no rank
     verdict: str = ""  # cause of the last failure
 
     @property

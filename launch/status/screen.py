@@ -16,7 +16,7 @@ from launch.status.runs import RunState
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_COLUMNS = 24
 STYLES = {"complete": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
-SILENT_S = 60.0  # from here on the time since the last sign of a rank is shown
+SILENT_S = 60.0  # silence of a rank from which on it is shown
 
 
 def page(

@@ -21,7 +21,7 @@ from launch.run_folder.layout import RunDir
 from launch.schema.result import SecondStep
 from launch.schema.run_sections import LaunchSection, start_time
 
-STORED_INTERVAL_S = 10.0  # between two counts of the checkpoints that are there
+STORED_INTERVAL_S = 10.0  # pause between two counts of the checkpoints that are there
 
 
 class RunLease:

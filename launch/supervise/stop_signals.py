@@ -17,7 +17,7 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 ECHO_S = 1.0  # timeout(1) sends a signal twice; later, the same one again is impatience
-AGAIN_S = 0.1  # between two tries to end what a stop interrupts
+AGAIN_S = 0.1  # pause between two tries to end what a stop interrupts
 
 
 class StopSignals:
@@ -28,7 +28,7 @@ class StopSignals:
         self.stop: int | None = None  # number of the first stop signal
         self.at_once = False  # the same signal came again
         self.save = False
-        self._first_s: dict[int, float] = {}  # by signal
+        self._first_s: dict[int, float] = {}  # signal -> time of its first arrival
         self._raises = True
 
     def collect(self) -> None:

@@ -28,7 +28,7 @@ from launch.supervise.screen import Tail
 from launch.supervise.stop_signals import StopSignals
 from launch.supervise.watch import Ended
 
-GRACE_S = 5.0  # for the child to remove half-written files
+GRACE_S = 5.0  # time for the child to remove half-written files
 MORE_MEMORY = (
     "it was tokenising, not training: give it more memory; the same line again keeps finished parts"
 )

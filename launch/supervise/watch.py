@@ -23,12 +23,12 @@ from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 
 MEASURED_INTERVAL_S = 1.0
-STOOD_S = 5.0  # between two looks: this process itself was stopped, or its machine slept
-LOAD_GRACE_S = 10.0  # for ranks that have trained nothing yet
-STACKS_S = 2.0  # for stacks to be written
-HANG_GRACE_S = 10.0  # between SIGTERM and SIGKILL of ranks that hang
-ALONE_GRACE_S = 10.0  # for the launcher and the other ranks, once a rank has ended
-REPORT_S = 2.0  # for the launcher to report how each rank ended, once all have ended
+STOOD_S = 5.0  # gap between two looks: this process itself was stopped, or its machine slept
+LOAD_GRACE_S = 10.0  # time for ranks that have trained nothing yet
+STACKS_S = 2.0  # time for stacks to be written
+HANG_GRACE_S = 10.0  # time between SIGTERM and SIGKILL of ranks that hang
+ALONE_GRACE_S = 10.0  # time for the launcher and the other ranks, once a rank has ended
+REPORT_S = 2.0  # time for the launcher to report how each rank ended, once all have ended
 STACKS_SIGNAL = signal.SIGQUIT
 
 

@@ -29,7 +29,7 @@ WEIGHT = "weight"
 States = dict[str, torch.Tensor]
 # PEFT's names of a copied module and of the adapter, which it leaves out of its files
 ADAPTER = re.compile(r"(\.modules_to_save)?\.default(?=\.|$)")
-Shapes = Mapping[str, torch.Size]  # by parameter
+Shapes = Mapping[str, torch.Size]  # parameter -> shape
 
 
 def is_needed(described: Mapping[str, Any], strategy: Strategy) -> bool:
@@ -206,7 +206,7 @@ def _fsdp2(source: Path, described: Mapping[str, Any], trained_shapes: Shapes) -
     return states
 
 
-READERS = {"plain": _plain, "ddp": _plain, "deepspeed": _zero, "fsdp2": _fsdp2}  # by engine
+READERS = {"plain": _plain, "ddp": _plain, "deepspeed": _zero, "fsdp2": _fsdp2}  # engine -> reader
 
 
 # ---- into the engine that runs

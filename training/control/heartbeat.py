@@ -31,7 +31,7 @@ class Heartbeat:
         self._section = ""
         self._beat_at = self._written_at = 0.0
         self._intervals: dict[str, deque[float]] = defaultdict(
-            lambda: deque(maxlen=KEPT_INTERVALS)  # by section
+            lambda: deque(maxlen=KEPT_INTERVALS)  # section -> its newest intervals
         )
         self._steps = (0, 0)
 

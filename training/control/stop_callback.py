@@ -21,7 +21,7 @@ logger = logging.getLogger("lowmem")
 DISK_INTERVAL_S = 5.0
 DISK_LOW = 1.35  # times the last checkpoint: the next checkpoint, which takes 1.1, is written now
 FIRST_SAVE_S = 10.0  # allowed for the first checkpoint
-MARGIN_S = 5.0  # for the ranks to end after the checkpoint
+MARGIN_S = 5.0  # time for the ranks to end after the checkpoint
 
 
 class StopConditions:
@@ -30,7 +30,7 @@ class StopConditions:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
-        # on this machine's monotonic clock
+        # latest end, on this machine's monotonic clock
         self._end_s = float(os.environ.get("LOWMEM_END_S") or "inf")
         self._save_s, self._save_bytes, self._free_bytes = FIRST_SAVE_S, 0, 0
         self._step_s = self._disk_checked_s = self._called_s = 0.0

@@ -63,8 +63,8 @@ class Encoder:
     truncation_side: Literal["right", "left"] = "right"
     # None: of conversations, but not of rows that are one text
     split_special_tokens: bool | None = None
-    template_name: str = rendering.NAME  # in errors
-    tokenizer_name: str = TOKENIZER_NAME  # in errors
+    template_name: str = rendering.NAME  # name in errors
+    tokenizer_name: str = TOKENIZER_NAME  # name in errors
     # pairs get the tokens of the tokenizer's own call, and not an end token alone
     own_call: bool = True
 

@@ -31,7 +31,7 @@ def group(order: np.ndarray, lengths: np.ndarray, size: int, random: np.random.G
     if count == 0:
         return
     together = min(SORTED_TOGETHER, max(count // LEAST_PARTS, 1))
-    # as many strips as groups in a strip, or twice as many
+    # There are as many strips as groups in a strip, or twice as many
     strip = size * max(math.isqrt(together // 2), 1)
     grouped = order[: count * size]
     for start in range(0, len(grouped), together * size):
@@ -63,7 +63,7 @@ class TokenBudget:
     lengths: Callable[[], np.ndarray]  # lengths of all samples, as TokenRows.lengths gives them
     source: int
     target: int
-    multiple: int = 1  # to which the collator pads
+    multiple: int = 1  # multiple to which the collator pads
 
     def split(
         self, step: np.ndarray, lengths: np.ndarray, world_size: int, most: int

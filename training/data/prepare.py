@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 STAGING = ".parts"  # ends the name of an unfinished folder
 TOKENIZER_CHARACTERS = 64 << 20  # beginning of a streamed corpus on which a tokenizer is trained
-COMPARED_ROWS = 100  # in two readings of a tokenizer
+COMPARED_ROWS = 100  # rows in two readings of a tokenizer
 ABANDONED_S = 7 * 86400.0
-FIRST_LINE_S, LONGEST_PAUSE_S = 1.0, 30.0  # between lines on tokenised rows
+FIRST_LINE_S, LONGEST_PAUSE_S = 1.0, 30.0  # time between lines on tokenised rows
 
 
 def ensure(

@@ -39,7 +39,7 @@ REPORT_ROWS, ALL_REPORT_ROWS, REPORT_CHARACTERS, REPORT_ERRORS, ERROR_CHARACTERS
     *(5, 20, 2000, 3, 400),
 )
 NUM_READ = 1000  # rows
-ESCAPE = "\\"  # before a text that is written as a special token is
+ESCAPE = "\\"  # mark before a text that is written as a special token is
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from training.data.tokenise_pool import Child
 BLOCK_UNITS = 4  # DataSection.stream_unit_bytes knows it
 POLL_S = 0.02
 WINDOW, FAILED = "stream", "failed.json"
-# beside the tokenizer: for each unit the number of its sequences plus 1, little-endian
+# File beside the tokenizer: for each unit the number of its sequences plus 1, little-endian
 COUNTS, COUNT_BYTES = "units.u32", 4
 Result = TypeVar("Result")
 
@@ -189,7 +189,7 @@ class Feeder(TrainerCallback):
         self._is_over = threading.Event()
         # its children end with it
         self._thread = threading.Thread(target=self._feed, name="feeder", daemon=True)
-        self._bad: dict[int, int] = {}  # by unit: rows left out since this start
+        self._bad: dict[int, int] = {}  # unit -> rows left out since this start
 
     def on_train_begin(
         self,

@@ -24,7 +24,7 @@ from launch.schema.model_sections import TokenizerLoading, TokenizerSection
 from launch.schema.recipe import Recipe
 from launch.schema.result import ExportedModel
 
-NAME = "the tokenizer"  # in errors, if its folder is not known
+NAME = "the tokenizer"  # name in errors, if its folder is not known
 # Limits of CPU time for a call, and for a character; ten times as much as slow tokenizers take
 CALL_S, CHARACTER_S, SLOW_CHARACTER_S = 5.0, 1e-5, 2e-4
 PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = [
@@ -47,7 +47,7 @@ CHAT_TEMPLATE = (  # template of a trained tokenizer: a token for each role, END
     "{% else %}<|{{ message['role'] }}|>{{ message['content'] }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-PLAIN_TEMPLATE = (  # for a folder without a template: a line for each turn, END after each answer
+PLAIN_TEMPLATE = (  # template of a folder without one: a line for each turn, END after each answer
     # The newlines are expressions: transformers renders with trim_blocks, which removes one that
     # follows a block.
     "{% for message in messages %}"
@@ -264,7 +264,7 @@ def set_languages(tokenizer: Any, section: TokenizerSection, is_pair: bool) -> N
                 f"tokenizer.{key}: found {asked}, but this model's tokenizer ({kind}) has no"
                 " language codes; leave it out"
             )
-        # without tgt_lang, src_lang may be transformers' default
+        # src_lang may be transformers' default where tgt_lang is missing
         chosen = asked or (of_folder.get(key) if of_folder.get("tgt_lang") else None)
         if names and (chosen or "").strip("_") not in names:
             raise ConfigError(

@@ -39,7 +39,7 @@ def prepare(strategy: Strategy, deepspeed_file: Path | None, timeout_s: float) -
         _check_gpus()
     os.environ["ACCELERATE_MIXED_PRECISION"] = strategy.mixed_precision
     os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"  # training.torch_compile decides
-    # with it DeepSpeed would be dropped without a message; use_cpu has the same meaning
+    # DeepSpeed would be dropped with it, without a message; use_cpu has the same meaning
     os.environ.pop("ACCELERATE_USE_CPU", None)
     if strategy.launch_mode.engine == "plain":  # torchrun's variables would make a process group
         for key in (*SINGLE_RANK, "MASTER_ADDR", "MASTER_PORT"):

@@ -29,7 +29,7 @@ from training.loop.memory_peaks import MemoryPeaks, Part
 logger = logging.getLogger("lowmem")
 
 STEADY_STEP = 2  # the first step has no optimizer states yet
-LONG_WAIT_S = 60.0  # until a log line: the remaining time is logged before
+LONG_WAIT_S = 60.0  # wait until a log line: the remaining time is logged before
 COUNTED = ("tokens", "computed_tokens", "samples")
 HOST_INTERVAL_S = 2.0  # finding the job's processes takes a millisecond
 
@@ -167,8 +167,8 @@ class Reporter(TrainerCallback):
         self._bar = _bar() if draw and rank == 0 else None
         self._figures = ""
         self._second_step_at: float | None = None  # the first step is slower than the others
-        self._scheduled: Mapping[str, tuple[int, int]] = {}  # then
-        self.core_share = 1.0  # since then, until the end
+        self._scheduled: Mapping[str, tuple[int, int]] = {}  # processes.scheduled() at that step
+        self.core_share = 1.0  # share from that step to the end
         # seconds of evaluations and saves since then, and the steps from one to the next
         self._between: dict[str, list[float]] = {"evaluation": [], "save": []}
         self._every: dict[str, int] = {}

@@ -147,7 +147,7 @@ def check(
     said = f"ids of {len(rows.dataset):,} rows"
     is_adapter = (folder / "adapter_config.json").is_file()
     is_merged = hasattr(network, "peft_config") and not is_adapter
-    if is_merged:  # in place
+    if is_merged:  # peft has merged it in place
         network = network.get_base_model()
     needed_bytes = sum(
         parameter.nbytes

@@ -80,7 +80,7 @@ def _rope_of_4(model_type: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of transformers 4.57 for rope_parameters, which may be by type of layer."""
     of_all: dict[str, Any] = {**(rope.get("full_attention") or rope)}
     theta, share = of_all.pop("rope_theta", None), of_all.pop("partial_rotary_factor", None)
-    if theta is None:  # by types of layers that 4.57 does not have
+    if theta is None:  # theta may differ by types of layers, which 4.57 does not have
         return {}
     rotary = {
         "rope_theta": theta,

@@ -30,10 +30,10 @@ from training.data.sample_order import SampleOrder
 
 logger = logging.getLogger("lowmem")
 
-# in a row; fp16's loss scale starts at 65,536 and halves each time, so a longer series has another
-# cause than the scale
+# Overflows in a row: fp16's loss scale starts at 65,536 and halves each time, so a longer series
+# has another cause than the scale
 MAX_OVERFLOWS = 15
-MAX_SPIKES = 5  # in a row; after so many skipped steps the loss is high at these weights
+MAX_SPIKES = 5  # spikes in a row; after so many skipped steps the loss is high at these weights
 WARN_SPIKE = 100.0  # times the median
 REMEMBERED = 50  # steps whose median is computed
 LEAST_REMEMBERED = 10

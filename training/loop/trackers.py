@@ -26,7 +26,7 @@ from launch.schema.training_section import TENSORBOARD, Tracker
 
 logger = logging.getLogger("lowmem")
 
-FINISH_S = 60.0  # for what has not been sent when training ends
+FINISH_S = 60.0  # time for what has not been sent when training ends
 # Variables with which a tracker works without its service, and the line that sends its figures
 # later
 OFFLINE: Mapping[Tracker, tuple[dict[str, str], str]] = {
@@ -73,7 +73,7 @@ class TrackerCallback(TrainerCallback):
     ) -> None:
         def begin() -> None:
             if self._name == "swanlab" and "SWANLAB_MODE" not in os.environ:
-                # after a start without key or network it could not start again
+                # swanlab could not start again after a start without key or network
                 import_module("swanlab").login()
             callback = INTEGRATION_TO_CALLBACK[self._name]()
             callback.on_train_begin(args, state, control, **kwargs)

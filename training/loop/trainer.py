@@ -373,7 +373,7 @@ class LowMemTrainer(OpenTrainer):
             if save.rank:
                 return
             commit.check_disk_space(checkpoints, self._facts.get("checkpoint_bytes", 0))
-            # before, so that no rank can fail alone at it
+            # Folders are made before, so that no rank can fail alone at it
             for folder in ("", *self._strategy.launch_mode.checkpoint_folders):
                 (save.staged / folder).mkdir(parents=True, exist_ok=True)
 

@@ -25,7 +25,7 @@ from training.compat import bitsandbytes_private, transformers_private
 from training.compat.transformers_private import Network
 
 M_MMAP_THRESHOLD = -3  # malloc.h
-MMAP_THRESHOLD_BYTES = 32 << 20  # as ranks on CPUs start with (launch/predict/memory/malloc.py)
+MMAP_THRESHOLD_BYTES = 32 << 20  # the threshold of ranks on CPUs (launch/predict/memory/malloc.py)
 SCALES_BLOCK = 256  # number of scales with a common scale: bitsandbytes 0.50 quantize_4bit
 
 

@@ -29,7 +29,7 @@ OF_ROWS_OF_DOCUMENTS = (
     *("dropout", "scaling", "sliding_window", "position_ids", "is_causal"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 )
-# By these names transformers knows _Attention, which gets no mask, and _Masked
+# Names by which transformers knows _Attention, which gets no mask, and _Masked
 RECORDED, MASKED = "recorded_arguments", "recorded_masks"
 
 

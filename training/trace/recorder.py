@@ -487,7 +487,7 @@ def _linear_flops(inputs: torch.Tensor, weight: torch.Tensor, *bias: Any, out_va
     return 2 * inputs.numel() * weight.size(0)
 
 
-# beside torch's formulas: within a kernel, as that of a 4-bit weight, it is made of no others
+# FLOPs beside torch's formulas: within a kernel, as that of a 4-bit weight, it is made of no others
 FLOPS = {aten.linear.default: _linear_flops}
 
 

@@ -65,7 +65,8 @@ class Shapes:
     """Torch's cache of the shapes that operators of fake tensors give."""
 
     target: Target | None = None  # card whose kernels they are of; None: the CPU
-    is_kept: bool = False  # from a step to the next one, by a process that does nothing else
+    # the cache stays from a step to the next one, in a process that does nothing else
+    is_kept: bool = False
 
     def begin(self, target: Target | None) -> None:
         if not self.is_kept or target != self.target:
@@ -160,7 +161,7 @@ class _Steady(TrainerCallback):
     tracer: _Tracer
 
     def __init__(self, recorder: Recorder, layer_of: dict[int, Layer], on_cuda: bool) -> None:
-        self._recorder, self._layer_of = recorder, layer_of  # by id of a parameter
+        self._recorder, self._layer_of = recorder, layer_of  # id of a parameter -> layer
         self._on_cuda = on_cuda
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -202,7 +203,7 @@ class _Steady(TrainerCallback):
 
 def materialised(network: torch.nn.Module) -> None:
     """Replace tensors on the meta device by fake tensors on the CPU; ties are kept."""
-    replacements: dict[int, torch.Tensor] = {}  # by id
+    replacements: dict[int, torch.Tensor] = {}  # id of a tensor -> its replacement
     for module in network.modules():
         for tensors in torch_private.tensors_by_name(module):
             for name, tensor in tensors.items():

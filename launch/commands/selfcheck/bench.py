@@ -37,7 +37,7 @@ BATCH = 8
 HELD_OUT = 64  # rows: more than a batch of an evaluation
 WORDS = ("red", "blue", "green", "stone", "river")
 FIGURES = ("allocated_bytes", "reserved_bytes")
-STOP_S = 20.0  # in which a child that is over its time ends by itself
+STOP_S = 20.0  # time in which a child that is over its limit ends by itself
 LOG_CHARACTERS = 600
 # the first steps of a run are slower than the others
 WARM_UP_STEPS = 4

@@ -24,7 +24,7 @@ class _Window:
     def __init__(self, file: TextIOWrapper) -> None:
         self._file = file
         self.text, self.position, self.dropped = "", 0, 0
-        self._lines, self._columns = 0, 0  # before the text; the columns of its first line
+        self._lines, self._columns = 0, 0  # lines before the text; columns of its first line
 
     def grow(self) -> bool:
         """Drop what was read, and read as much again as is left; False at the file's end."""

@@ -28,7 +28,7 @@ T = TypeVar("T")
 END = object()  # default of next() at the end of an iterator
 MAX_BATCH_BYTES = 2 << 30  # limit for a batch of rows, with its Python objects
 BATCH_BYTES = 64 << 20  # rows that are Python objects at the same time, by the size of their file
-TABLES = ("parquet", "arrow")  # with a schema
+TABLES = ("parquet", "arrow")  # types that have a schema
 MAX_ROW_BYTES = 64 << 20  # longest line, or member of a tar; largest mean row of a parquet file
 # WebDataset: the key of a sample, and what of it this is
 MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")

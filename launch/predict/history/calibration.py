@@ -65,7 +65,7 @@ class Measurement:
     predicted: Figures
     measured: Figures
     time_model: str = ""  # the code that predicted the seconds (corrections.time_model)
-    correction: float = 1.0  # by earlier runs, in the predicted seconds
+    correction: float = 1.0  # factor of earlier runs in the predicted seconds
     # predicted share of the seconds in which the device waits for its host
     waits_share: float = 0.0
     # share of the time in which its threads had the cores that they could use
@@ -92,7 +92,7 @@ class Comparison:
 
     lines: tuple[str, ...]  # figures that were predicted too low by more than UNDER
     exceeded: float = 0.0  # share of the device's prediction
-    host_exceeded: float = 0.0  # and of the host's
+    host_exceeded: float = 0.0  # share of the host's prediction
     over: str = ""  # budget that the plan will exceed if it goes on like that
     # device or host -> bytes that it will need, where its budget is smaller
     needs: Mapping[Literal["device", "host"], int] = field(default_factory=dict)

@@ -40,11 +40,12 @@ class AllocatorConfig:
     # segments for requests of 1 to 10 MiB, and pages of expandable segments
     large_segment_bytes: int = 20 * MIB
     max_split_size_bytes: int | None = None  # blocks from here are not split
-    max_non_split_rounding_bytes: int = 20 * MIB  # such a block exceeds its request by less
+    # excess over a request, below which such a block is taken
+    max_non_split_rounding_bytes: int = 20 * MIB
     roundup_power2_divisions: tuple[int, ...] = (0,) * INTERVALS
     # share of what per_process_memory_fraction allows; nothing without that
     garbage_collection_threshold: float = 0.0
-    per_process_memory_fraction: float = 1.0  # as torch.cuda.set_per_process_memory_fraction
+    per_process_memory_fraction: float = 1.0  # value of torch.cuda.set_per_process_memory_fraction
 
     @classmethod
     def parse(cls, text: str) -> AllocatorConfig:

@@ -100,7 +100,7 @@ def _of_a_cpu(
     Gloo's threads keep of a copy."""
     written, copied = reduced
     in_threads = 0
-    if copied < malloc.MMAP_THRESHOLD_BYTES:  # in the arenas of two threads
+    if copied < malloc.MMAP_THRESHOLD_BYTES:  # small blocks stay in the arenas of two threads
         copied, in_threads = 0, 2 * copied
     if trace is None or not trace.moments or candidate.device != "cpu":  # maybe it has work alone
         return {}, {}, in_threads + copied

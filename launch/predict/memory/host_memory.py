@@ -59,11 +59,11 @@ class Job:
     recipe: Recipe
     strategy: Strategy
     model: ModelSize
-    states: MemoryEstimate  # as sharding.per_rank gives it
+    states: MemoryEstimate  # result of sharding.per_rank
     embedding_bytes: int  # the input embedding in the weights' type
     # gradients that DeepSpeed reduces, in copies that Gloo's threads keep
     copied_by_gloo_bytes: int = 0
-    # by phase, on a CPU: the highest count of its allocator, and what malloc keeps beyond it
+    # phase -> on a CPU, the highest count of its allocator, and what malloc keeps beyond it
     tensor_bytes: Mapping[str, int] = field(default_factory=dict)
     holes_bytes: Mapping[str, int] = field(default_factory=dict)
     offloaded_activations: Sequence[int] = ()  # bytes of each tensor of a micro-batch

@@ -126,7 +126,7 @@ def zero3(
     events.end(parts)
     if built or not undivided:  # parts on the host need no flat tensor on the card
         events.events.append(EMPTY_CACHE)
-    events.begin([flat_bytes])  # until the run ends, in place of the blocks of the weights
+    events.begin([flat_bytes])  # it stays until the run ends, in place of the blocks of the weights
     copied = events.begin([size for _, size in slices])
     events.events += slices
     events.end(copied)

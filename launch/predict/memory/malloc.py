@@ -26,7 +26,7 @@ SETTINGS = {
         f":glibc.malloc.mmap_threshold={MMAP_THRESHOLD_BYTES}:glibc.malloc.trim_threshold={TRIM_THRESHOLD_BYTES}"
     )
 }
-# beyond its own a block takes: header, and what stands before the next multiple of 64
+# Bytes that a block takes beyond its own: header, and what stands before the next multiple of 64
 ALIGNED_BYTES = 64
 # Bytes that a hole needs beyond the block's: torch asks for a multiple of 64 (_int_memalign)
 SLACK_BYTES = 112

@@ -75,7 +75,7 @@ class Composer:
         self.ways = list({id(way): way for way in map(way_of, layers)}.values())
         self.blocks: list[Block] = []
         self.events: list[Event] = []
-        self.made: dict[Place, int] = {}  # with the layer of the composed step
+        self.made: dict[Place, int] = {}  # place, with the layer of the composed step -> block
         self.freed: set[int] = set()
         self.operators: dict[Operator, int] = {}  # -> number
         self._numbers: dict[tuple[int, bool], tuple[int, ...]] = {}  # operators of each run
@@ -228,7 +228,7 @@ class Composer:
         reader, kind = source.reader(block), source.size(block)
         theirs = source.handed_on(phase, owner, reader, kind)
         ours = own.handed_on(phase, recorded, reader, kind)
-        # one way hands on more than the layer's output, which both hand on
+        # One of the ways hands on more than the layer's output, which both hand on
         if (
             not ours
             and reader == "layer"

@@ -32,8 +32,8 @@ class Group:
     """Parameters that are gathered together. Bytes are those of all ranks' parts."""
 
     layer: Layer | None
-    bytes: int = 0  # in the precision of the computation
-    held_bytes: int = 0  # in the precision in which the ranks keep them
+    bytes: int = 0  # bytes in the precision of the computation
+    held_bytes: int = 0  # bytes in the precision in which the ranks keep them
     last_bytes: int = 0  # gradient of its last trained parameter
     gradients: list[Gradient] = field(default_factory=list)
 
@@ -229,7 +229,7 @@ def _shards(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: St
 def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> Groups:
     groups = Groups({}, Group(None), Group(None), marks.tied)
     of_embedding = None if marks.tied else embedding_gradient(marks)
-    embedding = input_embedding(marks).block  # behind the original of a copy
+    embedding = input_embedding(marks).block  # the copy comes behind the original
     for weight in marks.weights:
         is_embedding = weight.block <= embedding and not marks.tied
         group = groups.embedding if is_embedding else groups.outer

@@ -13,7 +13,8 @@ SECTIONS = (
     "optimizer",
     "evaluation",
 )  # phases of the step, and the evaluation after it
-# in a part of the logits, the fewest and the most; and the ratio up to which numbers are as many
+# Fewest and most targets of a sample in a part of the logits; ratio up to which two numbers are as
+# many
 TARGETS_A_SAMPLE, AS_MANY = (2.0**-10, 2.0**20), 1.01
 # (x, y): micro-batches whose highest sums show that most others are highest nowhere
 DIRECTIONS = [(4**x, 16**y if y else 0) for x in range(8) for y in range(5)]

@@ -14,7 +14,7 @@ from launch.schema.recorded_step import LOSS, UNITS, Call, Event, Layer, Operato
 
 PASSES = ("forward", "backward")  # phases that a layer's way decides
 THROUGH_LAYERS = (*PASSES, "evaluation")
-PARTS_HERE = -1  # in place of a block: the parts of the logits are made
+PARTS_HERE = -1  # stands for a block: the parts of the logits are made here
 MIDDLE = 2  # the unit of a stack that is repeated
 LEAST_PARTS = 3  # fewest parts of the logits: first, one before the last, last
 Item = TypeVar("Item", Event, Call)

@@ -22,7 +22,7 @@ class Weight:
 
     block: int
     layer: Layer | None
-    bytes: int  # as it is computed with
+    bytes: int  # bytes in the type of the computation
     trained: bool
     used: bool = True
 
@@ -44,7 +44,7 @@ class Landmarks:
     a block that is put there comes before that event."""
 
     weights: Sequence[Weight]
-    gradients: Sequence[Gradient]  # in the order in which backward makes them
+    gradients: Sequence[Gradient]  # gradients in the order in which backward makes them
     forwards: Sequence[range]
     backwards: Sequence[range]
     optimizer: range

@@ -117,7 +117,7 @@ def _states(rewriting: Rewriting, marks: Landmarks, share: Share) -> None:
         rewriting.born(share.trained * share.element_bytes, "weights", FLAT, 0)
     if not share.strategy.launch_mode.offloads:
         rewriting.born(share.slice * MASTER_BYTES, "optimizer", SLICE, 0)
-        of_weight = states / share.element_bytes / share.trained  # as multiples of a weight
+        of_weight = states / share.element_bytes / share.trained  # states, as multiples of a weight
         for _ in range(round(of_weight)):
             size = share.slice * MASTER_BYTES * of_weight / round(of_weight)
             rewriting.born(size, "optimizer", "state", phases.index("start:optimizer"))

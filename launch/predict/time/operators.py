@@ -62,8 +62,8 @@ class HostPace:
 # LoRA of Qwen-1.8B and 7B stays at 1.0 and 1.2 s per 8 micro-steps below 512 tokens (QwenLM/Qwen
 # README, fine-tuning, A100)
 ASSUMED_HOST = HostPace(operator_s=16e-6, view_s=2e-6, module_s=8e-6)
-# by architecture, where it was measured otherwise: beside an H200, ten trainings that wait for
-# their host (benchmarks/results/gpu_speed.md, c1 and c2)
+# Measured paces, by architecture: beside an H200, ten trainings that wait for their host
+# (benchmarks/results/gpu_speed.md, c1 and c2)
 HOSTS = {"9.0": HostPace(operator_s=34e-6, view_s=4e-6, module_s=20e-6)}
 # operators that the host calls in the time of a call of one of Liger's functions: 192 us, by the
 # profile of c1-lowmem-grouped-liger (benchmarks/results/gpu_speed.md), beside 34 us

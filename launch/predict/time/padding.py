@@ -81,14 +81,14 @@ def mean_split(
 ) -> StepSplit:
     """The mean split of a step of rows."""
     lengths = counts["lengths"]
-    # without padding
+    # Flattened rows have no padding.
     by_tokens = strategy.levers.batch_by_tokens
     if strategy.levers.flattens and not by_tokens:
         share = sum(map(sum, lengths)) / len(lengths) / sum(max_lengths)
         return StepSplit(
             strategy.per_device_train_batch_size * share, strategy.gradient_accumulation_steps
         )
-    alike = replace(  # what many candidates have in common
+    alike = replace(  # one entry of the cache serves many candidates
         strategy,
         mode="cpu",
         backend=None,

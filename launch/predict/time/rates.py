@@ -19,7 +19,7 @@ CPU_HZ = 2.5e9  # assumed, of all cores under load
 # Two channels of DDR4-3200, 25.6 GB/s each (JEDEC). AdamW moved 52 GB/s in
 # benchmarks/results/offload_optimizer.md.
 HOST_BYTES_PER_S = 51.2e9
-# By architecture: the share of the rate that is left to products in 16 bits whose rows are divided
+# Architecture -> the share of the rate that is left to products in 16 bits whose rows are divided
 # by fewer than 8 elements. Source: benchmarks/results/gpu_products.md. Others are not measured.
 UNALIGNED_SHARE = {"9.0": {"4": 0.34, "2": 0.34, "1": 0.17}}
 # Large float16 products get 0.69 of an A800, and 0.96 of an RTX 4090, whose clock is above the one

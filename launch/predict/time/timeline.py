@@ -23,8 +23,8 @@ class Cost(NamedTuple):
 
     host_s: float
     device_s: float
-    is_product: bool = False  # or attention
-    waits: bool = False  # the host, for the device
+    is_product: bool = False  # a product, or attention
+    waits: bool = False  # the host waits for the device
 
 
 class Seconds(NamedTuple):

@@ -64,7 +64,7 @@ class TimeEstimate:
     offload_s: float  # copies between host and device that no computation hides
     num_samples: int  # the effective batch
     reason: str
-    correction: SecondsCorrection = NOT_CORRECTED  # in the seconds
+    correction: SecondsCorrection = NOT_CORRECTED  # correction in the seconds
 
     def corrected(self, correction: SecondsCorrection) -> TimeEstimate:
         """The same by this machine's own runs: each part times their factor."""
@@ -85,7 +85,7 @@ class TimeEstimate:
 class Traffic:
     """Bytes that each rank sends in one optimizer step."""
 
-    micro_step_bytes: float  # in every micro-step
+    micro_step_bytes: float  # bytes in every micro-step
     last_bytes: float  # besides, in the last one
     after_bytes: float  # after the update: the new weights
 

@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from launch.base import processes
 from launch.base.errors import DataError
 
-NAME = "the tokenizer's chat template"  # in errors, if its source is not known
+NAME = "the tokenizer's chat template"  # name in errors, if its source is not known
 LIMIT_S = 5.0  # CPU time; the longest conversations take milliseconds
 LIMIT_BYTES = 1 << 30  # memory; the longest conversations take some MiB
 # marks, and blocks whose output is not written where it is made: transformers counts the marks in

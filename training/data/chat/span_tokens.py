@@ -35,7 +35,7 @@ class SpanEncoder:
                 " --tokenizer.path=FOLDER"
             )
         self._backend: Tokenizer = tokenizer.backend_tokenizer
-        self._name = name  # in errors
+        self._name = name  # name in errors
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self._id_of = {content: vocabulary[content] for content in protected}
         self._special = set(self._id_of.values())
@@ -55,7 +55,8 @@ class SpanEncoder:
         names that they have in a copy of the tokenizer."""
         copy, ids, names, pattern = self._renamed
         pieces: list[str] = []
-        ends, shifts = [0], [0]  # behind each name: the place in the text, what names are shorter
+        # the place in the text behind each name; what names are shorter by then
+        ends, shifts = [0], [0]
         plain = {start for start, _ in sample.plain}
         for token in pattern.finditer(sample.text):
             if token.start() not in plain:
