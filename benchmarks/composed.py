@@ -203,7 +203,9 @@ def logs_of(mixture: Mixture) -> tuple[Log, Log, Price]:
 
     recipe, plan, question = case_of(mixture)
     target = Target(question.architecture) if question.architecture else None
-    composed_of = sources.of(question, plan.shape.is_encoder_decoder, lambda base: False)
+    composed_of = sources.choose_sources(
+        question, plan.shape.is_encoder_decoder, lambda base: False
+    )
     if composed_of.why_whole:
         raise NotComposed(composed_of.why_whole)
 

@@ -333,7 +333,7 @@ def at_length(case: Case, choice: Choice) -> Facts:
 def predicted(case: Case, facts: Facts, strategy: Strategy) -> dict[str, int]:
     """The most that torch's allocator holds in a step and in an evaluation, by the traces."""
     with facts.asking():
-        steps = traced_steps.of(facts, strategy)
+        steps = traced_steps.list_steps(facts, strategy)
         facts.fetch_steps(step.question for step in steps)
     evaluated = min(strategy.per_device_eval_batch_size, 3 * case.batch)
     peaks = [

@@ -152,7 +152,7 @@ def row_of(case: Case, folder: Path) -> dict[str, Any]:
     recorder = recorded(case, facts, strategy)
     samples = strategy.per_device_train_batch_size
     targets = samples * case.length
-    pace = timing.speed_of(strategy, rates.of(facts.machine, strategy), None).pace
+    pace = timing.speed_of(strategy, rates.look_up(facts.machine, strategy), None).pace
     cost_of = operators.cost_of(pace, samples, targets)
     kinds: dict[str, Sum] = {}
     places: dict[tuple[str, str, str], Sum] = {}

@@ -30,7 +30,7 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
 
     `padded`: the first row is half as long."""
     strategy = plan.strategy
-    args = arguments.of(recipe, plan, 9, False, {"ddp_backend": None})
+    args = arguments.make_arguments(recipe, plan, 9, False, {"ddp_backend": None})
     args.report_to, args.save_strategy, args.output_dir, args.max_steps = [], "no", ".", steps
     torch.manual_seed(1)
     rows = batch(recipe, plan, length, padded)

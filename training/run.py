@@ -42,7 +42,7 @@ from launch.data.conversation import Conversation
 from launch.data.rows import BadRows
 from launch.data.sources import Source
 from launch.run_folder import layout, manifest
-from launch.run_folder.layout import AttemptDir, RunDir, Start
+from launch.run_folder.layout import AttemptDir, RankStart, RunDir
 from launch.schema.plan import MULTIPLE, Plan, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affected_by, all_keys, leaves
@@ -81,11 +81,11 @@ SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
 
 
 Pairs = list[tuple[Conversation, str]]  # (conversation before the last answer, that answer)
-OpenRun = Callable[[Start, ExitStack], tuple[str, str] | None]
+OpenRun = Callable[[RankStart, ExitStack], tuple[str, str] | None]
 
 
 def train(
-    start: Start,
+    start: RankStart,
     open_run: OpenRun,
     opened: list[AttemptDir],
     watch: Callable[[LowMemTrainer], None] = lambda trainer: None,
@@ -103,7 +103,9 @@ def train(
     timeout_s = arguments.timeout_s(start.recipe.training)
     engine = setup.prepare(start.plan.strategy, start.deepspeed_file, timeout_s)
     try:
-        args = arguments.of(start.recipe, start.plan, num_samples, held_out is not None, engine)
+        args = arguments.make_arguments(
+            start.recipe, start.plan, num_samples, held_out is not None, engine
+        )
     except ValueError as error:
         raise ConfigError(
             f"training: transformers refuses these values: {' '.join(str(error).split())}"
@@ -142,7 +144,7 @@ def train(
         raise Halted(control.agreed)
 
 
-def _agreed_keys(start: Start) -> dict[str, Any]:
+def _agreed_keys(start: RankStart) -> dict[str, Any]:
     """The leaves of recipe and strategy that all ranks have in common: not those that differ by
     machine."""
     own = {key.rpartition(".")[2] for key in all_keys() if "machine" in affected_by(key)}
@@ -163,7 +165,7 @@ def _check_shared(attempt: AttemptDir) -> None:
         time.sleep(0.5)
 
 
-def _tokens(start: Start) -> Path:
+def _tokens(start: RankStart) -> Path:
     """The folder of the tokenised rows, verified or made here where no launcher has done so
     before."""
     used = start.run.read_tokens() if start.run else None
@@ -222,7 +224,7 @@ def _check_pinned_memory(plan: Plan, device: torch.device, kernel: str) -> None:
 
 
 def build_parts(
-    start: Start,
+    start: RankStart,
     run: RunDir,
     attempt: AttemptDir,
     args: TrainingArguments,
@@ -233,7 +235,7 @@ def build_parts(
     # each machine's launcher watches its own ranks
     heartbeat = Heartbeat((start.attempt or attempt).heartbeat_file(rank))
     heartbeat.beat("load")
-    rows, order, feeders = dataset.of(start, run, attempt, args, tokens, heartbeat.beat)
+    rows, order, feeders = dataset.make_dataset(start, run, attempt, args, tokens, heartbeat.beat)
     if args.device.type == "cuda":
         _hold_to_free_memory(plan, args.device)
         _check_pinned_memory(plan, args.device, platform.release())
@@ -329,7 +331,9 @@ def build_parts(
     )
 
 
-def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts, tokens: Path) -> None:
+def _attempt(
+    start: RankStart, run: RunDir, attempt: AttemptDir, parts: Parts, tokens: Path
+) -> None:
     """Score, resume, train, score, export; the collective parts on every rank at the same point."""
     began = time.monotonic()
     trainer, args = parts.trainer, parts.trainer.args
@@ -381,7 +385,7 @@ def _attempt(start: Start, run: RunDir, attempt: AttemptDir, parts: Parts, token
 
 
 def _export(
-    start: Start, run: RunDir, parts: Parts, trained: Trained, full_model: Network | None
+    start: RankStart, run: RunDir, parts: Parts, trained: Trained, full_model: Network | None
 ) -> str:
     """Write the model and check its folder; a sentence on what was compared.
 
@@ -450,7 +454,7 @@ def _trained(
 
 
 def _outcome_folders(
-    start: Start, attempt: AttemptDir, args: TrainingArguments
+    start: RankStart, attempt: AttemptDir, args: TrainingArguments
 ) -> list[AttemptDir]:
     """Folders in which this rank writes how it ended: rank 0 in the run's attempt, another
     machine's first rank in its own."""
@@ -460,7 +464,7 @@ def _outcome_folders(
     return [start.attempt] if start.attempt and is_own and not args.local_process_index else []
 
 
-def _full_model(start: Start, parts: Parts) -> Network | None:
+def _full_model(start: RankStart, parts: Parts) -> Network | None:
     """The model on rank 0's host, with the weights of all ranks, gathered one at a time; None on
     another rank. Collective."""
     recipe, plan, trainer = start.recipe, start.plan, parts.trainer
@@ -560,7 +564,7 @@ def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[s
 
 
 def _answer_samples(
-    start: Start, run: RunDir, attempt: AttemptDir, parts: Parts, number: int
+    start: RankStart, run: RunDir, attempt: AttemptDir, parts: Parts, number: int
 ) -> None:
     """Have so many held-out questions answered at each evaluation: by all ranks where they share
     the weights, else by rank 0 alone."""
@@ -612,7 +616,7 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     logger.info("%s: %s parameters, %s trainable", plan.shape.name, f"{total:,}", f"{trainable:,}")
 
 
-def _questions(start: Start, tokenizer: PreTrainedTokenizerBase, limit: int) -> Pairs:
+def _questions(start: RankStart, tokenizer: PreTrainedTokenizerBase, limit: int) -> Pairs:
     data = start.recipe.data
     if not limit or not data.holds_out:
         return []
@@ -648,7 +652,7 @@ class _Resume:
     is_converted: bool
 
 
-def _resume_point(start: Start, run: RunDir, parts: Parts) -> _Resume | None:
+def _resume_point(start: RankStart, run: RunDir, parts: Parts) -> _Resume | None:
     """The newest checkpoint that verifies. Raises CheckpointError if there are checkpoints and none
     does."""
     allow = start.recipe.resume.allow

@@ -24,7 +24,7 @@ from launch.render.write import write_run
 from launch.report import first_screen, plan_lines
 from launch.run_folder import disk_space, layout
 from launch.run_folder import resume as run_resume
-from launch.run_folder.layout import RunDir, Start, output_lock, run_lock
+from launch.run_folder.layout import RankStart, RunDir, output_lock, run_lock
 from launch.schema.machine import Machine
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
@@ -34,9 +34,9 @@ from launch.supervise.screen import Screen
 SHOWN_LATER = [("run", "-"), ("log", "-")]
 
 
-def from_run_dir(run: RunDir, attempt: int, resume: str = "auto") -> Start:
+def from_run_dir(run: RunDir, attempt: int, resume: str = "auto") -> RankStart:
     """The start that a plan in a run folder describes; of a dry run, in a run of its own."""
-    start = Start(
+    start = RankStart(
         workspace=Workspace.here(),
         recipe=run.read_recipe(),
         plan=run.read_plan(),
@@ -51,7 +51,7 @@ def from_run_dir(run: RunDir, attempt: int, resume: str = "auto") -> Start:
     return replace(start, run=None, attempt=None, machine=machine, resume=resume)
 
 
-def from_request(request: Request) -> Start:
+def from_request(request: Request) -> RankStart:
     """The start that a guide's flags describe, with the ranks that another launcher has started.
     Rank 0 shows the plan; open_run() adds the run and the log."""
     _start_all_ranks(request.cpu)
@@ -86,7 +86,7 @@ def from_request(request: Request) -> Start:
                 columns=columns(),
             )[: -len(SHOWN_LATER)]
         print(shown("\n".join(lines)), flush=True)
-    return Start(
+    return RankStart(
         workspace=Workspace.here(),
         recipe=choice.recipe,
         plan=choice.plan,
@@ -114,7 +114,7 @@ def _full_plan(recipe: Recipe, machine: Machine, plan: Plan) -> list[str]:
     ]
 
 
-def open_run(start: Start, locks: ExitStack) -> tuple[str, str] | None:
+def open_run(start: RankStart, locks: ExitStack) -> tuple[str, str] | None:
     """Open the folders of the run and of the attempt on rank 0, locked until `locks` closes; None
     when the run is complete."""
     recipe, plan, runs = start.recipe, start.plan, start.workspace.runs

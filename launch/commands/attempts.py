@@ -39,7 +39,7 @@ SEE_NO_OTHER_PLAN = 'see the line "no other plan" above: it says what would fit'
 
 
 @dataclass
-class Start:
+class LaunchContext:
     """Facts that the plans of one start share, and the memory that its attempts have exceeded."""
 
     workspace: Workspace
@@ -125,7 +125,7 @@ class Attempts:
     """Attempts at a run, each from the last checkpoint: a plan that its second step refutes, or
     that runs out of memory, is replaced; a failure that may pass is followed by another attempt."""
 
-    def __init__(self, start: Start, choice: Choice, run: RunDir) -> None:
+    def __init__(self, start: LaunchContext, choice: Choice, run: RunDir) -> None:
         self.start, self.choice, self.run = start, choice, run
         self._screen = start.screen
         self._num_plans, self._failures = 1, restarts.History()

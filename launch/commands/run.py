@@ -19,7 +19,7 @@ from launch.base.errors import ConfigError, DoesNotFit
 from launch.base.text import columns, from_here, shown
 from launch.base.workspace import Workspace
 from launch.commands import ending, recipe_arguments, tune
-from launch.commands.attempts import MAX_PLANS, Attempts, Start
+from launch.commands.attempts import MAX_PLANS, Attempts, LaunchContext
 from launch.commands.recipe_arguments import RecipeArguments
 from launch.data.worker import WORKER
 from launch.plan import facts as plan_facts
@@ -110,7 +110,7 @@ def run(
         if (recipe.launch.num_processes or 1) > 1:
             environment.check_loopback(recipe.launch.nodes)
         end_s = _end_s(recipe.launch.time_limit_s, began, os.environ)
-        start = Start(workspace, facts, screen, signals, locks, end_s)
+        start = LaunchContext(workspace, facts, screen, signals, locks, end_s)
         if start.is_first:
             lock = layout.dry_run_lock if dry_run else layout.output_lock
             locks.enter_context(lock(workspace, recipe))
@@ -162,9 +162,9 @@ def run(
 
 
 def _train(
-    start: Start,
+    start: LaunchContext,
     choice: Choice,
-    opened: run_resume.Start,
+    opened: run_resume.ResumeChoice,
     resume: str,
     new_run: Callable[[], RunDir],
 ) -> tuple[Choice, RunResult]:
@@ -198,7 +198,7 @@ def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str])
     return min(ends, default=None)
 
 
-def _earlier_shortages(start: Start, resume: str) -> OomHistory:
+def _earlier_shortages(start: LaunchContext, resume: str) -> OomHistory:
     """Shortages of memory in earlier starts of the run, as far as they still count on this
     machine."""
     recipe, machine = start.facts.recipe, start.facts.machine
@@ -208,7 +208,7 @@ def _earlier_shortages(start: Start, resume: str) -> OomHistory:
     return oom_record.counting(earlier, machine)
 
 
-def _continues_another(start: Start, resume: str) -> bool:
+def _continues_another(start: LaunchContext, resume: str) -> bool:
     """True if the run may begin with the rows that another run has left, in another order."""
     recipe = start.facts.recipe
     if resume == "never":
@@ -220,18 +220,18 @@ def _continues_another(start: Start, resume: str) -> bool:
 
 
 def _open(
-    start: Start, choice: Choice, resume: str, new_run: Callable[[], RunDir]
-) -> run_resume.Start:
+    start: LaunchContext, choice: Choice, resume: str, new_run: Callable[[], RunDir]
+) -> run_resume.ResumeChoice:
     """The run folder to go on in; nothing is written but a new folder."""
     recipe, tokens = choice.recipe, choice.facts.rows.tokens
     if not start.is_first:
         line = f"machine {recipe.launch.machine_rank}: joining machine 0, whose run this is"
-        return run_resume.Start(new_run(), line)
+        return run_resume.ResumeChoice(new_run(), line)
     assert tokens is not None
     return run_resume.decide(start.workspace.runs, recipe, choice.plan, tokens, resume, new_run)
 
 
-def _choose(start: Start, dry_run: bool, new_run: Callable[[], RunDir]) -> Choice:
+def _choose(start: LaunchContext, dry_run: bool, new_run: Callable[[], RunDir]) -> Choice:
     """The first plan: for the memory that is free beside other runs, or, of a run that waits, for
     what will be free when they have ended. Raises DoesNotFit."""
     machines = [start.facts.machine]
@@ -253,12 +253,12 @@ def _choose(start: Start, dry_run: bool, new_run: Callable[[], RunDir]) -> Choic
 
 
 def _wait(
-    start: Start,
+    start: LaunchContext,
     choice: Choice,
-    opened: run_resume.Start,
+    opened: run_resume.ResumeChoice,
     resume: str,
     new_run: Callable[[], RunDir],
-) -> tuple[Choice, run_resume.Start]:
+) -> tuple[Choice, run_resume.ResumeChoice]:
     """Wait for the memory of the plan, and plan again with what is free then. Raises Interrupted at
     a stop."""
     planned = choice
@@ -277,12 +277,12 @@ def _wait(
 
 
 def _with_lease(
-    start: Start,
+    start: LaunchContext,
     choice: Choice,
-    opened: run_resume.Start,
+    opened: run_resume.ResumeChoice,
     resume: str,
     new_run: Callable[[], RunDir],
-) -> tuple[Choice, run_resume.Start]:
+) -> tuple[Choice, run_resume.ResumeChoice]:
     """Lease the plan's memory; plan again if others have leased it since the plan was made. Raises
     DoesNotFit."""
     refusal = ""
@@ -300,7 +300,11 @@ def _with_lease(
 
 
 def _show_plan(
-    start: Start, choice: Choice, opened: run_resume.Start, log_file: Path | None, explain: bool
+    start: LaunchContext,
+    choice: Choice,
+    opened: run_resume.ResumeChoice,
+    log_file: Path | None,
+    explain: bool,
 ) -> None:
     """Show the plan, in short or in full, and write all of it to the log. Raises ResourceError
     where the checkpoints need more disk space than there is."""
@@ -348,7 +352,7 @@ def _show_plan(
         screen.say(line)
 
 
-def _finish_dry_run(start: Start, choice: Choice, folder: RunDir, resume: str) -> int:
+def _finish_dry_run(start: LaunchContext, choice: Choice, folder: RunDir, resume: str) -> int:
     """Write the plan's files, and show the line that trains them in a run of their own."""
     recipe, machine, plan = choice.recipe, choice.machine, choice.plan
     attempt = write.write_run(folder, recipe, machine, plan, start.workspace, resume=resume)

@@ -93,9 +93,9 @@ def _facts(typed: RecipeArguments, line: int | None) -> Facts:
 def _files(recipe: Recipe, asked: str | None, line: int | None) -> list[Path]:
     """The files whose rows are shown. Raises ConfigError for a file of another recipe."""
     if asked is None:
-        first = [shards.of(Path(source.path))[0] for source in recipe.data.sources]
+        first = [shards.list_shards(Path(source.path))[0] for source in recipe.data.sources]
         return first if line is None else first[:1]
-    files = [file for name in recipe.data.paths for file in shards.of(name)]
+    files = [file for name in recipe.data.paths for file in shards.list_shards(name)]
     path = expanded(asked).resolve()
     if path not in [file.resolve() for file in files]:
         names = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")

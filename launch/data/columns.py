@@ -106,8 +106,10 @@ class _Reading:
 def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataFormat:
     """detect() of a single source, which `origin` names."""
     explicit, base, facts = _explicit(data, origin), reading.base, reading.facts
-    paths = shards.of(base / data.sources[0].path)
-    held_out = shards.of(base / data.validation_file) if data.validation_file is not None else ()
+    paths = shards.list_shards(base / data.sources[0].path)
+    held_out = (
+        shards.list_shards(base / data.validation_file) if data.validation_file is not None else ()
+    )
     files: list[FileColumns] = []
     training: DataFormat | None = None
     for number, path in enumerate((*paths, *held_out)):
@@ -136,7 +138,7 @@ def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataForma
     left_out = [
         f"not read of {path}: {_shortened(names)}"
         for path in (base / name for name in data.paths)
-        if (names := folders.left_out(path, shards.of(path)))
+        if (names := folders.left_out(path, shards.list_shards(path)))
     ]
     notes = (*left_out, *_notes(files, training, reading.unread_keys))
     return replace(training, notes=notes, num_files=len(paths))
@@ -212,7 +214,7 @@ def _check_first_rows(
 
 def row_count(path: Path, facts: FileFacts | None = None) -> int | None:
     """Rows of what detect() accepts: exact, or None where counting would mean reading too much."""
-    files, facts = shards.of(path), facts or FileFacts()
+    files, facts = shards.list_shards(path), facts or FileFacts()
     if len(files) == 1:
         return _row_count(files[0])
     if sniff.file_type_of(files[0]) not in ("parquet", "arrow") and (

@@ -424,7 +424,7 @@ def read_samples(
     """The rows of a file, or of all its shards, as conversations or texts; `bad` (none allowed by
     default) counts rows that are neither."""
     bad = bad or BadRows()
-    for shard in shards.of(path):
+    for shard in shards.list_shards(path):
         yield from samples_of(Slice(shard), data_format, bad)
 
 

@@ -35,7 +35,7 @@ class Source:
 
     def read(self, bad: BadRows) -> Iterator[Sample]:
         """The samples that the part takes, in order."""
-        for index, file in enumerate(shards.of(self.path)):
+        for index, file in enumerate(shards.list_shards(self.path)):
             first = self.row_offsets[index] if self.row_offsets else 0
             yield from samples_of(Slice(file), first, self, bad)
 
@@ -73,7 +73,7 @@ def count_rows(data: DataSection, data_format: DataFormat, facts: FileFacts) -> 
         counts.append(
             tuple(
                 facts.get(file, what, partial(rows.count, Slice(file), own))
-                for file in shards.of(Path(source.path))
+                for file in shards.list_shards(Path(source.path))
             )
         )
     facts.keep()
@@ -145,7 +145,7 @@ def check_apart(data: DataSection) -> None:
     """Raises DataError for a file that two sources name."""
     source_of: dict[Path, str] = {}
     for source in data.sources:
-        for file in shards.of(Path(source.path)):
+        for file in shards.list_shards(Path(source.path)):
             other = source_of.setdefault(file.resolve(), source.path)
             if other != source.path:
                 raise DataError(
@@ -158,8 +158,10 @@ def trained_and_held_out(data: DataSection) -> list[str]:
     """A line for files of data.validation_file that are files of data.train_file too."""
     if data.validation_file is None:
         return []
-    trained = {file.resolve() for source in data.sources for file in shards.of(Path(source.path))}
-    held_out = shards.of(Path(data.validation_file))
+    trained = {
+        file.resolve() for source in data.sources for file in shards.list_shards(Path(source.path))
+    }
+    held_out = shards.list_shards(Path(data.validation_file))
     both = [str(file) for file in held_out if file.resolve() in trained]
     if not both:
         return []
@@ -173,6 +175,6 @@ def trained_and_held_out(data: DataSection) -> list[str]:
 def format_of(data: DataSection, data_format: DataFormat, file: Path) -> DataFormat:
     """The format in which a file of the data is read."""
     for index, source in enumerate(data.sources):
-        if file in shards.of(Path(source.path)):
+        if file in shards.list_shards(Path(source.path)):
             return data_format.of_source(index)
     return data_format

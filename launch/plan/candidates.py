@@ -278,7 +278,7 @@ def splits(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
     eval_batch = facts.recipe.training.per_device_eval_batch_size
     if (tuned := facts.history.tuned) and _tunes(tuned, candidate):
         yield replace(
-            candidate.with_levers(**{row.name: row.of(tuned.levers) for row in levers.TRIED}),
+            candidate.with_levers(**{row.name: row.read(tuned.levers) for row in levers.TRIED}),
             per_device_train_batch_size=tuned.per_device_train_batch_size,
             gradient_accumulation_steps=tuned.gradient_accumulation_steps,
             per_device_eval_batch_size=eval_batch or _eval_batch(tuned.per_device_train_batch_size),
@@ -327,7 +327,7 @@ def _tunes(tuned: Candidate, candidate: Candidate) -> bool:
 
 def _way(candidate: Candidate) -> tuple[Any, ...]:
     """The split of a batch, and the levers that a plan tries."""
-    tried = (row.of(candidate.levers) for row in levers.TRIED)
+    tried = (row.read(candidate.levers) for row in levers.TRIED)
     return candidate.per_device_train_batch_size, *tried
 
 
@@ -378,7 +378,7 @@ def _more_saving_values(facts: Facts, candidate: Candidate, row: Lever) -> list[
         facts.recipe.launch.exact_batch,
         facts.installed.no_every_n_layers,
     )
-    own = row.saved(row.of(candidate.levers))
+    own = row.saved(row.read(candidate.levers))
     return [
         value
         for value in row.tried

@@ -72,7 +72,7 @@ def _logits(facts: Facts, candidate: Candidate) -> Switch:
         f"memory for all {positions:,} positions of a micro-batch until the rows are tokenised"
     )
     if most.is_known:
-        planned = f"memory for {most.of(rows):,} of the {positions:,} positions of a micro-batch"
+        planned = f"memory for {most.count(rows):,} of the {positions:,} positions of a micro-batch"
         planned += (
             f": the most in the run's order of rows (training.seed {facts.recipe.training.seed})"
             if rows in most.sizes
@@ -363,10 +363,10 @@ def _lever_changes(recipe: Recipe, runs: Levers, missed: str) -> Iterator[Change
     before[levers.KWARGS] = others
     after[levers.KWARGS] = {**others, **after[levers.KWARGS]}
     for row in levers.TRIED:
-        if row.of(asked) == row.of(runs):
+        if row.read(asked) == row.read(runs):
             continue
-        is_for_speed = row.saved(row.of(runs)) == row.saved(row.plain)
-        reason = f"{'faster' if is_for_speed else missed}; {row.same(row.of(runs))}"
+        is_for_speed = row.saved(row.read(runs)) == row.saved(row.plain)
+        reason = f"{'faster' if is_for_speed else missed}; {row.same(row.read(runs))}"
         for key in row.typed(runs):
             if key in before and (requested := before.pop(key)) != after[key]:
                 asks = None if is_for_speed else requested

@@ -109,7 +109,7 @@ def with_recipe(facts: Facts, recipe: Recipe) -> Facts:
     before, size = facts.model, facts.model.size
     model = _model(recipe, dict(size.config), before.parameters, size.family)
     model = replace(model, stored=before.stored, base_fingerprint=before.base_fingerprint)
-    traces = facts.traces and facts.traces.of(recipe, model.size, model.lora_targets)
+    traces = facts.traces and facts.traces.for_recipe(recipe, model.size, model.lora_targets)
     changed = replace(facts, recipe=recipe, model=model, traces=traces)
     rows = facts.rows
     if recipe.data == facts.recipe.data or rows.tokens is None:

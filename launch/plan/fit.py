@@ -87,7 +87,7 @@ class Fit:
             (runs.mode.removeprefix("deepspeed_"), mode.engine in ("deepspeed", "fsdp2")),
             (f"x{runs.num_processes}", runs.num_processes > 1),
             (f"batch {rows}", rows != asked.per_device_train_batch_size),
-            *((row.says(runs.levers), row.of(runs.levers) != row.plain) for row in TRIED),
+            *((row.says(runs.levers), row.read(runs.levers) != row.plain) for row in TRIED),
         )
         return tuple(name for name, differs in names if differs)
 

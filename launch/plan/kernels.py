@@ -162,7 +162,7 @@ def _no_kernels(
 
 def _lacking(gpus: Sequence[Gpu], feature: Literal["flash_attn", "varlen_attn", "tf32"]) -> str:
     """Name the first card whose architecture lacks a feature; "" if there is none."""
-    lacking = (gpu for gpu in gpus if not getattr(architectures.of(gpu), feature))
+    lacking = (gpu for gpu in gpus if not getattr(architectures.look_up(gpu), feature))
     return next((f"{gpu.name} ({gpu.architecture})" for gpu in lacking), "")
 
 
@@ -258,7 +258,7 @@ def _unless_refused(
     if asked and reason and mode.is_whole:  # else the lever's row refuses the mode
         raise ConfigError(f"{row.key}: true, but {reason}; leave it out")
     if asked is None:
-        return reason is None and (began is None or row.of(began))
+        return reason is None and (began is None or row.read(began))
     return asked
 
 
@@ -367,7 +367,9 @@ def switches(
         row = ROWS[name]
         off = reason or (as_begun if row.asked(recipe) is None else "asked for")
         if is_shown:
-            yield Switch(row.switch, row.says(chosen.levers), why if row.of(chosen.levers) else off)
+            yield Switch(
+                row.switch, row.says(chosen.levers), why if row.read(chosen.levers) else off
+            )
     optimizer = ROWS["optim"]
     yield Switch(optimizer.switch, chosen.levers.optim, optimizer.text(chosen.levers.optim))
     for row in TRIED:
@@ -375,7 +377,7 @@ def switches(
             continue  # a CPU has no other place
         if row.name in ("batch_by_tokens", "use_liger_kernel"):
             continue  # said beside the batch, and above
-        asked, value = row.asked(recipe), row.of(chosen.levers)
+        asked, value = row.asked(recipe), row.read(chosen.levers)
         by = _by(asked == value, value != row.plain)
         if row.name == "every_n_layers" and value and installed.no_every_n_layers and asked is None:
             by += f"; {installed.no_every_n_layers}"

@@ -396,7 +396,7 @@ def _past_runs(
     like, model_key = corrections.of_machine(runs, here), cache_keys.model_key(model)
     return History(
         error_margin=replace(margin, fraction=max(margin.fraction, 0.0)),
-        correction=partial(corrections.of, like, model_key),
+        correction=partial(corrections.compute, like, model_key),
     )
 
 

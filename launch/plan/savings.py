@@ -46,7 +46,7 @@ def savings(facts: Facts, chosen: Judged, judged: Sequence[Judged]) -> Iterator[
 def _without(candidate: Strategy) -> Iterator[tuple[str, Strategy]]:
     """Yield each way that a candidate has to save memory, and the candidate without it."""
     for row in TRIED:
-        if row.saved(row.of(candidate.levers)) > row.saved(row.plain):
+        if row.saved(row.read(candidate.levers)) > row.saved(row.plain):
             yield row.name, replace(candidate, levers=candidate.levers.without(row.name))
 
 

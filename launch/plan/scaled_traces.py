@@ -26,7 +26,9 @@ TRACED_ROWS = 2  # fewest rows: a single row is traced for itself
 class ScaledTraces(Traces):
     """Traces of TRACED_LENGTH, and of its multiples in proportion."""
 
-    def of(self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]) -> ScaledTraces:
+    def for_recipe(
+        self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]
+    ) -> ScaledTraces:
         return ScaledTraces(recipe, model, lora_targets, self._folder, self._say)
 
     def fetch(self, questions: Sequence[Question]) -> None:
@@ -97,7 +99,7 @@ def _scaled(trace: Trace, factor: int) -> Trace:
     log, keeps = trace.log, trace.keeps_replays
     return _ScaledTrace(
         tuple(moments),
-        trace.passes.of(lambda operator: _of_longer(operator, factor)),
+        trace.passes.with_operators(lambda operator: _of_longer(operator, factor)),
         trace.file,
         log=log,
         keeps_replays=keeps,

@@ -141,7 +141,7 @@ class Front:
         levers."""
         own = candidate.mode, candidate.num_processes
         modes = [(each.mode, each.num_processes) for each in self.possible]
-        saved = (row.saved(row.of(candidate.levers)) for row in TRIED)
+        saved = (row.saved(row.read(candidate.levers)) for row in TRIED)
         has_liger = candidate.levers.use_liger_kernel
         return modes.index(own), has_liger, -candidate.per_device_train_batch_size, *saved
 
@@ -233,7 +233,7 @@ class Front:
 
 
 def _is_indirect(candidate: Candidate) -> bool:
-    return any(row.of(candidate.levers) != row.plain for row in TRIED)
+    return any(row.read(candidate.levers) != row.plain for row in TRIED)
 
 
 def _evaluated(facts: Facts, candidate: Candidate) -> Candidate:

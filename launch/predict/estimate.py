@@ -32,22 +32,22 @@ from launch.schema.plan import PAGED, MemoryEstimate, Peak, Strategy
 from launch.schema.recipe import Recipe
 
 # A communicator of two ranks, and of more: github.com/NVIDIA/nccl issue 964, A100.
-NCCL_BYTES, NCCL_MORE_BYTES = 544 << 20, 688 << 20
+_NCCL_BYTES, _NCCL_MORE_BYTES = 544 << 20, 688 << 20
 
-WIDTH_NAMES = ("hidden_size", "n_embd", "d_model")  # keys of a config for the features of a token
-LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers")
+_WIDTH_NAMES = ("hidden_size", "n_embd", "d_model")  # keys of a config for the features of a token
+_LAYER_NAMES = ("num_hidden_layers", "n_layer", "num_decoder_layers", "num_layers")
 # For backward, without checkpointing: inputs of the norms, of attention's and of the MLP's products
-KEPT_TENSORS_A_LAYER = 8
-INSIDE_MLP = 2  # tensors among them that an MLP in parts does not store
+_KEPT_TENSORS_A_LAYER = 8
+_INSIDE_MLP = 2  # tensors among them that an MLP in parts does not store
 
 # Share of a price that a step takes at least: where layers differ, a price does not follow memory
 # that one layer frees for another (benchmarks/results/composed.md)
-SEAMS = 0.985
+_SEAMS = 0.985
 
-NO_PHASES = MemoryPhases()
+_NO_PHASES = MemoryPhases()
 # Basis of a verdict: the candidate's model states; least memory and work of its step, by the
 # records of similar steps; its own step; a replay of the allocator in a run of such steps
-Basis = Literal["states", "price", "step", "replay"]
+_Basis = Literal["states", "price", "step", "replay"]
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Judged:
     budget_bytes: int
     misses: str | None
     excess: float = 0.0  # times the budget that it exceeds most
-    phases: MemoryPhases = NO_PHASES  # exact prediction of a traced step
-    by: Basis = "states"
+    phases: MemoryPhases = _NO_PHASES  # exact prediction of a traced step
+    by: _Basis = "states"
 
     @property
     def seconds(self) -> float:
@@ -94,7 +94,7 @@ def at_least(facts: Facts, candidate: Strategy) -> Judged:
     if price is not None and price.moments:
         highest = price.peak(rows, None)
         if candidate.levers.every_n_layers > 1:
-            parts = {name: int(SEAMS * part) for name, part in highest.parts.items()}
+            parts = {name: int(_SEAMS * part) for name, part in highest.parts.items()}
             highest = replace(highest, parts=parts)
         if candidate.launch_mode.is_whole:
             more_bytes = max(highest.allocated_bytes - state_bytes, 0)
@@ -117,11 +117,11 @@ def _least_activation_bytes(facts: Facts, candidate: Strategy) -> int:
     config, (_, target) = facts.model.size.config, facts.question(candidate).lengths
     width, layers = (
         next((config[name] for name in names if config.get(name)), 0)
-        for names in (WIDTH_NAMES, LAYER_NAMES)
+        for names in (_WIDTH_NAMES, _LAYER_NAMES)
     )
     levers, share = candidate.levers, candidate.levers.checkpointed_share
     on_device = 0 if levers.activation_offloading else share
-    stored = KEPT_TENSORS_A_LAYER - (levers.tiled_mlp_num_shards > 1) * INSIDE_MLP
+    stored = _KEPT_TENSORS_A_LAYER - (levers.tiled_mlp_num_shards > 1) * _INSIDE_MLP
     tensors = on_device + (1 - share) * stored
     element_bytes = sharding.computed_element_bytes(facts.recipe.model, candidate)
     of_layers = int(tensors * layers * width * element_bytes)
@@ -142,7 +142,7 @@ def judge(facts: Facts, candidate: Strategy, exact: bool = True) -> Judged:
     rows = candidate.per_device_train_batch_size
     traces = [(trace, rows)]
     if exact:
-        steps = traced_steps.of(facts, candidate)
+        steps = traced_steps.list_steps(facts, candidate)
         facts.fetch_steps(
             question for step in steps for question in (step.question, step.first) if question
         )
@@ -181,7 +181,7 @@ def share_of_longest(facts: Facts, candidate: Strategy) -> float:
 
 def _time(facts: Facts, candidate: Strategy, trace: Trace, split: StepSplit | None) -> TimeEstimate:
     work = StepWork(trace.passes, _update_bytes(facts.model.full_copy), trace.least_share)
-    speed = rates.of(facts.machine, candidate)
+    speed = rates.look_up(facts.machine, candidate)
     time = timing.estimate(
         work,
         candidate,
@@ -208,7 +208,7 @@ def _mean_targets(
     if mean is None:
         mean = rows * trace.targets.length
     elif split is None and not facts.recipe.data.packing:
-        mean = trace.targets.of(candidate.per_device_train_batch_size)
+        mean = trace.targets.count(candidate.per_device_train_batch_size)
     return mean / candidate.levers.num_output_chunks
 
 
@@ -263,7 +263,7 @@ def _with_peak(
     )
     run = None
     if exact:
-        order = load_order.of(
+        order = load_order.choose_order(
             facts.recipe,
             candidate,
             facts.model.parameters,
@@ -324,7 +324,7 @@ def _outside(facts: Facts, candidate: Strategy) -> tuple[int, str]:
     )
     source = f"context {size(outside)}, {of_context}"
     if candidate.backend == "nccl":
-        outside += NCCL_BYTES if candidate.num_processes == 2 else NCCL_MORE_BYTES
+        outside += _NCCL_BYTES if candidate.num_processes == 2 else _NCCL_MORE_BYTES
     return outside, source
 
 
@@ -376,5 +376,5 @@ def describe(candidate: Strategy) -> str:
     """A candidate in a few words: mode, ranks, batch, levers that save memory."""
     batch = f"{candidate.per_device_train_batch_size} x {candidate.gradient_accumulation_steps}"
     parts = [f"{candidate.mode} x{candidate.num_processes}, batch {batch}"]
-    on = (row for row in TRIED if row.of(candidate.levers) != row.plain)
+    on = (row for row in TRIED if row.read(candidate.levers) != row.plain)
     return ", ".join([*parts, *(row.says(candidate.levers) for row in on)])

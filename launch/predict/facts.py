@@ -42,8 +42,8 @@ from launch.schema.plan import (
 from launch.schema.recipe import Recipe
 from launch.schema.rows import Division, LargestMicroBatches, MicroBatchSize
 
-USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
-MOST_ORDERED = 10_000_000  # rows of all epochs whose order is made while a plan waits, in seconds
+_USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
+_MOST_ORDERED = 10_000_000  # rows of all epochs whose order is made while a plan waits, in seconds
 
 
 def _all_targets(batch: MicroBatchSize, flattens: bool) -> MicroBatchSize:
@@ -184,7 +184,7 @@ class Facts:
         if candidate.device == "cpu":
             return Question(candidate, (source, target), is_padded)
         card = self.machine.gpus[0]
-        is_fused = architectures.of(card).attention != "math"
+        is_fused = architectures.look_up(card).attention != "math"
         return Question(
             candidate,
             (source, target),
@@ -204,7 +204,7 @@ class Facts:
         mean = (
             self.rows.counts["documents"] / self.rows.counts["rows"]
             if self.rows.counts
-            else length / USUAL_DOCUMENT
+            else length / _USUAL_DOCUMENT
         )
         return 1 << max(math.ceil(mean) - 1, 0).bit_length()
 
@@ -224,8 +224,8 @@ class Facts:
         epochs = training.num_train_epochs
         if training.max_steps > 0:
             epochs = training.max_steps * candidate.effective_batch_size / self.rows.counts["rows"]
-        if self.rows.counts["rows"] * epochs > MOST_ORDERED:
-            return f"an order of more than {MOST_ORDERED:,} rows is not made in advance"
+        if self.rows.counts["rows"] * epochs > _MOST_ORDERED:
+            return f"an order of more than {_MOST_ORDERED:,} rows is not made in advance"
         return self.rows.largest_batches.failure
 
     def _divisions(self, candidate: Strategy) -> tuple[Division, list[Division]]:
@@ -380,7 +380,7 @@ class Facts:
         if self.rows.counts is None:
             return None
         lengths = self.question(candidate).lengths
-        return time_padding.of(
+        return time_padding.compute(
             self.rows.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths
         )
 

@@ -17,21 +17,21 @@ LORA_BYTES = (
 )
 
 # elements; bitsandbytes 0.50 Optimizer2State: smaller tensors keep 32-bit states
-BNB_MIN_8BIT_SIZE = 4096
+_BNB_MIN_8BIT_SIZE = 4096
 
-BNB_BLOCK_SIZE = 256  # elements per absmax value (float32)
+_BNB_BLOCK_SIZE = 256  # elements per absmax value (float32)
 
-BNB_MAP_BYTES = 256 * 4  # one quantization map per state, shared by all tensors
+_BNB_MAP_BYTES = 256 * 4  # one quantization map per state, shared by all tensors
 
-BNB_4BIT_BLOCK_SIZE = 64  # weights per scale: Params4bit
+_BNB_4BIT_BLOCK_SIZE = 64  # weights per scale: Params4bit
 
-BNB_4BIT_CODE_BYTES = 16 * 4  # the values of nf4 or fp4, a table for every weight
+_BNB_4BIT_CODE_BYTES = 16 * 4  # the values of nf4 or fp4, a table for every weight
 
 # (name, shape, bytes of an element) -> bytes of its states
-OptimizerBytes = Callable[[str, Shape, int], int]
+_OptimizerBytes = Callable[[str, Shape, int], int]
 
 
-def _torch_states(num_states: int) -> OptimizerBytes:
+def _torch_states(num_states: int) -> _OptimizerBytes:
     """torch.optim: states are zeros_like(parameter), so in its dtype. The scalar step counters are
     left out."""
     return lambda name, shape, element_bytes: num_states * math.prod(shape) * element_bytes
@@ -45,16 +45,16 @@ def _adafactor(name: str, shape: Shape, element_bytes: int) -> int:
     return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
 
 
-def _bnb_32bit(num_states: int) -> OptimizerBytes:
+def _bnb_32bit(num_states: int) -> _OptimizerBytes:
     return lambda name, shape, element_bytes: num_states * math.prod(shape) * 4
 
 
-def _bnb_8bit(num_states: int) -> OptimizerBytes:
+def _bnb_8bit(num_states: int) -> _OptimizerBytes:
     def state_bytes(name: str, shape: Shape, element_bytes: int) -> int:
         size = math.prod(shape)
-        if size < BNB_MIN_8BIT_SIZE or _is_embedding(name):
+        if size < _BNB_MIN_8BIT_SIZE or _is_embedding(name):
             return num_states * size * 4
-        return num_states * (size + 4 * math.ceil(size / BNB_BLOCK_SIZE))
+        return num_states * (size + 4 * math.ceil(size / _BNB_BLOCK_SIZE))
 
     return state_bytes
 
@@ -84,7 +84,7 @@ _32BIT = {
 }
 
 # TrainingArguments.optim -> its states; only what a test has measured
-OPTIMIZERS: dict[str, OptimizerBytes] = {
+OPTIMIZERS: dict[str, _OptimizerBytes] = {
     "adamw_torch": _torch_states(2),
     "adamw_torch_fused": _torch_states(2),
     "adafactor": _adafactor,
@@ -139,10 +139,10 @@ def _quantized_bytes(
 def _four_bit_bytes(size: int, double: bool) -> int:
     """Two weights in a byte, a scale for each block; with double quantisation the scales have 8
     bits, and scales."""
-    blocks = math.ceil(size / BNB_4BIT_BLOCK_SIZE)
+    blocks = math.ceil(size / _BNB_4BIT_BLOCK_SIZE)
     # the last: their mean
-    nested_bytes = blocks + 4 * math.ceil(blocks / BNB_BLOCK_SIZE) + BNB_MAP_BYTES + 4
-    return math.ceil(size / 2) + BNB_4BIT_CODE_BYTES + (nested_bytes if double else 4 * blocks)
+    nested_bytes = blocks + 4 * math.ceil(blocks / _BNB_BLOCK_SIZE) + _BNB_MAP_BYTES + 4
+    return math.ceil(size / 2) + _BNB_4BIT_CODE_BYTES + (nested_bytes if double else 4 * blocks)
 
 
 def model_state(
@@ -177,10 +177,10 @@ def model_state(
         for name, shape in trainable.items()
     )
     if optim in _8BIT and any(
-        math.prod(shape) >= BNB_MIN_8BIT_SIZE and not _is_embedding(name)
+        math.prod(shape) >= _BNB_MIN_8BIT_SIZE and not _is_embedding(name)
         for name, shape in trainable.items()
     ):
-        optimizer_bytes += _8BIT[optim] * BNB_MAP_BYTES
+        optimizer_bytes += _8BIT[optim] * _BNB_MAP_BYTES
     base_bytes = total_elements(tensor_shapes) * element_bytes
     if quantization is not None:
         if reason := unquantizable(trainable, family):

@@ -46,7 +46,7 @@ def class_of(name: str) -> str | None:
 def of_cards(gpus: Sequence[Gpu]) -> SecondsMargin | None:
     """The margin for these cards; None unless all are of one class, of which enough trainings were
     measured."""
-    rows = [cards.of(gpu) for gpu in gpus]
+    rows = [cards.look_up(gpu) for gpu in gpus]
     classes = {class_of(row.name) if row and is_named else None for row, is_named in rows}
     return _table().get(classes.pop() or "") if len(classes) == 1 else None
 

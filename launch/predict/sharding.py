@@ -91,7 +91,7 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
         ),
     }
     for row in LEVERS:
-        value = row.of(strategy.levers)
+        value = row.read(strategy.levers)
         if value != row.plain and (reason := row.mode_refusal(strategy.launch_mode, value)):
             return f"{strategy.mode} {reason}"
     texts = (refusals[name] for name in strategy.launch_mode.refuses if name in refusals)

@@ -45,20 +45,20 @@ class MostTargets:
     def is_known(self) -> bool:
         return bool(self.largest or self.sizes)
 
-    def of(self, num_samples: int) -> int:
+    def count(self, num_samples: int) -> int:
         """Targets of a micro-batch of so many rows, at most."""
         if num_samples in self.sizes:
             return max(size.targets for size in self.sizes[num_samples])
         positions = num_samples * self.length
         if not self.largest:
             return positions
-        others = max(num_samples - len(self.largest), 0) * self.largest[-1]
+        num_further = max(num_samples - len(self.largest), 0) * self.largest[-1]
         # a micro-batch without a target computes one position
-        return max(min(sum(self.largest[:num_samples]) + others, positions), 1)
+        return max(min(sum(self.largest[:num_samples]) + num_further, positions), 1)
 
     def of_part(self, num_samples: int) -> int:
         """Positions of a part of the logits, at most."""
-        return math.ceil(self.of(num_samples) / self.parts)
+        return math.ceil(self.count(num_samples) / self.parts)
 
     def batches(self, num_samples: int) -> list[BatchCounts]:
         """The largest micro-batches of so many rows, one of which takes the most memory."""
@@ -89,8 +89,8 @@ NO_TARGETS = MostTargets(0)
 def at_targets(recipe: Recipe, family: ModelFamily) -> bool:
     """True if logits are computed at positions with a target alone: as the recipe says, or unless
     there is a reason against it."""
-    asked = recipe.training.logits_at_targets
-    return no_logits_at_targets(recipe, family) is None if asked is None else asked
+    requested = recipe.training.logits_at_targets
+    return no_logits_at_targets(recipe, family) is None if requested is None else requested
 
 
 def no_logits_at_targets(recipe: Recipe, family: ModelFamily) -> str | None:

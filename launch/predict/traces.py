@@ -58,10 +58,10 @@ DAMAGE = (OSError, ValueError)  # exceptions that a missing or changed file rais
 # lifetimes until the run ends
 LOADED: tuple[Born, ...] = ("trained", "slice", "start")
 LASTING: tuple[Born, ...] = (*LOADED, "engine", "state", "paged", "workspace")
-EVALUATED: tuple[Born, ...] = ("evaluation", "kept")
+_EVALUATED: tuple[Born, ...] = ("evaluation", "kept")
 # counts of a training micro-batch, and of an evaluation's
 _Counts = tuple[BatchCounts, BatchCounts | None]
-LOGS_IN_RAM = 4  # a deep model's log takes some 20 MB
+_LOGS_IN_RAM = 4  # a deep model's log takes some 20 MB
 TIMEOUT_S = 300  # limit for one request
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 PACKAGES += ("liger-kernel",)
@@ -190,7 +190,7 @@ class Trace:
         measured += [steady.freed(number) for number in lives_on if number not in until_save]
         return [
             ("load", [*load(births), EMPTY_CACHE]),
-            ("first_step", opening.events(None, opening.of("state"))),
+            ("first_step", opening.events(None, opening.select("state"))),
             ("step", [*opening.ended(), *steady.events(opening), EMPTY_CACHE]),
             *([("evaluation", [*measured, EMPTY_CACHE])] if evaluation else []),
             ("save", [steady.freed(number) for number in until_save]),
@@ -242,7 +242,7 @@ class _Turn:
                 self._successors[number] = new
                 self._remaining.remove(new)
 
-    def of(self, *born: Born) -> list[int]:
+    def select(self, *born: Born) -> list[int]:
         """The blocks that last and are allocated then, in their order."""
         return [
             number
@@ -289,10 +289,10 @@ class _Turn:
 def _births(turn: _Turn, first_free_id: int) -> Births:
     """The blocks that a run loads, in their order."""
     return Births(
-        loaded=[turn.born(number) for number in turn.of(*LOADED)],
-        engine=[turn.born(number) for number in turn.of("engine")],
-        trained={turn.born(number)[0] for number in turn.of("trained")},
-        slices={turn.born(number)[0] for number in turn.of("slice")},
+        loaded=[turn.born(number) for number in turn.select(*LOADED)],
+        engine=[turn.born(number) for number in turn.select("engine")],
+        trained={turn.born(number)[0] for number in turn.select("trained")},
+        slices={turn.born(number)[0] for number in turn.select("slice")},
         layers=[{turn.born(number)[0] for number in layer} for layer in turn.layers],
         first_free_id=first_free_id,
     )
@@ -304,14 +304,14 @@ def _first_of_evaluation(log: Mapping[str, Any]) -> int:
     births = (
         index
         for index, number in enumerate(events)
-        if number >= 0 and blocks[number][2] in EVALUATED
+        if number >= 0 and blocks[number][2] in _EVALUATED
     )
     return next(births, len(events))
 
 
 def _size(block: LoggedBlock, counts: _Counts) -> int | None:
     """Bytes of a block; None: of an evaluation that does not happen."""
-    count = counts[block[2] in EVALUATED]
+    count = counts[block[2] in _EVALUATED]
     if count is None:
         return None
     if len(block) == 3:
@@ -355,7 +355,7 @@ class Traces:
         # why a step could not be traced: its candidates are judged by states alone
         self.failure: str | None = None
 
-    def of(self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]) -> Traces:
+    def for_recipe(self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]) -> Traces:
         """The traces of another recipe, kept in the same place."""
         return Traces(recipe, model, lora_targets, self._folder, self._say)
 
@@ -393,7 +393,7 @@ class Traces:
                 )
                 of_step = priced.passes
                 if priced.of_each_sample:
-                    of_step = of_step.of(_of_each_sample)
+                    of_step = of_step.with_operators(_of_each_sample)
                 price = Trace(moments, of_step, self._folder, least_share=priced.least_share)
             self._prices[name] = number, price
         price = self._prices[name][1]
@@ -417,7 +417,9 @@ class Traces:
 
     def _sources(self, question: Question) -> Sources:
         has_encoder = self._model.is_encoder_decoder
-        return sources.of(question, has_encoder, lambda base: self._recorded(base) is not None)
+        return sources.choose_sources(
+            question, has_encoder, lambda base: self._recorded(base) is not None
+        )
 
     def _record(self, bases: Sequence[Question]) -> None:
         """Have these steps recorded, as far as they are not stored."""
@@ -445,9 +447,9 @@ class Traces:
         steps = {
             name: Step(**vars(base), is_single=base.is_single) for name, base in missing.items()
         }
-        asked = self._folder, self._recipe, self._model, self._lora_targets, steps
+        request = self._folder, self._recipe, self._model, self._lora_targets, steps
         try:
-            WORKER.ask(RecordSteps(*asked), TIMEOUT_S)
+            WORKER.ask(RecordSteps(*request), TIMEOUT_S)
         except (WorkerEnded, LaunchError) as reason:
             self.failure = str(reason)
 
@@ -485,7 +487,7 @@ class Traces:
         reduced |= {"why_whole": composed_of.why_whole}
         files.write_atomic(self._folder / f"{name}.json", with_digest(json.dumps(reduced)))
         self._logs[name] = log
-        while len(self._logs) > LOGS_IN_RAM:
+        while len(self._logs) > _LOGS_IN_RAM:
             del self._logs[next(iter(self._logs))]
         return None
 

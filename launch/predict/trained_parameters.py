@@ -62,9 +62,9 @@ def _trainable_shapes(
         frozen |= matched
     if lora is not None:
         trainable = _lora_shapes(tensor_shapes, lora, family)
-        both = [name for name in trainable if name.replace(COPY, ".") in frozen]
-        if both:
-            module = both[0].partition(COPY)[0]
+        frozen_copies = [name for name in trainable if name.replace(COPY, ".") in frozen]
+        if frozen_copies:
+            module = frozen_copies[0].partition(COPY)[0]
             raise ConfigError(
                 f"model.freeze freezes {module}, which lora.modules_to_save trains; leave it out of"
                 " one of the two"
@@ -135,9 +135,9 @@ def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, family: ModelFamily) 
 
 def lora_targets(tensor_shapes: Shapes, lora: LoraSection, family: ModelFamily) -> tuple[str, ...]:
     """Names of the modules that get an adapter."""
-    asked = lora.target_modules
-    if asked not in (None, ALL_LINEAR):
-        return tuple(asked)
+    targets = lora.target_modules
+    if targets not in (None, ALL_LINEAR):
+        return tuple(targets)
     names = matrix_modules(tensor_shapes)
     return tuple(name for name in family.linear if name in names)
 

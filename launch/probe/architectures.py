@@ -95,7 +95,7 @@ _FAMILIES: tuple[tuple[str, Architecture], ...] = (
 UNKNOWN = Architecture(bf16=True, fp16=True, tf32=True, attention="unknown", flash_attn=True)
 
 
-def of(gpu: Gpu) -> Architecture:
+def look_up(gpu: Gpu) -> Architecture:
     """The facts of a card, by its compute capability or its gfx name."""
     if gpu.vendor == "nvidia":
         if not (match := re.fullmatch(r"(\d+)\.(\d+)", gpu.architecture)):
@@ -111,7 +111,7 @@ def of(gpu: Gpu) -> Architecture:
 def environment(gpus: Sequence[Gpu], is_packed: bool) -> dict[str, str]:
     """The variables with which ranks on these cards get PyTorch's own fused attention."""
     variables: dict[str, str] = {}
-    if any(of(gpu).attention == "experimental" for gpu in gpus):
+    if any(look_up(gpu).attention == "experimental" for gpu in gpus):
         variables[ALLOW_EXPERIMENTAL] = "1"
     if any(gpu.architecture in PREFER_CUDNN for gpu in gpus) and cudnn_is_last(is_packed, {}):
         variables[CUDNN_LAST] = "1"
@@ -128,7 +128,7 @@ def expands_segments(gpus: Sequence[Gpu], kernel: str) -> bool:
 def attention_notes(gpus: Sequence[Gpu], is_packed: bool) -> Iterator[str]:
     """Yield a line for each kind of card whose attention needs a variable, or has no fused
     kernel."""
-    for name, attention in {gpu.architecture: of(gpu).attention for gpu in gpus}.items():
+    for name, attention in {gpu.architecture: look_up(gpu).attention for gpu in gpus}.items():
         if name in PREFER_CUDNN and cudnn_is_last(is_packed, {}):
             yield (
                 "attention: cuDNN's kernels come after PyTorch's own: they would compile for each"
@@ -148,9 +148,13 @@ def attention_notes(gpus: Sequence[Gpu], is_packed: bool) -> Iterator[str]:
 
 def without_bf16(gpus: Sequence[Gpu]) -> str:
     """The reason why these cards do not train in bf16; "" if all of them do."""
-    lacking = [gpu for gpu in gpus if not of(gpu).bf16]
+    lacking = [gpu for gpu in gpus if not look_up(gpu).bf16]
     if not lacking:
         return ""
     names = ", ".join(dict.fromkeys(f"{gpu.name} ({gpu.architecture})" for gpu in lacking))
-    slow = "; its fp16 saves memory but no time" if not all(of(gpu).fp16 for gpu in lacking) else ""
+    slow = (
+        "; its fp16 saves memory but no time"
+        if not all(look_up(gpu).fp16 for gpu in lacking)
+        else ""
+    )
     return f"no bf16 in the hardware of {names}{slow}"

@@ -117,7 +117,7 @@ def parts(name: str) -> tuple[str, ...]:
 # ---------------------------------------------------------------------------
 
 
-def of(gpu: Gpu) -> tuple[Card | None, bool]:
+def look_up(gpu: Gpu) -> tuple[Card | None, bool]:
     """The row of a card and True; else the row of its architecture with the nearest memory and
     False; None if there is none."""
     named: list[Card] = []

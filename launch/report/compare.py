@@ -108,7 +108,7 @@ def figures(a: Side, b: Side) -> list[Figure]:
 def _of_speed(a: Side, b: Side) -> Iterator[Figure]:
     speeds = steps.speed(a.last_parts), steps.speed(b.last_parts)
 
-    def of(
+    def figure(
         name: str, take: Callable[[steps.Speed], float | None], text: Callable[[float], str]
     ) -> Figure:
         first, second = (None if speed is None else take(speed) for speed in speeds)
@@ -116,17 +116,17 @@ def _of_speed(a: Side, b: Side) -> Iterator[Figure]:
         missing = "too few steps" if None in speeds else Figure.missing
         return Figure(name, (first, second), text, has_ratio=text is not _share, missing=missing)
 
-    yield of("non-padding tokens/s", lambda speed: speed.tokens_per_s, _number)
-    yield of("padding, of the tokens computed", lambda speed: speed.padding, _share)
-    yield of("seconds per step, median", lambda speed: speed.step_s, "{:.4g}".format)
-    yield of("wall time: busy with steps", lambda speed: speed.busy, _share)
-    yield of("  waiting for data", lambda speed: speed.waiting, _share)
-    yield of("  evaluations", lambda speed: speed.evaluating, _share)
-    yield of("  saves, logs, steps that were lost", lambda speed: speed.rest, _share)
+    yield figure("non-padding tokens/s", lambda speed: speed.tokens_per_s, _number)
+    yield figure("padding, of the tokens computed", lambda speed: speed.padding, _share)
+    yield figure("seconds per step, median", lambda speed: speed.step_s, "{:.4g}".format)
+    yield figure("wall time: busy with steps", lambda speed: speed.busy, _share)
+    yield figure("  waiting for data", lambda speed: speed.waiting, _share)
+    yield figure("  evaluations", lambda speed: speed.evaluating, _share)
+    yield figure("  saves, logs, steps that were lost", lambda speed: speed.rest, _share)
 
 
 def _of_memory(a: Side, b: Side) -> Iterator[Figure]:
-    def of(name: str, take: Callable[[Side], int], missing: str = "-") -> Figure:
+    def figure(name: str, take: Callable[[Side], int], missing: str = "-") -> Figure:
         return Figure(
             name,
             (take(a) or None, take(b) or None),
@@ -136,11 +136,11 @@ def _of_memory(a: Side, b: Side) -> Iterator[Figure]:
 
     for kind in ("allocated", "reserved"):
         measured = partial(_vram_peak, quantity=f"vram_{kind}_bytes")
-        yield of(f"VRAM {kind}, peak", measured, "no GPU")
+        yield figure(f"VRAM {kind}, peak", measured, "no GPU")
         if "cuda" in (a.plan.strategy.device, b.plan.strategy.device):
-            yield of("  predicted", partial(_predicted, quantity=f"{kind}_bytes"))
-    yield of("host RAM of the job, peak", lambda side: side.host_peak_bytes)
-    yield of("  predicted", lambda side: side.plan.estimate.host_bytes)
+            yield figure("  predicted", partial(_predicted, quantity=f"{kind}_bytes"))
+    yield figure("host RAM of the job, peak", lambda side: side.host_peak_bytes)
+    yield figure("  predicted", lambda side: side.plan.estimate.host_bytes)
 
 
 def _vram_peak(side: Side, quantity: str) -> int:

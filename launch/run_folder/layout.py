@@ -344,7 +344,7 @@ def _there(path: Path, noun: type[Noun]) -> Noun:
 
 
 @dataclass(frozen=True)
-class Start:
+class RankStart:
     """The work of a rank. `run` and `attempt` are None until rank 0 has opened them for all."""
 
     workspace: Workspace

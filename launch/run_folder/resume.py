@@ -48,7 +48,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumeChoice:
     """The run folder to use and the line that says why."""
 
     run: RunDir
@@ -61,7 +61,7 @@ NewRun = Callable[[], RunDir]
 
 def decide(
     runs: Path, recipe: Recipe, plan: Plan, tokens: TokenCache, resume: str, new_run: NewRun
-) -> Start:
+) -> ResumeChoice:
     """`resume`: auto, never, or a path to a run or one of its checkpoints. `new_run` makes the
     folder of a new run.
 
@@ -70,12 +70,12 @@ def decide(
     # a key that cannot be had is said before hours of training, not at the first save
     manifest.key()
     if resume == "never":
-        return Start(new_run(), "starting a new run (--resume never)")
+        return ResumeChoice(new_run(), "starting a new run (--resume never)")
     if resume != "auto":
         return _from_path(resume, recipe, plan, tokens, new_run)
     begun, others = _of_this_output(runs, recipe)
     if not begun:
-        return Start(new_run(), "\n".join(["starting a new run", *_unfinished(others)]))
+        return ResumeChoice(new_run(), "\n".join(["starting a new run", *_unfinished(others)]))
     newest, changes = begun[0], _changes(begun[0], recipe, plan, tokens)
     if changes and (same := _unchanged(begun[1:], recipe, plan, tokens)):
         return _continued(same, None, (), recipe, new_run)
@@ -90,7 +90,7 @@ def decide(
                     f"; add --resume.allow=[schedule] to go on from its step {finished.step:,}"
                     " instead"
                 )
-            return Start(new_run(), "\n".join([line, *_unfinished([*begun[1:], *others])]))
+            return ResumeChoice(new_run(), "\n".join([line, *_unfinished([*begun[1:], *others])]))
     return _continued(newest, None, changes, recipe, new_run)
 
 
@@ -153,7 +153,7 @@ def _unfinished(earlier: Sequence[RunDir]) -> list[str]:
 
 def _from_path(
     resume: str, recipe: Recipe, plan: Plan, tokens: TokenCache, new_run: NewRun
-) -> Start:
+) -> ResumeChoice:
     path, run = base_files.expanded(resume), run_at(resume)
     is_checkpoint = path != run.root
     if (
@@ -177,7 +177,7 @@ def _continued(
     changes: Sequence[Change],
     recipe: Recipe,
     new_run: NewRun,
-) -> Start:
+) -> ResumeChoice:
     """The run itself if nothing has changed, else a new run that takes over the given checkpoint,
     or the newest.
 
@@ -187,7 +187,7 @@ def _continued(
     is_same_run = checkpoint is None and not changes
     finished = is_same_run and earlier.outcome() is not None
     if finished and holds_model(Path(recipe.output_dir), earlier.run_id):
-        return Start(
+        return ResumeChoice(
             earlier, f"{earlier.run_id} is complete; to start over: --resume never", complete=True
         )
     if refused := [change for change in changes if change.word not in allow]:
@@ -201,7 +201,7 @@ def _continued(
                 f"{earlier.run_id} is complete, but {recipe.output_dir} does not hold its model:"
                 f" writing it again from {source.name}"
             )
-        return Start(earlier, "\n".join([line, *lines]))
+        return ResumeChoice(earlier, "\n".join([line, *lines]))
     reason = "; ".join(change.text for change in changes) or "--resume"
     start = _take_over(source, new_run, reason)
     if any(change.word in ("data", "seed") for change in changes):
@@ -209,7 +209,7 @@ def _continued(
             "the order of samples has changed: in this epoch some may come twice and others not at"
             " all"
         )
-    return Start(start.run, "\n".join([start.line, *lines]))
+    return ResumeChoice(start.run, "\n".join([start.line, *lines]))
 
 
 def _refusal(run: RunDir, refused: Sequence[Change]) -> str:
@@ -271,7 +271,7 @@ def _versions(source: Path, recipe: Recipe) -> list[str]:
     return [f"{source.name} was written with other libraries: {libraries}"]
 
 
-def _take_over(source: Path, new_run: NewRun, reason: str) -> Start:
+def _take_over(source: Path, new_run: NewRun, reason: str) -> ResumeChoice:
     """A new run that goes on from another run's checkpoint, at the same sample."""
     facts = manifest.read(source)
     samples_seen = facts.get("samples_seen")
@@ -280,7 +280,7 @@ def _take_over(source: Path, new_run: NewRun, reason: str) -> Start:
     run = new_run()
     continues = Continues(source.resolve(), samples_seen, facts.get("group_size"))
     base_files.write_json(run.continues_file, continues)
-    return Start(
+    return ResumeChoice(
         run,
         f"continuing {source.parent.parent.name}/{source.name} in a new run ({reason}):"
         f" {samples_seen:,} samples are done, the step counter and the learning-rate schedule are"

@@ -164,7 +164,7 @@ class Levers:
     @property
     def recorded(self) -> dict[str, Any]:
         """The values that decide what a recorded step does."""
-        return {row.name: row.of(self) for row in LEVERS if row.is_recorded}
+        return {row.name: row.read(self) for row in LEVERS if row.is_recorded}
 
     def without(self, name: str) -> Levers:
         """The same with a lever off; without checkpointing nothing is kept on the host."""
@@ -173,7 +173,7 @@ class Levers:
 
     def saves_as_much_as(self, other: Levers) -> bool:
         """True if no lever saves less memory here than there."""
-        return all(row.saved(row.of(self)) >= row.saved(row.of(other)) for row in TRIED)
+        return all(row.saved(row.read(self)) >= row.saved(row.read(other)) for row in TRIED)
 
 
 def read_levers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,19 +244,19 @@ class Lever:
     @property
     def plain(self) -> Any:
         """The value of a step without it."""
-        return self.of(PLAIN)
+        return self.read(PLAIN)
 
-    def of(self, levers: Levers) -> Any:
+    def read(self, levers: Levers) -> Any:
         return getattr(levers, self.name)
 
     def says(self, levers: Levers) -> str:
         """The value in words."""
-        value = self.of(levers)
+        value = self.read(levers)
         return self.off if value == self.plain else self.text(value)
 
     def typed(self, levers: Levers) -> Mapping[str, Any]:
         """The keys that ask for its value, and what they say."""
-        value = self.of(levers)
+        value = self.read(levers)
         return self.as_keys(value) if self.as_keys else {self.key: value}
 
 
@@ -537,5 +537,5 @@ def refused(recipe: Recipe, family: ModelFamily) -> Iterator[str]:
     """Yield a line for each lever that a recipe asks for and its training cannot have."""
     levers = asked(recipe)
     for row in LEVERS:
-        if row.of(levers) != row.plain and (reason := row.refusal(levers, family)):
-            yield f"{row.key}: {_yaml(row.of(levers))}, but {reason}"
+        if row.read(levers) != row.plain and (reason := row.refusal(levers, family)):
+            yield f"{row.key}: {_yaml(row.read(levers))}, but {reason}"

@@ -17,7 +17,7 @@ STEP = ".step"  # suffix of the files of recorded steps
 BATCH = 1009  # a prime that divides no usual width, vocabulary or length
 TARGETS = 100_003  # another, of each part in which the logits are made
 # Several parts: their number, the targets of the smaller last part, the targets of all parts
-PARTS, LAST_TARGETS, ALL_TARGETS = 4, 100_001, 400_010
+PARTS, _LAST_TARGETS, ALL_TARGETS = 4, 100_001, 400_010
 UNITS = 4  # units of a shortened stack: first, two alike, last, which may have fewer layers
 LOSS = -1  # stands for a stack: the parts of the logits are its layers
 # ops of blocks: of one without bytes, from which on the optimizer steps; of a weight that is
@@ -63,9 +63,9 @@ class Block:
 
     def of_layer(self, layer: Layer | None) -> Block:
         """A copy in another layer."""
-        own = self.fixed_bytes, self.sample_bytes, self.kind, self.op, self.born
+        fixed = self.fixed_bytes, self.sample_bytes, self.kind, self.op, self.born
         of_rows = self.target_bytes, self.document_bytes, self.all_target_bytes
-        return Block(*own, layer, self.stream, self.sum, *of_rows)
+        return Block(*fixed, layer, self.stream, self.sum, *of_rows)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -110,7 +110,7 @@ class Passes:
     runs: Sequence[Sequence[int]]  # numbers of operators
     micro_steps: Sequence[Sequence[tuple[int, int]]]  # (number of a run, times that it is repeated)
 
-    def of(self, change: Callable[[Operator], Operator]) -> Passes:
+    def with_operators(self, change: Callable[[Operator], Operator]) -> Passes:
         """The same passes of other operators."""
         return replace(self, operators=[change(operator) for operator in self.operators])
 
@@ -154,7 +154,7 @@ class Log:
     def split(self, size: float) -> Parts:
         """(fixed part, part per sample, per target of a part, per target of all parts) of a size at
         this log's batch. In a batch of one sample no size is a number of bytes per sample."""
-        for targets in (TARGETS, LAST_TARGETS):
+        for targets in (TARGETS, _LAST_TARGETS):
             if size and size % targets == 0:
                 return 0, 0, size // targets, 0
         if size and size % ALL_TARGETS == 0:
@@ -227,8 +227,8 @@ def loaded(text: str) -> RecordedStep:
 
 def operator_of(row: Sequence[Any]) -> Operator:
     """The operator of a file's row."""
-    name, kind, dtype, flops, moved, *rest = row
-    return Operator(name, kind, dtype, tuple(flops), tuple(moved), *rest)
+    name, kind, dtype, flops, moved, *counts = row
+    return Operator(name, kind, dtype, tuple(flops), tuple(moved), *counts)
 
 
 def with_digest(content: str) -> str:

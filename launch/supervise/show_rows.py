@@ -48,7 +48,9 @@ def check(tokens: TokenCache) -> None:
     is_ours = not (recipe.tokenizer.path or recipe.model.path or recipe.tokenizer.chat_template)
     if tokens.folder.exists() or checked.exists() or (is_ours and _is_trained(tokens)):
         return
-    files = [file for name in recipe.data.paths for file in shards.of(name)[:CHECKED_SHARDS]]
+    files = [
+        file for name in recipe.data.paths for file in shards.list_shards(name)[:CHECKED_SHARDS]
+    ]
     rows = encoded(tokens, files, 1, num_read=CHECKED_ROWS)
     if not rows.lengths:
         rows = encoded(tokens, files, 1, num_read=ALL_ROWS)
@@ -71,7 +73,7 @@ def _is_trained(tokens: TokenCache) -> bool:
     """True if one of the first rows is trained whatever the tokenizer: it fits, since a token has a
     byte at least."""
     data = tokens.recipe.data
-    first = Slice(shards.of(data.paths[0])[0])
+    first = Slice(shards.list_shards(data.paths[0])[0])
     bad, own = BadRows(data.max_bad_rows), tokens.data_format.of_source(0)
     return any(
         len(text_of(sample).encode()) < data.max_length - _template_tokens(sample)

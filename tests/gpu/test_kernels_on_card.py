@@ -22,12 +22,12 @@ TF32_BITS = 10  # of mantissa
 @pytest.mark.parametrize("asked", [True, False])
 def test_tf32_rounds_products_where_the_plan_says_on_and_only_there(asked):
     cards = machine.machine().gpus[:1]
-    if not architectures.of(cards[0]).tf32:
+    if not architectures.look_up(cards[0]).tf32:
         pytest.skip(f"{cards[0].name} has no TF32")
     recipe = builders.recipe_of(training={"tf32": asked})
     chosen = builders.plan(recipe, builders.machine(cards=cards))
     assert chosen.strategy.tf32 == asked
-    arguments.of(recipe, chosen, 9, False, {})
+    arguments.make_arguments(recipe, chosen, 9, False, {})
     number = 1 + 2.0 ** -(TF32_BITS + 2)  # float32 keeps it, TF32 does not
     product = torch.full((512, 512), number, device="cuda") @ torch.eye(512, device="cuda")
     assert (product == number).all().item() != asked

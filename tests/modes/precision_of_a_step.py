@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.base import modules
 from launch.base.workspace import Workspace
-from launch.run_folder.layout import RunDir, Start
+from launch.run_folder.layout import RankStart, RunDir
 from tests.modes.fsdp_on_cpu import engage_fsdp
 
 modules.leave_out(modules.OPTIONAL)  # as ranks do
@@ -71,7 +71,7 @@ def main(run: RunDir, mode: str, output: Path) -> None:
     plan = run.read_plan()
     plan = replace(plan, strategy=replace(plan.strategy, mode=mode))
     attempt = run.attempts()[-1]
-    start = Start(Workspace.here(), run.read_recipe(), plan, True, run=run, attempt=attempt)
+    start = RankStart(Workspace.here(), run.read_recipe(), plan, True, run=run, attempt=attempt)
     training_run.train(start, lambda *_: (str(run.root), str(attempt.root)), [], watch=watch)
     if os.environ["RANK"] == "0":
         torch.save({name: sorted(map(str, values)) for name, values in seen.items()}, output)

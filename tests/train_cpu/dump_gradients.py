@@ -8,7 +8,7 @@ from typing import Any
 
 from launch.base import modules
 from launch.base.workspace import Workspace
-from launch.run_folder.layout import RunDir, Start
+from launch.run_folder.layout import RankStart, RunDir
 
 modules.leave_out(modules.OPTIONAL)  # as ranks do
 with modules.uncollected():
@@ -49,7 +49,7 @@ def main(run: RunDir, output: Path) -> None:
     reduces = 0
     steps.clear()
     attempt = run.attempts()[-1]
-    start = Start(
+    start = RankStart(
         Workspace.here(), run.read_recipe(), run.read_plan(), True, run=run, attempt=attempt
     )
     folders = str(run.root), str(attempt.root)

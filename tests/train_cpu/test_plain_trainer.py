@@ -119,7 +119,7 @@ def test_losses_and_weights_are_those_of_every_position(tmp_path, monkeypatch, s
     )
     plan = builders.plan(recipe)
     assert plan.strategy.levers.logits_at_targets
-    made = arguments.of(recipe, plan, 4 * STEPS, False, {"ddp_backend": None})
+    made = arguments.make_arguments(recipe, plan, 4 * STEPS, False, {"ddp_backend": None})
     made.label_smoothing_factor = 0.3 if "smoothed" in case else 0.0
     made.report_to, made.save_strategy, made.output_dir = [], "no", "."
     is_packed, shift = "packed" in case, shape != "t5-tiny"

@@ -14,7 +14,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from launch.base.workspace import Workspace
-from launch.run_folder.layout import RunDir, Start
+from launch.run_folder.layout import RankStart, RunDir
 from train_low_mem import leave
 from training import run as training_run
 
@@ -27,7 +27,8 @@ def watch(trainer):
 
 run = RunDir(Path(sys.argv[1]))
 attempt = run.attempts()[-1]
-start = Start(Workspace.here(), run.read_recipe(), run.read_plan(), True, run=run, attempt=attempt)
+recipe, plan = run.read_recipe(), run.read_plan()
+start = RankStart(Workspace.here(), recipe, plan, True, run=run, attempt=attempt)
 training_run.train(start, lambda *_: (str(run.root), str(attempt.root)), [], watch=watch)
 print("seen:", *sorted(seen), flush=True)
 leave(0)

@@ -19,7 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from launch.base.workspace import Workspace
-from launch.run_folder.layout import RunDir, Start
+from launch.run_folder.layout import RankStart, RunDir
 from training import run as training_run
 
 WARNS_FROM, WARNS_UNTIL = 2, 8  # steps; before and after them torch does not look for waits
@@ -95,7 +95,7 @@ def measure(folder: Path, watch: Callable[[Any], None] = lambda trainer: None) -
     run = RunDir(folder)
     attempt = run.attempts()[-1]
     recipe, plan = run.read_recipe(), run.read_plan()
-    start = Start(Workspace.here(), recipe, plan, True, run=run, attempt=attempt)
+    start = RankStart(Workspace.here(), recipe, plan, True, run=run, attempt=attempt)
     training_run.train(start, lambda *_: (str(run.root), str(attempt.root)), [], watch=begin)
     return costs[0].result()
 

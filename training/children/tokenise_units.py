@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
     without_torch.hide()
     with modules.uncollected():
         from training.data import tokenise
-    job = TypeAdapter(tokenise.Job).validate_json((folder / tokenise.JOB).read_bytes())
+    job = TypeAdapter(tokenise.TokeniseJob).validate_json((folder / tokenise.JOB).read_bytes())
 
     def report(**fields: Any) -> None:
         # shorter than a pipe's buffer, so lines of several processes do not mix

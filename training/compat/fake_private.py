@@ -10,8 +10,8 @@ import torch
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-Bypass: Any = fake_tensor._BypassDispatchCache  # pyright: ignore[reportPrivateUsage]
-NOT_PLAIN = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_Bypass: Any = fake_tensor._BypassDispatchCache  # pyright: ignore[reportPrivateUsage]
+_NOT_PLAIN = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _ATTRIBUTES: dict[torch.device, dict[str, Any]] = {}
 
 
@@ -41,7 +41,7 @@ def _append(key: list[Any], mode: Any, values: Any) -> None:
         key.append(kind)  # 1 and 1.0 are equal, and give results of different types
         if kind is FakeTensor:
             if value.constant is not None or value.fake_mode is not mode:
-                raise Bypass("a constant, or a tensor of another mode")
+                raise _Bypass("a constant, or a tensor of another mode")
             key += (
                 value.dtype,
                 value.shape,
@@ -57,8 +57,8 @@ def _append(key: list[Any], mode: Any, values: Any) -> None:
         elif isinstance(value, list | tuple):
             key.append(len(value))
             _append(key, mode, value)
-        elif isinstance(value, NOT_PLAIN):
-            raise Bypass("no plain fake tensor")
+        elif isinstance(value, _NOT_PLAIN):
+            raise _Bypass("no plain fake tensor")
         else:
             key.append(value)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from transformers import TrainerCallback, TrainingArguments
 
 from launch.data import token_cache
-from launch.run_folder.layout import AttemptDir, RunDir, Start
+from launch.run_folder.layout import AttemptDir, RankStart, RunDir
 from launch.schema.plan import MULTIPLE
 from training.data import streaming
 from training.data.batches import NumberedRows, TokenRows
@@ -25,8 +25,8 @@ class Samples(NamedTuple):
     feeders: list[TrainerCallback]  # callbacks that feed a stream, on rank 0
 
 
-def of(
-    start: Start,
+def make_dataset(
+    start: RankStart,
     run: RunDir,
     attempt: AttemptDir,
     args: TrainingArguments,
@@ -70,7 +70,7 @@ def of(
     return Samples(rows, order, [])
 
 
-def number(start: Start, tokens: Path) -> int:
+def number(start: RankStart, tokens: Path) -> int:
     """Count the samples of an epoch. A stream has no end: all samples of the run are one epoch."""
     if start.recipe.data.streaming:
         return start.recipe.training.max_steps * start.plan.strategy.effective_batch_size

@@ -18,23 +18,23 @@ MIXTURES = 16  # parts in which the weights of a mixture of tokens and targets a
 
 
 @dataclass(frozen=True)
-class RowSizes:
+class _RowSizes:
     """The sizes of all rows of a part."""
 
     lengths: np.ndarray  # (rows, 2) tokens of source and target
     targets: np.ndarray  # (rows,)
 
 
-def row_sizes(files: Sequence[Path]) -> RowSizes:
+def row_sizes(files: Sequence[Path]) -> _RowSizes:
     """The sizes of the rows in files of a token cache."""
     streams = [pa.ipc.open_stream(pa.memory_map(str(file))) for file in files]
     table = pa.Table.from_batches(
         [batch for stream in streams for batch in stream], streams[0].schema
     )
-    return RowSizes(stored_rows.lengths(table), stored_rows.targets(table))
+    return _RowSizes(stored_rows.lengths(table), stored_rows.targets(table))
 
 
-def largest(rows: RowSizes, division: Division) -> LargestMicroBatches:
+def largest(rows: _RowSizes, division: Division) -> LargestMicroBatches:
     """The largest micro-batches of all ranks."""
     sizes: list[MicroBatchSize] = []
     first_step: list[MicroBatchSize] = []
@@ -47,7 +47,7 @@ def largest(rows: RowSizes, division: Division) -> LargestMicroBatches:
     return LargestMicroBatches(sizes, first_step)
 
 
-def _epochs(rows: RowSizes, division: Division) -> Iterator[Iterable[np.ndarray]]:
+def _epochs(rows: _RowSizes, division: Division) -> Iterator[Iterable[np.ndarray]]:
     """Yield the rows of the micro-batches of each epoch, (micro-batches, rows) of as many rows
     together."""
     count, width = len(rows.lengths), division.micro_batch * division.world_size
@@ -83,7 +83,7 @@ def _in_turns(numbers: np.ndarray, width: int, world_size: int) -> Iterator[np.n
         yield numbers[full + rank :: world_size][None]
 
 
-def _measured(rows: RowSizes, division: Division, numbers: np.ndarray) -> np.ndarray:
+def _measured(rows: _RowSizes, division: Division, numbers: np.ndarray) -> np.ndarray:
     """(micro-batches, 6) the fields of MicroBatchSize."""
     lengths = rows.lengths[numbers].astype(np.int64)
     padded = -(-lengths.max(axis=1) // division.multiple) * division.multiple

@@ -27,7 +27,7 @@ from training.control.heartbeat import Heartbeat
 from training.control.stop_word import Control, Halted
 
 if TYPE_CHECKING:
-    from training.data.tokenise import Job
+    from training.data.tokenise import TokeniseJob
 
 STAGING = ".parts"  # ends the name of an unfinished folder
 TOKENIZER_CHARACTERS = 64 << 20  # beginning of a streamed corpus on which a tokenizer is trained
@@ -224,7 +224,7 @@ def _first(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _part(
-    job: Job,
+    job: TokeniseJob,
     rows: int | None,
     limit: int | None,
     say: Callable[[str], None],

@@ -140,7 +140,7 @@ class RowSummary:
     def _bad_of(self, file: Path, passes: list[tuple[int, RowChoice]]) -> BadRows:
         """The count of a file's bad rows, by their numbers."""
         held_out = self._recipe.data.validation_file
-        if held_out is not None and file in shards.of(Path(held_out)):
+        if held_out is not None and file in shards.list_shards(Path(held_out)):
             return self._bad_of_held_out
 
         def count_of(number: int) -> BadRows | None:
@@ -155,9 +155,9 @@ class RowSummary:
         tokens = self._tokens
         named = sources.of_part(self._recipe.data, tokens.data_format, tokens.row_counts, "train")
         return [
-            (source.row_offsets[shards.of(source.path).index(file)], source.choice)
+            (source.row_offsets[shards.list_shards(source.path).index(file)], source.choice)
             for source in named
-            if source.choice is not None and file in shards.of(source.path)
+            if source.choice is not None and file in shards.list_shards(source.path)
         ]
 
     def _placed(
@@ -288,7 +288,7 @@ def for_report(tokens: TokenCache, loaded: Any) -> ShownRows:
     num_read = min(NUM_READ, data.max_train_samples or NUM_READ) // len(shown_sources) or 1
     for source in shown_sources:
         before = len(summary.rows)
-        summary.add_first(shards.of(Path(source.path))[0], num_read, num_shown)
+        summary.add_first(shards.list_shards(Path(source.path))[0], num_read, num_shown)
         del summary.rows[before + num_shown :]  # a row can be trained as several
     rows = summary.summary()
     return replace(

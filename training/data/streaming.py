@@ -33,7 +33,7 @@ from launch.data.token_cache import TokenCache
 from training.data import tokenise
 from training.data.batches import NOTHING, Row, TokenRows
 from training.data.sample_order import SampleOrder
-from training.data.tokenise import TOKENIZER, Job
+from training.data.tokenise import TOKENIZER, TokeniseJob
 from training.data.tokenise_pool import Child
 
 BLOCK_UNITS = 4  # DataSection.stream_unit_bytes knows it
@@ -44,7 +44,7 @@ COUNTS, COUNT_BYTES = "units.u32", 4
 Result = TypeVar("Result")
 
 
-def job(tokens: TokenCache, attempt: Path) -> Job:
+def job(tokens: TokenCache, attempt: Path) -> TokeniseJob:
     """The job that turns units into files in the attempt's folder, which all ranks see."""
     sources = data_sources.of_part(tokens.recipe.data, tokens.data_format, None, "train")
     return tokenise.job(tokens, sources, attempt / WINDOW, "train")
@@ -110,7 +110,12 @@ class StreamRows(Dataset):
     yet."""
 
     def __init__(
-        self, job: Job, counts: Path, seed: int, num_samples: int, goes_on: Callable[[], None]
+        self,
+        job: TokeniseJob,
+        counts: Path,
+        seed: int,
+        num_samples: int,
+        goes_on: Callable[[], None],
     ) -> None:
         """`goes_on` is called while the rank waits for a sequence."""
         self._job, self._seed, self._num_samples, self._goes_on = job, seed, num_samples, goes_on
@@ -182,7 +187,7 @@ class Feeder(TrainerCallback):
 
     When a step has ended every rank has its sequences, so earlier sequences are not needed."""
 
-    def __init__(self, job: Job, counts: Path, order: SampleOrder, seed: int) -> None:
+    def __init__(self, job: TokeniseJob, counts: Path, order: SampleOrder, seed: int) -> None:
         self._job, self._counts, self._order = job, counts, order
         self._layout = Layout(counts, len(job.units), seed)
         self._position = 0

@@ -39,7 +39,7 @@ class TokenisedUnit:
 
 
 @dataclass(frozen=True)
-class Job:
+class TokeniseJob:
     """The settings for tokenising a part, "train" or "validation", shared by all its processes."""
 
     folder: Path
@@ -105,7 +105,7 @@ class Job:
 
     def write(self) -> None:
         """Write the job for its processes to read."""
-        files.write_atomic(self.folder / JOB, TypeAdapter(Job).dump_json(self).decode())
+        files.write_atomic(self.folder / JOB, TypeAdapter(TokeniseJob).dump_json(self).decode())
 
     def done(self, unit: int) -> TokenisedUnit | None:
         """The result of a unit; None if it has not been tokenised yet, or its file is damaged."""
@@ -144,12 +144,12 @@ class Job:
         return tokenised
 
 
-def job(tokens: TokenCache, sources: tuple[Source, ...], folder: Path, part: Part) -> Job:
+def job(tokens: TokenCache, sources: tuple[Source, ...], folder: Path, part: Part) -> TokeniseJob:
     """The job for the rows of a part of a recipe. A streamed corpus has small units."""
     recipe, data = tokens.recipe, tokens.recipe.data
     is_streamed = data.streaming and part == "train"
     unit_bytes = shards.unit_bytes(*(source.path for source in sources))
-    return Job(
+    return TokeniseJob(
         folder,
         part,
         sources,
@@ -169,7 +169,7 @@ def job(tokens: TokenCache, sources: tuple[Source, ...], folder: Path, part: Par
 
 def job_of_part(
     tokens: TokenCache, folder: Path, part: Part, goes_on: Callable[[], None]
-) -> Job | None:
+) -> TokeniseJob | None:
     """The job for a part of the tokenised rows; None if there are no such rows. `goes_on` is called
     while rows are counted."""
     recipe = tokens.recipe

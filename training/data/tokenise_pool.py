@@ -22,7 +22,7 @@ from launch.base.errors import DataError, ResourceError
 from launch.base.text import size
 from launch.data.rows import BadRows
 from training.data.encode import CacheCounts
-from training.data.tokenise import Job
+from training.data.tokenise import TokeniseJob
 
 SPACE_CHECKS = 64  # times that the disk space is checked while a part is tokenised
 # each process uses one CPU
@@ -30,7 +30,7 @@ LONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLI
 
 
 def part(
-    job: Job,
+    job: TokeniseJob,
     limit: int | None,
     processes: int,
     progress: Callable[[int], Any],
@@ -65,7 +65,7 @@ def part(
     return total, bad
 
 
-def _check_disk_space(job: Job, unit: int) -> None:
+def _check_disk_space(job: TokeniseJob, unit: int) -> None:
     """Raise ResourceError if the disk has no space for the units that are still missing."""
     count = len(job.units)
     if unit % max(count // SPACE_CHECKS, 1):
@@ -122,7 +122,9 @@ class Child:
         self.stdout.close()
 
 
-def _run(job: Job, units: Sequence[int], processes: int, progress: Callable[[int], Any]) -> None:
+def _run(
+    job: TokeniseJob, units: Sequence[int], processes: int, progress: Callable[[int], Any]
+) -> None:
     """Give the units in their order to processes that are free; after an error, start no other
     unit."""
     waiting = iter(units)

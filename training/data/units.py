@@ -29,7 +29,7 @@ def of_sources(sources: Sequence[Source], size: int) -> list[tuple[Source, Unit]
     return [
         (source, unit)
         for source in sources
-        for unit in divide(shards.of(source.path), source.data_format, size)
+        for unit in divide(shards.list_shards(source.path), source.data_format, size)
     ]
 
 
@@ -41,7 +41,7 @@ def row_offsets(
     numbers: dict[Slice, int] = {}
     before = None
     for source, unit in units:
-        of_files = dict(zip(shards.of(source.path), source.row_offsets, strict=True))
+        of_files = dict(zip(shards.list_shards(source.path), source.row_offsets, strict=True))
         for of in unit:
             if of not in numbers:
                 numbers[of] = of_files[of.path]

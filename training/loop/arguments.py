@@ -16,7 +16,7 @@ from training import levers
 from training.compat import transformers_private
 
 
-def of(
+def make_arguments(
     recipe: Recipe, plan: Plan, rows: int, evaluates: bool, engine: dict[str, Any]
 ) -> TrainingArguments:
     """The recipe's training section as TrainingArguments. Its construction starts the process
@@ -80,7 +80,7 @@ def timeout_s(training: TrainingSection) -> float:
 def _extras(training: TrainingSection, strategy: Strategy, evaluates: bool) -> dict[str, Any]:
     """The recipe's other fields over our defaults. Our models use all their parameters."""
     defaults = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True}
-    # Fields that of() sets; the only save_strategy of a recipe is steps
+    # Fields that make_arguments() sets; the only save_strategy of a recipe is steps
     left_out = ["tf32", "save_strategy"]
     if not evaluates:
         left_out.append("eval_on_start")

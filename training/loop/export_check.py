@@ -24,7 +24,7 @@ from launch.base.errors import ExportError
 from launch.data import sources
 from launch.data.conversation import Conversation, Sample
 from launch.data.rows import UNLIMITED, BadRows
-from launch.run_folder.layout import Start
+from launch.run_folder.layout import RankStart
 from launch.schema.machine import GIB
 from launch.schema.model_sections import TokenizerLoading
 from launch.schema.recipe import Recipe
@@ -86,7 +86,7 @@ class Trained:
 
 
 def trained(
-    start: Start, trainer: LowMemTrainer, tokens: Path, questions: Sequence[Conversation]
+    start: RankStart, trainer: LowMemTrainer, tokens: Path, questions: Sequence[Conversation]
 ) -> Trained:
     """Read what the export will be compared with. `tokens`: the folder of the tokenised rows.
     Collective."""
@@ -98,7 +98,7 @@ def trained(
     return Trained(rows, computed, base.dtype)
 
 
-def _rows(start: Start, tokens: Path, questions: Sequence[Conversation]) -> Rows:
+def _rows(start: RankStart, tokens: Path, questions: Sequence[Conversation]) -> Rows:
     recipe, made = start.recipe, start.tokens
     of_training = sources.of_part(recipe.data, made.data_format, made.row_counts, "train")
     bad = BadRows(UNLIMITED)

@@ -19,12 +19,12 @@ import torch
 
 from training.trace.cuda_semantics import HALF, Target
 
-KIB, MIB = 1 << 10, 1 << 20
-FEW_INDICES = 3072  # Embedding.cu: up to this number, one kernel without a sort
-REDUCED_CHUNK = 65536  # ForeachReduceOp.cu: elements that a block reduces
-WIDE_WORKSPACE = (9, 10, 12)  # Hopper; Blackwell since 2.12 (pytorch/pytorch pull 175344)
+_KIB, MIB = 1 << 10, 1 << 20
+_FEW_INDICES = 3072  # Embedding.cu: up to this number, one kernel without a sort
+_REDUCED_CHUNK = 65536  # ForeachReduceOp.cu: elements that a block reduces
+_WIDE_WORKSPACE = (9, 10, 12)  # Hopper; Blackwell since 2.12 (pytorch/pytorch pull 175344)
 # compute capabilities, in kernels/cutlassB.h
-LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0))
+_LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 1), (10, 3), (11, 0))
 # the multiprocessors of the card that has most of them, by compute capability
 MULTIPROCESSORS = {
     **{(7, 0): 80, (7, 5): 72, (8, 0): 108, (8, 6): 84, (8, 9): 142},
@@ -76,11 +76,11 @@ def cublas_workspace_bytes(architecture: str) -> int:
         names += ["HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG"]
         own_bytes = 76 * MIB
     else:
-        is_wide = int(architecture.partition(".")[0]) in WIDE_WORKSPACE
-        size = 32 * MIB if is_wide else 8 * MIB + 128 * KIB
+        is_wide = int(architecture.partition(".")[0]) in _WIDE_WORKSPACE
+        size = 32 * MIB if is_wide else 8 * MIB + 128 * _KIB
     configured = next((os.environ[name] for name in names if name in os.environ), "")
     if pairs := re.findall(r":(\d+):(\d+)", configured):
-        size = sum(int(kib) * KIB * int(count) for kib, count in pairs)
+        size = sum(int(kib) * _KIB * int(count) for kib, count in pairs)
     return size + own_bytes
 
 
@@ -99,7 +99,12 @@ def _copied(grad: torch.Tensor) -> int:
 
 
 def _flash_backward(
-    target: Target, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **_: Any
+    target: Target,
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *arguments: Any,
+    **_: Any,
 ) -> list[int]:
     """mha_bwd in flash_attn/flash_api.cpp: softmax_d, dq_accum, and key and value gradients of
     every query head.
@@ -127,7 +132,7 @@ def _varlen_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     starts: torch.Tensor,
-    *rest: Any,
+    *arguments: Any,
     **_: Any,
 ) -> list[int]:
     """mha_varlen_bwd in flash_attn/flash_api.cpp: as _flash_backward, of a row of documents with
@@ -145,7 +150,7 @@ def _cudnn_backward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *rest: Any,
+    *arguments: Any,
     **_: Any,
 ) -> list[int]:
     """CompositeSDPABackwardNode of cudnn-frontend: softmax_sum, dQ_accum, key and value gradients
@@ -166,7 +171,7 @@ def _efficient_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *rest: Any,
+    *arguments: Any,
     **options: Any,
 ) -> list[int]:
     """kNeedsOutputAccumulatorBuffer in mem_eff_attention/kernel_forward.h: the output of wide heads
@@ -184,7 +189,7 @@ def _efficient_backward(
     value: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
-    *rest: Any,
+    *arguments: Any,
     **_: Any,
 ) -> list[int]:
     """_efficient_attention_backward in attention_backward.cu; workspace_size in
@@ -218,7 +223,7 @@ def _tile(capability: tuple[int, int], half: bool, width: int) -> tuple[int, int
         return 64, 64, 32 if width <= 32 else 64
     if half and width <= 96 and capability in ((8, 6), (8, 9)):
         return 128, 64, 96
-    has_large_shared_memory = capability in LARGE_SHARED_MEMORY
+    has_large_shared_memory = capability in _LARGE_SHARED_MEMORY
     rows = 128 if has_large_shared_memory else 64
     columns = 128 if half and has_large_shared_memory and width <= 128 else 64
     return rows, columns, 128 if width <= 128 else 1 << 16
@@ -229,7 +234,7 @@ def _embedding_backward(
     grad: torch.Tensor,
     indices: torch.Tensor,
     num_weights: int,
-    *rest: Any,
+    *arguments: Any,
     **_: Any,
 ) -> list[int]:
     """embedding_dense_backward_cuda in Embedding.cu, embedding_backward_cuda_kernel in
@@ -238,25 +243,25 @@ def _embedding_backward(
     Sorted and original indices, four arrays of segments, and an fp32 row per index. The sort's own
     buffers are smaller and freed before."""
     count = indices.numel()
-    if count <= FEW_INDICES:
+    if count <= _FEW_INDICES:
         return []
     copied = 0 if grad.is_contiguous() else _bytes(grad)
     return [copied, *[count * indices.element_size()] * 6, count * grad.shape[-1] * 4]
 
 
-def _safe_softmax(target: Target, scores: torch.Tensor, *rest: Any, **_: Any) -> list[int]:
+def _safe_softmax(target: Target, scores: torch.Tensor, *arguments: Any, **_: Any) -> list[int]:
     """_safe_softmax in attention.cpp: the softmax and a mask of the scores that are -inf, beside
     the result."""
     return [_bytes(scores), scores.numel()]
 
 
 def _foreach_norm(
-    target: Target, tensors: Sequence[torch.Tensor], *rest: Any, **_: Any
+    target: Target, tensors: Sequence[torch.Tensor], *arguments: Any, **_: Any
 ) -> list[int]:
     """foreach_tensor_norm_cuda in ForeachReduceOp.cu: an fp32 sum for every tensor and every chunk
     of the longest tensor."""
     return (
-        [4 * len(tensors) * -(-max(tensor.numel() for tensor in tensors) // REDUCED_CHUNK)]
+        [4 * len(tensors) * -(-max(tensor.numel() for tensor in tensors) // _REDUCED_CHUNK)]
         if tensors
         else []
     )

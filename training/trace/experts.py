@@ -15,7 +15,7 @@ import torch
 from training.compat import experts_private
 from training.compat.torch_private import FakeTensorMode, op_implementations_dict
 
-ALIGNMENT_BYTES = 16  # alignment of the rows that a kernel of CUDA writes
+_ALIGNMENT_BYTES = 16  # alignment of the rows that a kernel of CUDA writes
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def grouped_products(on_nvidia: bool) -> Iterator[None]:
     ) -> torch.Tensor:
         dtype = out_dtype or mat_a.dtype
         *rows, width = _output_sides(mat_a, mat_b, offs)
-        aligned = ALIGNMENT_BYTES // dtype.itemsize if on_nvidia else 1
+        aligned = _ALIGNMENT_BYTES // dtype.itemsize if on_nvidia else 1
         padded = -(-width // aligned) * aligned
         strides = (rows[-1] * padded, padded, 1) if len(rows) == 2 else (padded, 1)
         with fake_mode:

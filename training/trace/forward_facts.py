@@ -25,12 +25,12 @@ ROWS, LENGTH = 3, 5
 COPIES = ("_to_copy", "clone", "alias", "detach", "contiguous", "lift_fresh")
 
 # Arguments of attention that a kernel for rows of documents takes, or that say the same again
-OF_ROWS_OF_DOCUMENTS = (
+_OF_ROWS_OF_DOCUMENTS = (
     *("dropout", "scaling", "sliding_window", "position_ids", "is_causal"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
 )
 # Names by which transformers knows _Attention, which gets no mask, and _Masked
-RECORDED, MASKED = "recorded_arguments", "recorded_masks"
+RECORDED, _MASKED = "recorded_arguments", "recorded_masks"
 
 
 def read(model: PreTrainedModel) -> ForwardFacts:
@@ -99,7 +99,7 @@ def flattened_attention(model: PreTrainedModel) -> tuple[bool, float]:
         num_layers = sum(len(stack) for stack in layer_stacks.stacks(model))
         if len(attention.fits) == num_layers and follower.num_operators:
             fits = all(attention.fits) and len(attention.widths) == 1
-            transformers_private.set_attention(model, MASKED)
+            transformers_private.set_attention(model, _MASKED)
             with torch.no_grad():
                 model(input_ids=row, attention_mask=torch.ones_like(row), use_cache=False)
             return fits and all(masked.agree), attention.dropout
@@ -128,7 +128,7 @@ class _Attention:
         more = {
             name
             for name, argument in options.items()
-            if not isinstance(argument, bool | None) and name not in OF_ROWS_OF_DOCUMENTS
+            if not isinstance(argument, bool | None) and name not in _OF_ROWS_OF_DOCUMENTS
         }
         is_causal = options.get("is_causal")
         self.fits.append(
@@ -185,8 +185,8 @@ def _recording(model: Any, attention: _Attention, masked: _Masked) -> Iterator[N
     planned = transformers_private.attention(model)
     dtype, is_training = model.dtype, model.training
     AttentionInterface.register(RECORDED, attention)
-    AttentionInterface.register(MASKED, masked)
-    AttentionMaskInterface.register(MASKED, masked.mask)
+    AttentionInterface.register(_MASKED, masked)
+    AttentionMaskInterface.register(_MASKED, masked.mask)
     transformers_private.set_attention(model, RECORDED)
     for module in inner:  # it would read the tokens
         module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
@@ -278,14 +278,14 @@ class _Follower(TorchDispatchMode):
         tensors = [each for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)]
         followed = [each for each in tensors if self.has(each)]
         self.num_operators += bool(followed)
-        others = (each for each in tensors if not self.has(each))
+        unfollowed = (each for each in tensors if not self.has(each))
         is_by_position = (
             followed
             and torch.is_tensor(out)
             and out.shape == followed[0].shape
             # a view of the same shape is all of it, in its order
             and (torch.Tag.pointwise in func.tags or func.is_view or _name(func) in COPIES)
-            and all(set(each.shape[:-1]) <= {1} for each in others)
+            and all(set(each.shape[:-1]) <= {1} for each in unfollowed)
         )
         if is_by_position:
             self._followed.append(out)

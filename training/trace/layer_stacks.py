@@ -19,7 +19,7 @@ SETTINGS = (bool, int, float, str, torch.dtype, tuple, type(None))  # types of v
 
 
 @dataclass(frozen=True)
-class Shallow:
+class _Shallow:
     """The config of a model with few layers, which stands for one with many."""
 
     config: dict[str, Any]
@@ -43,7 +43,7 @@ def shallow_layers(layers: int, period: int = 1) -> int:
     return (UNITS - 1) * period + (layers % period or period)
 
 
-def shallow(config: Mapping[str, Any], depth_keys: Sequence[str], period: int) -> Shallow | None:
+def shallow(config: Mapping[str, Any], depth_keys: Sequence[str], period: int) -> _Shallow | None:
     """The shallow model of a config, whose units have a multiple of `period` layers; None: its
     layers are too few, or differ. `depth_keys` are of each stack."""
     if not depth_keys:
@@ -67,7 +67,7 @@ def shallow(config: Mapping[str, Any], depth_keys: Sequence[str], period: int) -
                 for key, count in zip(depth_keys, layers, strict=True)
             }
             per_layer = {key: _few(config[key], unit) for key in lists.keys() & config.keys()}
-            return Shallow({**config, **few, **per_layer}, tuple(layers), unit)
+            return _Shallow({**config, **few, **per_layer}, tuple(layers), unit)
         unit += period
     return None
 
@@ -80,8 +80,8 @@ def repeats(kinds: Sequence[Any], period: int) -> bool:
 
 def _few(kinds: Sequence[Any], period: int) -> list[Any]:
     """The values of the layers of the shallow stack."""
-    rest = len(kinds) % period or period
-    return [*kinds[: (UNITS - 1) * period], *kinds[-rest:]]
+    num_last = len(kinds) % period or period
+    return [*kinds[: (UNITS - 1) * period], *kinds[-num_last:]]
 
 
 def layer_period(model: torch.nn.Module) -> int:

@@ -21,7 +21,7 @@ from training.model import build, four_bit
 from training.trace import forward_facts, layer_stacks
 
 # names that most configs have, tried first
-DEPTH_NAMES = (
+_DEPTH_NAMES = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
     *("num_decoder_layers", "decoder_layers"),
 )
@@ -81,8 +81,8 @@ def _of_depth(model: PreTrainedModel, config: dict[str, Any]) -> tuple[tuple[str
     if not counts or layer_stacks.is_nested(model) or not period:
         return (), 0
     values = model.config.to_dict()
-    others = (name for name in values if "layer" in name and name not in DEPTH_NAMES)
-    names = [*(name for name in DEPTH_NAMES if name in values), *others]
+    layer_keys = (name for name in values if "layer" in name and name not in _DEPTH_NAMES)
+    names = [*(name for name in _DEPTH_NAMES if name in values), *layer_keys]
     choices = product(
         *([name for name in names if values[name] == num_layers] for num_layers in counts)
     )

@@ -38,13 +38,13 @@ from training.compat import torch_private
 from training.compat.torch_private import FakeTensor, TorchDispatchMode
 
 aten = torch.ops.aten
-DEVICE, UNSAFE_VIEW = torch.ops.prim.device.default, aten._unsafe_view.default
+_DEVICE, _UNSAFE_VIEW = torch.ops.prim.device.default, aten._unsafe_view.default
 # its kernel of CUDA makes the mask before the result: native_dropout_cuda in Dropout.cu
-MASK_FIRST = "aten::native_dropout"
+_MASK_FIRST = "aten::native_dropout"
 # operators that launch no kernel
-NO_KERNEL = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
+_NO_KERNEL = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
 # sequence number of autograd nodes that accumulate into a leaf
-FINAL_NODE = (1 << 64) - 1
+_FINAL_NODE = (1 << 64) - 1
 
 
 class Recorder(TorchDispatchMode):
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
         if self._returned is not None and not self.phase.startswith("backward"):
             return self._returned
         number = torch_private.current_node_number()
-        if number != FINAL_NODE:
+        if number != _FINAL_NODE:
             owners = (
                 layer
                 for start, end, layer in self._ranges
@@ -222,7 +222,7 @@ class Recorder(TorchDispatchMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._returned = None
-        if func is DEVICE and type(args[0]) is FakeTensor:  # two of three calls
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # two of three calls
             return args[0].fake_device
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it desugars to the local tensors first
@@ -246,14 +246,14 @@ class Recorder(TorchDispatchMode):
         )
         gradient = self._id(args[0]) if is_sum else None
         # torch finds the shape of an _unsafe_view anew each time, that of a view in its cache
-        out = (aten.view.default if func is UNSAFE_VIEW else func)(*args, **kwargs)
-        if func is DEVICE:
+        out = (aten.view.default if func is _UNSAFE_VIEW else func)(*args, **kwargs)
+        if func is _DEVICE:
             return out
         operator = _facts_of(func)
         name = operator.name
         before = len(self.log.blocks)
         outputs = [out] if isinstance(out, torch.Tensor) else _tensors(out)
-        if name == MASK_FIRST:
+        if name == _MASK_FIRST:
             outputs.reverse()
         if self.phase == "optimizer":
             self._last = self._layer_of(args[0]) if args else None
@@ -369,7 +369,7 @@ class Recorder(TorchDispatchMode):
         elif operator.flops is not None:
             flops = operator.flops(*args, **kwargs, out_val=out)
             dtype += _alignment(args, outputs)
-        launches = 0 if name in NO_KERNEL else 1
+        launches = 0 if name in _NO_KERNEL else 1
         if flops is None:
             form = _form([*_tensors((args, kwargs)), *outputs])
             self._called(Operator(name, "other", dtype, (0, 0, 0, 0), moved, launches, form), layer)
@@ -442,11 +442,11 @@ def _facts_of(func: Any) -> _OperatorFacts:
     is_attention = is_of_documents or "scaled_dot_product" in schema.name
     return _OperatorFacts(
         schema.name,
-        func is UNSAFE_VIEW or (alias is not None and not alias.is_write),
+        func is _UNSAFE_VIEW or (alias is not None and not alias.is_write),
         is_attention,
         is_of_documents,
         "backward" in schema.name,
-        None if is_attention else FLOPS.get(func) or flop_registry.get(torch_private.packet(func)),
+        None if is_attention else _FLOPS.get(func) or flop_registry.get(torch_private.packet(func)),
         {argument.name: place for place, argument in enumerate(schema.arguments)},
     )
 
@@ -488,7 +488,7 @@ def _linear_flops(inputs: torch.Tensor, weight: torch.Tensor, *bias: Any, out_va
 
 
 # FLOPs beside torch's formulas: within a kernel, as that of a 4-bit weight, it is made of no others
-FLOPS = {aten.linear.default: _linear_flops}
+_FLOPS = {aten.linear.default: _linear_flops}
 
 
 def _flops_of_documents(args: Any, is_backward: bool) -> int:

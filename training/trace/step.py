@@ -57,7 +57,7 @@ from training.trace.offloading import RecordedOffloading
 from training.trace.recorder import Recorder
 
 # aten::linear: of weights that were dequantised inside an operator
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"}
+_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear"}
 
 
 @dataclass
@@ -201,7 +201,7 @@ class _Steady(TrainerCallback):
         raise _Done
 
 
-def materialised(network: torch.nn.Module) -> None:
+def _materialised(network: torch.nn.Module) -> None:
     """Replace tensors on the meta device by fake tensors on the CPU; ties are kept."""
     replacements: dict[int, torch.Tensor] = {}  # id of a tensor -> its replacement
     for module in network.modules():
@@ -303,7 +303,7 @@ def _add_cublas(log: Log, size_bytes: int) -> None:
             for index, event in enumerate(log.events)
             if event.birth
             and event.phase.startswith(section)
-            and log.blocks[event.block].op in PRODUCTS
+            and log.blocks[event.block].op in _PRODUCTS
         )
         phase = log.events[first].phase
         log.events.insert(first + 1, Event(len(log.blocks), True, phase, None))
@@ -322,11 +322,11 @@ def _tracer(
     if computed == "no":
         strategy = replace(strategy, mixed_precision="no")
     batch, steps = strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
-    args = arguments.of(
+    args = arguments.make_arguments(
         recipe, replace(plan, strategy=strategy), batch * steps, False, {"ddp_backend": None}
     )
     args.report_to, args.save_strategy, args.output_dir = [], "no", os.curdir  # nothing is written
-    materialised(network)
+    _materialised(network)
     network.to = lambda *args, **kwargs: network  # a Module cannot move fake tensors
     watched = layer_stacks.stacks(network)
     recorder.watch(watched)

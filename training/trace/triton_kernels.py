@@ -16,13 +16,13 @@ from training.trace.cuda_workspace import MULTIPROCESSORS
 from training.trace.recorder import Recorder
 
 # places of the arguments that a kernel reads and writes; of all others it does one of the two
-WRITTEN_IN_PLACE = {
+_WRITTEN_IN_PLACE = {
     "_triton_rope": (0, 2),  # query and key, or their gradients
     "_swiglu_backward_kernel": (1, 2),  # gate and up, which become their gradients
     "_swiglu_backward_kernel_tiled": (1, 2),
     "_geglu_tanh_backward_kernel": (1, 2),
 }
-MOST_MULTIPROCESSORS = 304  # an MI300X's, for cards that MULTIPROCESSORS lacks
+_MOST_MULTIPROCESSORS = 304  # an MI300X's, for cards that MULTIPROCESSORS lacks
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def counted(recorder: Recorder, target: Target | None) -> Iterator[None]:
     """Let Liger's functions launch into a recorder, for this card."""
     programs = 1
     if target:
-        programs = MULTIPROCESSORS.get(target.capability or (0, 0), MOST_MULTIPROCESSORS)
+        programs = MULTIPROCESSORS.get(target.capability or (0, 0), _MOST_MULTIPROCESSORS)
     kernels = [
         (module, name, _Kernel(recorder, name, programs))
         for module, name in liger_private.kernels()
@@ -52,7 +52,7 @@ class _Kernel:
         def launch(*args: Any, **options: Any) -> None:
             tensors = [each for each in args if isinstance(each, torch.Tensor)]
             sums = [each for each in tensors if grid == (1,) and each.shape[:-1] == (1,)]
-            again = [args[place] for place in WRITTEN_IN_PLACE.get(self._name, ())]
+            again = [args[place] for place in _WRITTEN_IN_PLACE.get(self._name, ())]
             more_rows = self._programs - 1
             workspace = [more_rows * each.numel() * each.element_size() for each in sums]
             self._recorder.kernel(f"triton::{self._name}", [*tensors, *again], workspace)

@@ -66,7 +66,7 @@ WEIGHTS = "weights"  # of model.path, besides these
 
 
 @dataclass(frozen=True)
-class Job:
+class SubmittedJob:
     """A start that was submitted."""
 
     name: str
@@ -123,9 +123,9 @@ class JobDir:
         """True while a start of it goes on, here, in another container or on another machine."""
         return locks.holder_pid(self.lock_file) is not None
 
-    def read(self) -> Job:
+    def read(self) -> SubmittedJob:
         """Raises ConfigError if there is no job, CheckpointError if its file is damaged."""
-        job = files.read(self.root / "job.json", Job)
+        job = files.read(self.root / "job.json", SubmittedJob)
         if job is None:
             raise ConfigError(f"{self.root}: holds no job; expected submitted/<recipe>-<time>")
         return job
@@ -161,10 +161,10 @@ def folder(workspace: Workspace) -> Path:
     return workspace.root / "submitted"
 
 
-def all_jobs(workspace: Workspace) -> dict[str, Job]:
+def all_jobs(workspace: Workspace) -> dict[str, SubmittedJob]:
     """Every job of a workspace by name, the oldest first; damaged ones are left out."""
     roots = sorted(path.parent for path in folder(workspace).glob("*/job.json"))
-    jobs = {root.name: files.read_or_none(root / "job.json", Job) for root in roots}
+    jobs = {root.name: files.read_or_none(root / "job.json", SubmittedJob) for root in roots}
     return {name: job for name, job in jobs.items() if job is not None}
 
 
@@ -186,7 +186,7 @@ def freeze(
     # the paths of a recipe of configs/ are relative to the workspace
     cwd = Path.cwd() if load.is_file(typed.recipe) else workspace.root
     code = _copy_code(workspace)
-    job = Job(job_dir.root.name, argv, cwd, time.time(), hashes(facts), code)
+    job = SubmittedJob(job_dir.root.name, argv, cwd, time.time(), hashes(facts), code)
     _write(job_dir, job, workspace, facts.recipe, environ, _code_folder(workspace, code))
     return job_dir
 
@@ -204,7 +204,7 @@ def schedule(
     _check_names(workspace, recipe, environ)
     old = JobDir(folder(workspace) / name)
     job_dir = old if (old.root / "job.json").exists() else _new(workspace, name)
-    job = Job(job_dir.root.name, tuple(argv), Path.cwd(), time.time(), schedule=times)
+    job = SubmittedJob(job_dir.root.name, tuple(argv), Path.cwd(), time.time(), schedule=times)
     _write(job_dir, job, workspace, recipe, environ, CODE)
     return job_dir
 
@@ -252,7 +252,7 @@ def hashes(facts: Facts) -> dict[str, Any]:
     return {**of_files, WEIGHTS: weight_files.weights_fingerprint(Path(path))} if path else of_files
 
 
-def check(job: Job, facts: Facts) -> None:
+def check(job: SubmittedJob, facts: Facts) -> None:
     """Raises DataError if a file has changed since the job was submitted."""
     if job.hashes is None:
         return
@@ -333,7 +333,7 @@ def _new(workspace: Workspace, name: str) -> JobDir:
 
 def _write(
     job_dir: JobDir,
-    job: Job,
+    job: SubmittedJob,
     workspace: Workspace,
     recipe: Recipe,
     environ: Mapping[str, str],

@@ -40,7 +40,7 @@ class Request:
     nodes: int
 
     @classmethod
-    def of(cls, choice: Choice) -> Request:
+    def from_choice(cls, choice: Choice) -> Request:
         """The needs of a plan, with margins."""
         recipe, plan, strategy = choice.recipe, choice.plan, choice.plan.strategy
         ranks = strategy.processes_per_machine

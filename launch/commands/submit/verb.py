@@ -188,7 +188,7 @@ def _slurm(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> in
             typed = replace(asked.typed, overrides=[*asked.typed.overrides, *overrides])
             choice, _ = asked.choice(typed)
             tasks.append(overrides)
-        needs = slurm.Request.of(choice)
+        needs = slurm.Request.from_choice(choice)
         request = needs.over(request) if request else needs
     assert request is not None
     if tasks and request.nodes > 1:

@@ -47,7 +47,7 @@ MEMO_BYTES = 16 << 20  # a single smaller file is read again each time
 # ---------------------------------------------------------------------------
 
 
-def of(path: Path) -> tuple[Path, ...]:
+def list_shards(path: Path) -> tuple[Path, ...]:
     """The file itself, or the shards of a folder or of a pattern, in the order of their names.
 
     Raises DataError where there is none."""
@@ -119,7 +119,7 @@ def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
 
 
 def stored_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in of(path))
+    return sum(file.stat().st_size for file in list_shards(path))
 
 
 def unit_bytes(*paths: Path) -> int:
@@ -269,7 +269,7 @@ def _stamp(path: Path) -> list[int]:
 def fingerprint(path: Path, facts: FileFacts) -> str:
     """sha256 of a data file's bytes; of several shards, of their hashes in order: their names do
     not count."""
-    files = of(path)
+    files = list_shards(path)
     if len(files) == 1 and files[0].stat().st_size < MEMO_BYTES:
         return base_files.sha256(files[0])
     hashes = [facts.get(file, "sha256", partial(base_files.sha256, file)) for file in files]
@@ -283,7 +283,7 @@ def ends_fingerprint(path: Path) -> str:
 
     A change that leaves these as they are is not seen."""
     digest = hashlib.sha256()
-    for file in of(path):
+    for file in list_shards(path):
         size = file.stat().st_size
         with file.open("rb") as opened:
             digest.update(f"{size}\n".encode() + opened.read(ENDS_BYTES))

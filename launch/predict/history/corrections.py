@@ -40,7 +40,7 @@ def of_machine(runs: Sequence[Measurement], machine_key: str) -> tuple[Measureme
     return tuple(islice(those, MOST))
 
 
-def of(
+def compute(
     runs: Sequence[Measurement], model_key: str, strategy: Strategy, waits_share: float
 ) -> SecondsCorrection:
     """The median of measured over uncorrected seconds: of this model in this mode, else of this

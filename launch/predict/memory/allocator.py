@@ -25,14 +25,14 @@ FREED = -1
 EMPTY_CACHE: Event = (-1, 0)  # no block: torch.cuda.empty_cache() is called
 # Blocks of an engine's stream n (1, 2) have ids from n * STREAM on; those of the main stream less.
 STREAM = 1 << 48
-NUM_STREAMS = 3
+_NUM_STREAMS = 3
 BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
-SMALL_BYTES = MIB  # kSmallSize: requests up to here share the small segments
-SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
-MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: requests from here have a segment of their own
-ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge, of such a segment
-ADDRESS_BITS = 64
-UNLIMITED_BYTES = 1 << 56
+_SMALL_BYTES = MIB  # kSmallSize: requests up to here share the small segments
+_SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
+_MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: requests from here have a segment of their own
+_ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge, of such a segment
+_ADDRESS_BITS = 64
+_UNLIMITED_BYTES = 1 << 56
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _failed_event(
 class Block:
     """A range of a segment: live, free, or addresses without memory in an expandable one."""
 
-    pool: Pool
+    pool: _Pool
     address: int
     size_bytes: int
     mapped: bool = True
@@ -134,13 +134,15 @@ class Block:
 
     def split_off(self, size_bytes: int, mapped: bool = True) -> None:
         """Keep the first bytes; the others become a free block behind it."""
-        rest = Block(self.pool, self.address + size_bytes, self.size_bytes - size_bytes, mapped)
-        rest.link(self, self.next)
-        self.pool.insert(rest)
+        remainder = Block(
+            self.pool, self.address + size_bytes, self.size_bytes - size_bytes, mapped
+        )
+        remainder.link(self, self.next)
+        self.pool.insert(remainder)
         self.size_bytes = size_bytes
 
 
-class Pool:
+class _Pool:
     """The free blocks of one class of sizes: by size, then by address (BlockComparatorSize)."""
 
     def __init__(self, small: bool, page_bytes: int) -> None:
@@ -155,7 +157,7 @@ class Pool:
     def insert(self, block: Block) -> None:
         block.inserted_at = self.searches
         if block.mapped:
-            key = block.size_bytes << ADDRESS_BITS | block.address
+            key = block.size_bytes << _ADDRESS_BITS | block.address
             insort(self.sort_keys, key)
             self.blocks[key] = block
         else:
@@ -163,14 +165,14 @@ class Pool:
 
     def remove(self, block: Block) -> None:
         if block.mapped:
-            key = block.size_bytes << ADDRESS_BITS | block.address
+            key = block.size_bytes << _ADDRESS_BITS | block.address
             del self.sort_keys[bisect_left(self.sort_keys, key)], self.blocks[key]
         else:
             del self.unmapped[bisect_left(self.unmapped, block.address, key=attrgetter("address"))]
 
     def at_least(self, size_bytes: int) -> int:
         """Index in `sort_keys` of the smallest block that holds so many bytes."""
-        return bisect_left(self.sort_keys, size_bytes << ADDRESS_BITS)
+        return bisect_left(self.sort_keys, size_bytes << _ADDRESS_BITS)
 
     def addresses(self, size_bytes: int) -> int:
         """The start of a range of addresses above all earlier ones."""
@@ -203,16 +205,16 @@ class CachingAllocator:
         device_bytes: int | None = None,
     ) -> None:
         self.config = config
-        self.capacity_bytes = UNLIMITED_BYTES if capacity_bytes is None else capacity_bytes
+        self.capacity_bytes = _UNLIMITED_BYTES if capacity_bytes is None else capacity_bytes
         self.device_bytes = self.capacity_bytes if device_bytes is None else device_bytes
         share = config.per_process_memory_fraction
         # setMemoryFraction
         self.allowed_bytes = int(share * self.device_bytes) if share < 1.0 else None
         self.collects = self.allowed_bytes is not None and config.garbage_collection_threshold > 0.0
-        self.max_split_bytes = config.max_split_size_bytes or UNLIMITED_BYTES
+        self.max_split_bytes = config.max_split_size_bytes or _UNLIMITED_BYTES
         self.rounds = any(count > 1 for count in config.roundup_power2_divisions)
-        self.small = [Pool(True, SMALL_SEGMENT_BYTES) for _ in range(NUM_STREAMS)]
-        self.large = [Pool(False, config.large_segment_bytes) for _ in range(NUM_STREAMS)]
+        self.small = [_Pool(True, _SMALL_SEGMENT_BYTES) for _ in range(_NUM_STREAMS)]
+        self.large = [_Pool(False, config.large_segment_bytes) for _ in range(_NUM_STREAMS)]
         self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = (
             self.peak_reserved_bytes
         ) = 0
@@ -236,7 +238,7 @@ class CachingAllocator:
         """A block for a request of at least one byte, or None where torch raises OutOfMemoryError.
         Source: malloc."""
         size_bytes = self.rounded(requested_bytes)
-        pool = (self.small if size_bytes <= SMALL_BYTES else self.large)[stream]
+        pool = (self.small if size_bytes <= _SMALL_BYTES else self.large)[stream]
         block = self._take_free(pool, size_bytes) or self._take_new(pool, size_bytes)
         if block is None:
             return None
@@ -267,19 +269,19 @@ class CachingAllocator:
 
     def segment_bytes(self, size_bytes: int) -> int:
         """Bytes of the segment that the driver is asked for. Source: get_allocation_size."""
-        if size_bytes <= SMALL_BYTES:
-            return SMALL_SEGMENT_BYTES
-        if size_bytes < MIN_LARGE_BYTES:
+        if size_bytes <= _SMALL_BYTES:
+            return _SMALL_SEGMENT_BYTES
+        if size_bytes < _MIN_LARGE_BYTES:
             return self.config.large_segment_bytes
-        return -(-size_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        return -(-size_bytes // _ROUND_LARGE_BYTES) * _ROUND_LARGE_BYTES
 
-    def _splits(self, pool: Pool, size_bytes: int, rest_bytes: int) -> bool:
+    def _splits(self, pool: _Pool, size_bytes: int, rest_bytes: int) -> bool:
         """Source: should_split."""
         if pool.small or self.config.expandable_segments:
             return rest_bytes >= BLOCK_BYTES
-        return size_bytes < self.max_split_bytes and rest_bytes > SMALL_BYTES
+        return size_bytes < self.max_split_bytes and rest_bytes > _SMALL_BYTES
 
-    def _take_free(self, pool: Pool, size_bytes: int) -> Block | None:
+    def _take_free(self, pool: _Pool, size_bytes: int) -> Block | None:
         """The best fit among the free blocks. Source: get_free_block."""
         if self.collects:
             pool.searches += 1
@@ -302,7 +304,7 @@ class CachingAllocator:
         del pool.blocks[sort_keys.pop(index)]
         return block
 
-    def _take_new(self, pool: Pool, size_bytes: int) -> Block | None:
+    def _take_new(self, pool: _Pool, size_bytes: int) -> Block | None:
         """Memory from the driver; if it has too little, cached segments go back to it first.
         Source: malloc."""
         if self.collects:
@@ -316,7 +318,7 @@ class CachingAllocator:
             block = self._ask_driver(pool, size_bytes)
         return block
 
-    def _ask_driver(self, pool: Pool, size_bytes: int) -> Block | None:
+    def _ask_driver(self, pool: _Pool, size_bytes: int) -> Block | None:
         """Source: alloc_block."""
         segment_bytes = self.segment_bytes(size_bytes)
         if (
@@ -356,7 +358,7 @@ class CachingAllocator:
             for block in old:
                 self._release(block)
 
-    def _release_oversize(self, pool: Pool, size_bytes: int) -> bool:
+    def _release_oversize(self, pool: _Pool, size_bytes: int) -> bool:
         """Gives back unsplittable blocks, one that is large enough or the largest. Source:
         release_available..."""
         if self.config.max_split_size_bytes is None or self.config.expandable_segments:
@@ -381,7 +383,7 @@ class CachingAllocator:
         for pool in (*self.large, *self.small):
             self._release_cached(pool)
 
-    def _release_cached(self, pool: Pool) -> None:
+    def _release_cached(self, pool: _Pool) -> None:
         """Source: release_blocks."""
         for block in [pool.blocks[key] for key in pool.sort_keys]:
             if self.config.expandable_segments:
@@ -393,7 +395,7 @@ class CachingAllocator:
         block.pool.remove(block)
         self.reserved_bytes -= block.size_bytes
 
-    def _expand(self, pool: Pool, size_bytes: int) -> Block | None:
+    def _expand(self, pool: _Pool, size_bytes: int) -> Block | None:
         """The lowest free range that can be made large enough. Source:
         try_allocate_expandable_block."""
         block = self._expandable_block(pool, size_bytes)
@@ -408,7 +410,7 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _expandable_block(self, pool: Pool, size_bytes: int) -> Block:
+    def _expandable_block(self, pool: _Pool, size_bytes: int) -> Block:
         """Source: find_expandable_block."""
         for block in pool.unmapped:
             if block.previous is not None and not block.previous.allocated:

@@ -14,7 +14,7 @@ from launch.base.errors import ConfigError
 from launch.base.text import suggestion
 
 MIB = 1 << 20
-LEAST_LARGE_SEGMENT_BYTES = 11 * MIB  # torch asks for more than kMinLargeAlloc, 10 MiB
+_LEAST_LARGE_SEGMENT_BYTES = 11 * MIB  # torch asks for more than kMinLargeAlloc, 10 MiB
 INTERVALS = 16  # kRoundUpPowerOfTwoIntervals: sizes below 2 MiB, from 2, from 4, ... MiB
 SETTINGS = {
     *(
@@ -26,10 +26,10 @@ SETTINGS = {
     *("roundup_power2_divisions", "garbage_collection_threshold", "per_process_memory_fraction"),
     *("backend", "throw_on_cudamalloc_oom"),
 }
-NO_BYTES_CHANGE = re.compile(
+_NO_BYTES_CHANGE = re.compile(
     r"pinned_\w+|release_lock_on_(cuda|hip)malloc|graph_capture_record_stream_reuse"
 )
-SETTING = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")
+_SETTING = re.compile(r"([^,:\[\]]+):(\[[^\[\]]*\]|[^,:\[\]]+)(?:,|$)")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class AllocatorConfig:
                 "allocator setting throw_on_cudamalloc_oom:True cannot be replayed; leave it out"
             )
         large = (
-            _bytes(values, "large_segment_size_mb", LEAST_LARGE_SEGMENT_BYTES)
+            _bytes(values, "large_segment_size_mb", _LEAST_LARGE_SEGMENT_BYTES)
             or cls.large_segment_bytes
         )
         divisions = values.get("roundup_power2_divisions")
@@ -103,13 +103,13 @@ def _split(text: str) -> dict[str, str]:
     values: dict[str, str] = {}
     position = 0
     while position < len(text):
-        matched = SETTING.match(text, position)
+        matched = _SETTING.match(text, position)
         if matched is None:
             raise ConfigError(
                 f"allocator settings: expected key:value,key:value, found {text[position:]!r}"
             )
         key, value = matched.groups()
-        if key not in SETTINGS and not NO_BYTES_CHANGE.fullmatch(key):
+        if key not in SETTINGS and not _NO_BYTES_CHANGE.fullmatch(key):
             raise ConfigError(
                 f"allocator settings: {key!r} is unknown; {suggestion(key, sorted(SETTINGS))}"
             )

@@ -41,7 +41,7 @@ def with_host(
     trained = trainable_shapes(
         model.parameters, recipe.model.freeze, recipe.lora, model.size.family
     )
-    job = host_memory.Job(
+    job = host_memory.HostJob(
         recipe=recipe,
         strategy=candidate,
         model=model.size,

@@ -53,7 +53,7 @@ BUCKET_BYTES = 25 * MIB  # gradients that DDP reduces at once, from the second s
 
 
 @dataclass(frozen=True)
-class Job:
+class HostJob:
     """The input of the prediction; bytes are those of one rank unless they say otherwise."""
 
     recipe: Recipe
@@ -136,7 +136,7 @@ class HostEstimate:
         return sum(self.by_cause.values())
 
 
-def estimate(job: Job, import_memory: Imports) -> HostEstimate:
+def estimate(job: HostJob, import_memory: Imports) -> HostEstimate:
     """The phases of a run in their order. On GPUs the model is on the host only while it is built
     and saved."""
     training_bytes = {
@@ -168,7 +168,7 @@ def estimate(job: Job, import_memory: Imports) -> HostEstimate:
     )
 
 
-def _processes(job: Job, import_memory: Imports) -> dict[str, int]:
+def _processes(job: HostJob, import_memory: Imports) -> dict[str, int]:
     strategy = job.strategy
     is_deepspeed = strategy.launch_mode.engine == "deepspeed"
     deepspeed, engine = (DEEPSPEED_BYTES, DEEPSPEED_ENGINE_BYTES) if is_deepspeed else (0, 0)
@@ -209,7 +209,7 @@ def _tokenising_bytes(data: DataSection, import_memory: Imports) -> int:
     )
 
 
-def _preparing(job: Job, import_memory: Imports) -> dict[str, int]:
+def _preparing(job: HostJob, import_memory: Imports) -> dict[str, int]:
     """Tokenising, in a child that ends before the ranks start; with room for more of them, corpora
     have more."""
     return {
@@ -219,7 +219,7 @@ def _preparing(job: Job, import_memory: Imports) -> dict[str, int]:
     }
 
 
-def _loading(job: Job) -> dict[str, int]:
+def _loading(job: HostJob) -> dict[str, int]:
     """Each rank builds the whole model on its host, then DDP on CPUs sends rank 0's to the others.
 
     Weights of a local folder are mapped: the host has a copy of those that are converted, grow or
@@ -254,7 +254,7 @@ def _loading(job: Job) -> dict[str, int]:
     }
 
 
-def _on_host(job: Job, phase: str) -> dict[str, int]:
+def _on_host(job: HostJob, phase: str) -> dict[str, int]:
     """Memory of a model in ranks on CPUs; frozen weights that are mapped count once."""
     if job.strategy.device == "cuda":
         return {}
@@ -269,7 +269,7 @@ def _on_host(job: Job, phase: str) -> dict[str, int]:
     }
 
 
-def _data(job: Job) -> dict[str, int]:
+def _data(job: HostJob) -> dict[str, int]:
     strategy, data = job.strategy, job.recipe.data
     rows = min(job.rows or 0, data.max_train_samples or job.rows or 0)
     columns, waiting = _columns(job), _waiting(job)
@@ -284,18 +284,18 @@ def _data(job: Job) -> dict[str, int]:
     }
 
 
-def _columns(job: Job) -> int:
+def _columns(job: HostJob) -> int:
     """The int64 tensors of a batch (training/data/batches.py)."""
     return 4 if job.model.is_encoder_decoder else 3
 
 
-def _waiting(job: Job) -> int:
+def _waiting(job: HostJob) -> int:
     """Batches that the data workers have made ahead."""
     ahead = job.recipe.training.extras.get("dataloader_prefetch_factor") or 2  # DataLoader's own
     return ahead * job.strategy.dataloader_num_workers
 
 
-def _pinned_batches(job: Job, columns: int, waiting: int) -> int:
+def _pinned_batches(job: HostJob, columns: int, waiting: int) -> int:
     """Page-locked bytes of a rank's batches: those that wait, one that is copied, and those of an
     optimizer step; of an evaluation two. The cache of pinned memory keeps all of them."""
     strategy, recipe = job.strategy, job.recipe
@@ -309,7 +309,7 @@ def _pinned_batches(job: Job, columns: int, waiting: int) -> int:
     return columns * size
 
 
-def _offloaded(job: Job) -> dict[str, int]:
+def _offloaded(job: HostJob) -> dict[str, int]:
     """States that DeepSpeed keeps on the host. On GPUs the slices of weights and gradients are
     pinned, and buffers beside them; Adam's states are not.
 
@@ -328,7 +328,7 @@ def _offloaded(job: Job) -> dict[str, int]:
     }
 
 
-def _pinned_states(job: Job) -> tuple[list[int], list[int]]:
+def _pinned_states(job: HostJob) -> tuple[list[int], list[int]]:
     """Sizes of a rank's pinned slices, which are states, and of the pinned buffers beside them.
 
     ZeRO-2 pins weights and gradients in float32. It has a copy of the slice in the precision of the
@@ -354,7 +354,7 @@ def _pinned_states(job: Job) -> tuple[list[int], list[int]]:
     return [float32, float32], buffers
 
 
-def _copied_by_gloo(job: Job) -> list[int]:
+def _copied_by_gloo(job: HostJob) -> list[int]:
     """Sizes of the pinned copies that Gloo makes of a card's tensors under DDP: of two buckets of
     weights, of all gradients in the first step, and of buckets of gradients from then on, in the
     reverse order of the weights. Source: torch 2.13 ProcessGroupGloo.cpp (pinnedLike),
@@ -374,7 +374,7 @@ def _copied_by_gloo(job: Job) -> list[int]:
     return [*sent, states.gradients_bytes, *buckets, filled]
 
 
-def pinned_bytes(job: Job) -> int:
+def pinned_bytes(job: HostJob) -> int:
     """Page-locked bytes of a rank: batches, offloaded states and activations, Gloo's copies."""
     if job.strategy.device == "cpu":
         return 0
@@ -387,7 +387,7 @@ def pinned_bytes(job: Job) -> int:
     return size
 
 
-def _saving(job: Job) -> dict[str, int]:
+def _saving(job: HostJob) -> dict[str, int]:
     """Copies on the host while a checkpoint or the model is written. Tensors that are there are
     written from there; a card's are copied one at a time into a checkpoint, and those of an
     exported file at once."""
@@ -415,7 +415,7 @@ def _saving(job: Job) -> dict[str, int]:
     return {"weights to write": written}
 
 
-def _checking_bytes(job: Job) -> int:
+def _checking_bytes(job: HostJob) -> int:
     """The copy of the exported model on a CPU with which it is compared (training/loop/
     export_check.py), beyond what is free by then: optimizer states, and room in the heap, which
     large tensors do not take. A copy above CHECK_BYTES is made only within the plan."""

@@ -15,7 +15,7 @@ from launch.schema.plan import ModelFamily, Strategy
 from launch.schema.recipe import Recipe
 
 
-def of(
+def choose_order(
     recipe: Recipe,
     strategy: Strategy,
     tensor_shapes: Shapes,
@@ -32,8 +32,8 @@ def of(
         if is_stored and strategy.keeps_frozen_apart:
             trained = trainable_shapes(tensor_shapes, recipe.model.freeze, recipe.lora, family)
             weights_bytes = total_elements(trained) * DTYPE_BYTES[recipe.model.dtype]
-        rest = min(sent, weights_bytes - sent)
-        return partial(loading.ddp, buckets=(sent, rest) if rest > 0 else ())
+        remaining_bytes = min(sent, weights_bytes - sent)
+        return partial(loading.ddp, buckets=(sent, remaining_bytes) if remaining_bytes > 0 else ())
     if engine == "fsdp2":
         return partial(loading.fsdp2, ranks=strategy.num_processes)
     if engine == "deepspeed":
@@ -48,11 +48,11 @@ def _of_four_bits(recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily) ->
     scales are not in what transformers reserves."""
     element_bytes = DTYPE_BYTES[recipe.model.dtype]
     quantised = {name: sides for name, sides in tensor_shapes.items() if has_4_bits(name, family)}
-    others = total_elements(tensor_shapes) - total_elements(quantised)
+    num_unquantised = total_elements(tensor_shapes) - total_elements(quantised)
     counts = {math.prod(sides) for sides in quantised.values()}
     return partial(
         loading.four_bits,
-        warmup_bytes=others * element_bytes + total_elements(quantised) // 2,
+        warmup_bytes=num_unquantised * element_bytes + total_elements(quantised) // 2,
         sources={count // 2: count * element_bytes for count in counts},
     )
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, Event
 
-FLOAT32_BYTES = 4
+_FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ def zero(births: Births, flattened: Sequence[int], element_bytes: int) -> list[E
     gradients of it."""
     slices = [event for event in births.loaded if event[0] in births.slices]
     flat = [event for event in births.loaded if event[0] in births.trained]
-    others = [event for event in births.loaded if event not in slices and event not in flat]
-    events = _Events(births.first_free_id, others)
+    unsliced = [event for event in births.loaded if event not in slices and event not in flat]
+    events = _Events(births.first_free_id, unsliced)
     copied = events.begin(flattened)
     events.events += flat
     events.end(copied)
-    narrow = [size * element_bytes // FLOAT32_BYTES for _, size in slices]
-    copied = events.begin(narrow if element_bytes < FLOAT32_BYTES else [])
+    narrow = [size * element_bytes // _FLOAT32_BYTES for _, size in slices]
+    copied = events.begin(narrow if element_bytes < _FLOAT32_BYTES else [])
     events.events += slices
     events.end(copied)
     events.events.append(EMPTY_CACHE)

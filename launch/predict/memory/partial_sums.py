@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 
-MOST_THREADS, WARP = 512, 32  # threads of a block, threads of a warp
-FEW_VALUES, MANY_VALUES = 16, 256  # rows that a thread sums
+MOST_THREADS, _WARP = 512, 32  # threads of a block, threads of a warp
+_FEW_VALUES, _MANY_VALUES = 16, 256  # rows that a thread sums
 
 
 def partial_sums_bytes(rows: int, columns: int, multiprocessors: int, threads: int) -> int:
@@ -18,16 +18,16 @@ def partial_sums_bytes(rows: int, columns: int, multiprocessors: int, threads: i
     vector = math.gcd(columns, 4)
     most = MOST_THREADS // vector
     widest, highest = (_power_of_two(min(size, most)) for size in (columns // vector, rows))
-    height = min(highest, most // min(widest, WARP))
+    height = min(highest, most // min(widest, _WARP))
     width = min(widest, most // height)
     values = -(-rows // height)  # rows that a thread sums
-    if rows < min(height * FEW_VALUES, MANY_VALUES) or values < MANY_VALUES:
+    if rows < min(height * _FEW_VALUES, _MANY_VALUES) or values < _MANY_VALUES:
         return 0
     grid = -(-columns // vector // width)
     wanted = multiprocessors * (threads // (width * height))
     if grid > wanted:
         return 0
-    blocks = max(min(-(-wanted // grid), -(-values // FEW_VALUES)), -(-values // MANY_VALUES))
+    blocks = max(min(-(-wanted // grid), -(-values // _FEW_VALUES)), -(-values // _MANY_VALUES))
     return 4 * columns * blocks * width * vector if blocks > 1 else 0
 
 

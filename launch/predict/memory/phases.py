@@ -62,8 +62,8 @@ class RunEvents:
     def resident_bytes(self, written: Mapping[int, int], by_threads: bool) -> dict[str, int]:
         """malloc.resident_bytes()."""
         options = {"written": sorted(written.items()), "by_threads": by_threads}
-        made = partial(malloc.resident_bytes, written=written, by_threads=by_threads)
-        return self._stored("malloc", options, _sizes, lambda: made(self._parts))
+        replay = partial(malloc.resident_bytes, written=written, by_threads=by_threads)
+        return self._stored("malloc", options, _sizes, lambda: replay(self._parts))
 
     def replays(self, config: AllocatorConfig, available_bytes: int) -> list[tuple[Phase, Replay]]:
         """Replay a card's allocator, part by part. If there are fewer bytes, it gives cached blocks
@@ -79,10 +79,10 @@ class RunEvents:
     ) -> list[tuple[Phase, Replay]]:
         def replayed() -> list[Any]:
             events = [events for _, events in self._parts]
-            made = allocator.replay_parts(events, config, capacity_bytes)
+            replays = allocator.replay_parts(events, config, capacity_bytes)
             return [
                 (phase, astuple(replay))
-                for (phase, _), replay in zip(self._parts, made, strict=False)
+                for (phase, _), replay in zip(self._parts, replays, strict=False)
             ]
 
         options = {"config": asdict(config), "capacity_bytes": capacity_bytes}
@@ -93,7 +93,7 @@ class RunEvents:
         name: str,
         options: Mapping[str, Any],
         read: Callable[[Any], Any],
-        made: Callable[[], Any],
+        compute: Callable[[], Any],
     ) -> Any:
         """A result of JSON's types, as `read` reads it, that is kept by all that it is of."""
         load = self.load
@@ -105,7 +105,7 @@ class RunEvents:
         try:
             return read(json.loads(content_of(files.regular_bytes(file).decode())))
         except DAMAGE:
-            result = made()
+            result = compute()
         if self.trace.keeps_replays:
             with suppress(OSError):  # the folder may be read-only; then the next plan replays again
                 files.write_atomic(file, with_digest(json.dumps(result)))

@@ -17,7 +17,7 @@ from launch.schema.rows import MicroBatchSize
 LEAST_LENGTH = 8  # tokens of a row that is worth a trace
 
 
-class TracedStep(NamedTuple):
+class _TracedStep(NamedTuple):
     """A step that a peak may be of."""
 
     question: Question
@@ -27,7 +27,7 @@ class TracedStep(NamedTuple):
     first: Question | None = None
 
 
-def of(facts: Facts, candidate: Strategy) -> list[TracedStep]:
+def list_steps(facts: Facts, candidate: Strategy) -> list[_TracedStep]:
     """All steps that the highest peak may be of. If the order of rows is known: of the micro-batch
     that takes most, and of the longest rows. Else of the longest rows.
 
@@ -41,7 +41,7 @@ def of(facts: Facts, candidate: Strategy) -> list[TracedStep]:
     if sizes := facts.largest(candidate).sizes:
         return _of_sizes(facts, question, sizes)
     if not candidate.levers.batch_by_tokens or parts == 1 or facts.rows.rows_of is not None:
-        return [TracedStep(question, rows)]
+        return [_TracedStep(question, rows)]
     multiple = MULTIPLE[candidate.device]
     shorter = tuple(
         max(length // parts // multiple * multiple, LEAST_LENGTH) for length in question.lengths
@@ -57,18 +57,18 @@ def of(facts: Facts, candidate: Strategy) -> list[TracedStep]:
         is_padded=True,
     )
     if not candidate.levers.flattens:
-        return [TracedStep(question, rows), TracedStep(short, most)]
+        return [_TracedStep(question, rows), _TracedStep(short, most)]
     source, target = question.lengths
     dense = replace(question, documents=max(question.documents, -(-most // rows)))
     targets = max(
-        facts.targets(each, facts.rows.counts, {}).of(each.strategy.per_device_train_batch_size)
+        facts.targets(each, facts.rows.counts, {}).count(each.strategy.per_device_train_batch_size)
         for each in (question, short)
     )
     size = MicroBatchSize(rows, source, target, rows * source, targets, is_padded=False)
-    return [TracedStep(dense, rows, (size,))]
+    return [_TracedStep(dense, rows, (size,))]
 
 
-def trace(facts: Facts, step: TracedStep, candidate: Strategy) -> Trace | None:
+def trace(facts: Facts, step: _TracedStep, candidate: Strategy) -> Trace | None:
     """The trace of one of the candidate's steps, if it is stored."""
     stored = facts.traces.get(step.question) if facts.traces is not None else None
     if stored is None:
@@ -90,12 +90,12 @@ def trace(facts: Facts, step: TracedStep, candidate: Strategy) -> Trace | None:
 
 def _of_sizes(
     facts: Facts, question: Question, sizes: Sequence[MicroBatchSize]
-) -> list[TracedStep]:
+) -> list[_TracedStep]:
     """The steps of the micro-batch that takes most by the trace of the longest rows, and of that
     with the longest rows, with padding and without."""
     candidate, multiple = question.strategy, MULTIPLE[question.strategy.device]
     if question.documents and facts.recipe.data.packing:  # sequences of about one length
-        return [TracedStep(question, candidate.per_device_train_batch_size, tuple(sizes))]
+        return [_TracedStep(question, candidate.per_device_train_batch_size, tuple(sizes))]
     chosen: dict[MicroBatchSize, None] = {}
     masks_padding = _masks_padding(facts.recipe.data, question)
     longest_trace = facts.trace(candidate)
@@ -107,13 +107,13 @@ def _of_sizes(
         if candidate.levers.flattens:
             mean = -(-batch.tokens // batch.rows // multiple) * multiple
             lengths = mean, mean
-        asked = replace(
+        traced = replace(
             question,
             strategy=replace(candidate, per_device_train_batch_size=batch.rows),
             lengths=lengths,
             is_padded=batch.is_padded if masks_padding else question.is_padded,
         )
-        steps.append(TracedStep(asked, batch.rows, (batch,), _first(facts, candidate, asked)))
+        steps.append(_TracedStep(traced, batch.rows, (batch,), _first(facts, candidate, traced)))
     return steps
 
 
@@ -128,7 +128,7 @@ def _by_mask(
     """Micro-batches with padding, and those without that take more than these would with a mask of
     their own."""
     padded = [each for each in sizes if each.is_padded]
-    others = [each for each in sizes if not each.is_padded]
+    unpadded = [each for each in sizes if not each.is_padded]
     if padded and longest_trace is not None:
 
         def peak_bytes(size: MicroBatchSize) -> int:
@@ -136,10 +136,12 @@ def _by_mask(
 
         most = max(map(peak_bytes, padded))
         length = max(each.source + each.target for each in padded)
-        others = [
-            each for each in others if peak_bytes(each) > most or each.source + each.target > length
+        unpadded = [
+            each
+            for each in unpadded
+            if peak_bytes(each) > most or each.source + each.target > length
         ]
-    return [group for group in (padded, others) if group]
+    return [group for group in (padded, unpadded) if group]
 
 
 def _most(

@@ -30,7 +30,7 @@ from launch.schema.recorded_step import (
     Operator,
 )
 
-CAST = "aten::_to_copy"
+_CAST = "aten::_to_copy"
 NORMS = ("aten::stack", "aten::_foreach_norm")
 
 
@@ -49,7 +49,7 @@ def compose(
     return Composer(outer, way_of or (lambda layer: outer), parts, positions).log()
 
 
-Frees = list[tuple[Recorded, int]]  # blocks of layers
+_Frees = list[tuple[Recorded, int]]  # blocks of layers
 
 
 class _Free(NamedTuple):
@@ -94,11 +94,11 @@ class Composer:
         calls = list(self._calls())
         return Log(self.blocks, self.events, list(self.operators), calls, self.outer.log.batch)
 
-    def steps(self, phase: str) -> Iterator[Event | Frees | tuple[Run[Event], Layer, Recorded]]:
+    def steps(self, phase: str) -> Iterator[Event | _Frees | tuple[Run[Event], Layer, Recorded]]:
         """The events of a phase outside of layers, blocks of layers that other recorded steps free
         between these, and the runs of layers, in their order."""
-        others = [source for source in self.ways if source is not self.outer]
-        frees = self._frees_of(others, phase) if phase.startswith(PASSES) else {}
+        inner = [source for source in self.ways if source is not self.outer]
+        frees = self._frees_of(inner, phase) if phase.startswith(PASSES) else {}
         area, stack, count = 0, None, 0
         for run, layer, source in self.expanded(phase, lambda source: source.events):
             if layer is None:
@@ -114,11 +114,11 @@ class Composer:
                     yield frees.pop((area, count), [])
                     count += 1
                 else:
-                    yield from _rest(frees, area)
+                    yield from _frees_in_area(frees, area)
                     area, count = area + 1, 0
                 stack = layer[0]
             yield run, layer, source
-        yield from _rest(frees, area)
+        yield from _frees_in_area(frees, area)
         if frees:
             raise NotComposed(f"{phase}: blocks of layers are freed at another place")
 
@@ -142,10 +142,10 @@ class Composer:
                 indexed[id(source)] = {
                     (each.layer, each.time): each for each in of(source).get(phase, [])
                 }
-            own = indexed[id(source)].get((run.layer, run.time))
-            if own is None:
+            twin = indexed[id(source)].get((run.layer, run.time))
+            if twin is None:
                 raise NotComposed(f"{phase}: layer {run.layer} has no such events")
-            return own, layer, source
+            return twin, layer, source
 
         def unit_of(run: Run[Item]) -> tuple[int, int] | None:
             return run.layer and (run.layer[0], self.stacks[run.layer[0]].unit(run.layer[1]))
@@ -162,9 +162,9 @@ class Composer:
             copies = range(max(map(len, layers)))
             after = first.get((unit[0], UNITS - 1), len(outer))
             for copy in copies if first[unit] < after else reversed(copies):
-                for run, own in zip(runs, layers, strict=True):
-                    if copy < len(own):
-                        yield of_layer(run, (unit[0], own[copy]))
+                for run, indices in zip(runs, layers, strict=True):
+                    if copy < len(indices):
+                        yield of_layer(run, (unit[0], indices[copy]))
 
     def layers_of(self, recorded: Layer | None) -> list[int]:
         assert recorded is not None
@@ -193,7 +193,7 @@ class Composer:
             if owner == run.layer and made_in.startswith(PASSES):
                 self._died(self._number_of((made_in, layer, number)), phase, moved)
                 return
-            for block in self._meant(event.block, source, layer):
+            for block in self._blocks_meant(event.block, source, layer):
                 self._died(block, phase, moved)
             return
         block = source.log.blocks[event.block]
@@ -204,50 +204,50 @@ class Composer:
             self.sizes.of_part(row, event.block, layer[1] == self.parts - 1)
         self._born(row, (phase, layer, source.place[event.block][2]), moved)
 
-    def _meant(self, block: int, source: Recorded, layer: Layer) -> list[int]:
+    def _blocks_meant(self, block: int, source: Recorded, layer: Layer) -> list[int]:
         """The blocks that this layer means where its recorded layer uses `block`."""
         phase, owner, _ = source.place[block]
         if owner is None:
             return [self._outer_block(block, source)]
-        seen = self.layers_of(owner)
+        indices = self.layers_of(owner)
         if owner[0] == layer[0]:
             in_pass = phase.startswith(PASSES) and layer[0] != LOSS
-            seen = self.stacks[owner[0]].seen_from(layer[1], owner[1], in_pass)
-        elif len(seen) != 1:
+            indices = self.stacks[owner[0]].seen_from(layer[1], owner[1], in_pass)
+        elif len(indices) != 1:
             raise NotComposed(f"{phase}: layer {layer} frees a block of layer {owner}")
-        places = (self._of_layer(block, source, (owner[0], index)) for index in seen)
+        places = (self._of_layer(block, source, (owner[0], index)) for index in indices)
         return [self._number_of(place) for place in places if place is not None]
 
     def _of_layer(self, block: int, source: Recorded, layer: Layer) -> Place | None:
         """The block of this layer that a recorded block stands for; None: its way hands none on."""
         phase, owner, number = source.place[block]
         assert owner is not None
-        own, recorded = self._source_of(phase, layer)
-        if own is source and recorded == owner:
+        way, recorded = self._source_of(phase, layer)
+        if way is source and recorded == owner:
             return phase, layer, number
         reader, kind = source.reader(block), source.size(block)
         theirs = source.handed_on(phase, owner, reader, kind)
-        ours = own.handed_on(phase, recorded, reader, kind)
+        ours = way.handed_on(phase, recorded, reader, kind)
         # One of the ways hands on more than the layer's output, which both hand on
         if (
             not ours
             and reader == "layer"
-            and own.outputs(phase, recorded) & source.outputs(phase, owner)
+            and way.outputs(phase, recorded) & source.outputs(phase, owner)
         ):
             return None
         if len(theirs) != len(ours):
-            made = source.log.blocks[block].op
+            operator = source.log.blocks[block].op
             raise NotComposed(
                 f"{phase}: layers {owner} and {recorded} make {len(theirs)} and {len(ours)} blocks"
-                f" of {made} for {reader}"
+                f" of {operator} for {reader}"
             )
-        return phase, layer, own.place[ours[theirs.index(block)]][2]
+        return phase, layer, way.place[ours[theirs.index(block)]][2]
 
     def _source_of(self, phase: str, layer: Layer) -> tuple[Recorded, Layer]:
         """The recorded step of this layer in this phase, and its recorded layer."""
         is_way = phase.startswith(PASSES) and layer[0] != LOSS
-        own = self.way_of(layer) if is_way else self.outer
-        return own, (layer[0], self.stacks[layer[0]].source_of[layer[1]])
+        recorded_in = self.way_of(layer) if is_way else self.outer
+        return recorded_in, (layer[0], self.stacks[layer[0]].source_of[layer[1]])
 
     @cached_property
     def moved(self) -> dict[tuple[str, Layer], list[_Free]]:
@@ -313,8 +313,8 @@ class Composer:
             return
         _, recorded = self._source_of("forward", layer)
         _, next_recorded = self._source_of("forward", following)
-        for (phase, owner), made in ways[0].births.items():
-            for block in made if owner == recorded and phase.startswith(PASSES) else ():
+        for (phase, owner), blocks in ways[0].births.items():
+            for block in blocks if owner == recorded and phase.startswith(PASSES) else ():
                 if ways[0].freed.get(block, ("", None))[1] != (layer[0], recorded[1] + 1):
                     continue
                 kind = phase, (layer[0], next_recorded[1] - 1), "layer", ways[0].size(block)
@@ -341,8 +341,8 @@ class Composer:
             return
         for index in self.layers_of(owner):
             layer = owner[0], index
-            own, _ = self._source_of(birth, layer)
-            if own is outer or not phase.startswith(PASSES):
+            way, _ = self._source_of(birth, layer)
+            if way is outer or not phase.startswith(PASSES):
                 self._of_layer_died(event.block, outer, layer, phase, event.layer)
 
     def _of_layer_died(
@@ -369,10 +369,10 @@ class Composer:
         )
         return recorded, composed
 
-    def _frees_of(self, sources: Sequence[Recorded], phase: str) -> dict[tuple[int, int], Frees]:
+    def _frees_of(self, sources: Sequence[Recorded], phase: str) -> dict[tuple[int, int], _Frees]:
         """Blocks of layers that other recorded steps free outside of layers, by area and by the
         number of the birth in `outer` before which they do."""
-        frees: dict[tuple[int, int], Frees] = defaultdict(list)
+        frees: dict[tuple[int, int], _Frees] = defaultdict(list)
         for source in sources:
             counts: dict[int, int] = defaultdict(int)
             for area, event in source.outside(phase):
@@ -395,7 +395,7 @@ class Composer:
         assert freed_by is not None
         return self._holder(ours, freed_by) is None
 
-    def _free(self, blocks: Frees, phase: str) -> None:
+    def _free(self, blocks: _Frees, phase: str) -> None:
         for source, block in blocks:
             owner = source.place[block][1]
             if owner is None:
@@ -409,8 +409,8 @@ class Composer:
         """The block outside of layers that stands for this one."""
         ours = self._in_outer(block, source)
         if ours is None:
-            phase, made = source.place[block][0], source.log.blocks[block].op
-            raise NotComposed(f"{phase}: a layer frees {made} of the loss")
+            phase, operator = source.place[block][0], source.log.blocks[block].op
+            raise NotComposed(f"{phase}: a layer frees {operator} of the loss")
         return self._number_of(self.outer.place[ours])
 
     def _in_outer(self, block: int, source: Recorded) -> int | None:
@@ -435,19 +435,19 @@ class Composer:
         if births - count <= at_end:
             return ours - (births - count)
         place = self._end_of_autocast(phase, area)
-        if place is None or source.log.blocks[block].op != CAST:
+        if place is None or source.log.blocks[block].op != _CAST:
             raise NotComposed(f"{phase}: blocks of layers are freed within the loss")
         return place
 
     def _end_of_autocast(self, phase: str, area: int) -> int | None:
         """The number of births in an area behind which casts of layers are freed."""
         count, log = 0, self.outer.log
-        for own, event in self.outer.outside(phase):
-            if own != area:
+        for event_area, event in self.outer.outside(phase):
+            if event_area != area:
                 continue
             if event is None or event.birth:
                 count += 1
-            elif log.blocks[event.block].op == CAST and self.outer.place[event.block][1]:
+            elif log.blocks[event.block].op == _CAST and self.outer.place[event.block][1]:
                 return count
         return None
 
@@ -516,22 +516,22 @@ class Composer:
                     yield Call(number, phase, _moved(call.layer, run.layer, layer))
 
 
-def _rest(frees: dict[tuple[int, int], Frees], area: int) -> Iterator[Frees]:
+def _frees_in_area(frees: dict[tuple[int, int], _Frees], area: int) -> Iterator[_Frees]:
     for key in sorted(key for key in frees if key[0] == area):
         yield frees.pop(key)
 
 
-def _moved(own: Layer | None, recorded: Layer | None, layer: Layer | None) -> Layer | None:
+def _moved(named: Layer | None, recorded: Layer | None, layer: Layer | None) -> Layer | None:
     """The layer in place of a recorded one; a part of the logits is none."""
-    if own is None or own[0] == LOSS or layer is None:
-        return None if own is not None and own[0] == LOSS else own
-    return layer if own == recorded else own
+    if named is None or named[0] == LOSS or layer is None:
+        return None if named is not None and named[0] == LOSS else named
+    return layer if named == recorded else named
 
 
-def _common(some: Sequence[object], others: Sequence[object]) -> int:
+def _common(first_items: Sequence[object], second_items: Sequence[object]) -> int:
     """The length of the common beginning."""
-    pairs = zip(some, others, strict=False)
+    pairs = zip(first_items, second_items, strict=False)
     return next(
-        (index for index, (own, other) in enumerate(pairs) if own != other),
-        min(len(some), len(others)),
+        (index for index, (first, second) in enumerate(pairs) if first != second),
+        min(len(first_items), len(second_items)),
     )

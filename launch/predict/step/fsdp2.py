@@ -39,7 +39,7 @@ class Group:
 
 
 @dataclass
-class Groups:
+class _Groups:
     """The groups of a model. The outer group stays gathered after forward; a tied embedding belongs
     to it."""
 
@@ -49,7 +49,7 @@ class Groups:
     tied: bool
 
 
-REDUCES, GATHERS = 1, 2  # streams of a card's ranks
+_REDUCES, GATHERS = 1, 2  # streams of a card's ranks
 
 
 class Ranks:
@@ -139,7 +139,7 @@ class Ranks:
             if gradient is not last:
                 rewriting.dies(self.accumulated.pop(gradient, gradient.block), position)
         shard = self._born(
-            total / self.num_processes, "reduce-scatter", position, group, REDUCES, "gradients"
+            total / self.num_processes, "reduce-scatter", position, group, _REDUCES, "gradients"
         )
         if self.gloo:  # ProcessGroupGloo all-reduces a copy
             self.release("gloo", position)
@@ -226,8 +226,8 @@ def _shards(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: St
         rewriting.change(weight.block, fixed_bytes=-(-held_bytes // ranks))
 
 
-def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> Groups:
-    groups = Groups({}, Group(None), Group(None), marks.tied)
+def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> _Groups:
+    groups = _Groups({}, Group(None), Group(None), marks.tied)
     of_embedding = None if marks.tied else embedding_gradient(marks)
     embedding = input_embedding(marks).block  # the copy comes behind the original
     for weight in marks.weights:
@@ -246,7 +246,7 @@ def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> Groups:
     return groups
 
 
-def _forward(ranks: Ranks, groups: Groups, phase: range, spans: dict[Layer, range]) -> None:
+def _forward(ranks: Ranks, groups: _Groups, phase: range, spans: dict[Layer, range]) -> None:
     ranks.unshard(groups.outer if groups.tied else groups.embedding, phase.start, forward=True)
     end = phase.start  # end of the layers' forward pass
     for layer, span in spans.items():
@@ -261,7 +261,7 @@ def _forward(ranks: Ranks, groups: Groups, phase: range, spans: dict[Layer, rang
 
 
 def _backward(
-    ranks: Ranks, marks: Landmarks, groups: Groups, micro_step: int, is_after_evaluation: bool
+    ranks: Ranks, marks: Landmarks, groups: _Groups, micro_step: int, is_after_evaluation: bool
 ) -> None:
     """Gather each group while the group before it, in backward's order, computes.
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from launch.predict.step.recorded import NotComposed, Recorded
 from launch.schema.recorded_step import LOSS, PARTS, Block, Call, Layer, Operator
 
-STACKED = ("aten::stack", "aten::cat")  # operators that stack the sums of the parts
-SUM_BYTES = 4  # one sum, in float32
+_STACKED = ("aten::stack", "aten::cat")  # operators that stack the sums of the parts
+_SUM_BYTES = 4  # one sum, in float32
 
 
 class PartSizes:
@@ -41,10 +41,12 @@ class PartSizes:
         owner = self.outer.place[recorded][1]
         other = self.outer.log.blocks[twin]
 
-        def grown(own: int, of_other: int) -> int:
-            size = self._grown(own, of_other, owner == (LOSS, self.recorded - 1), is_last)
+        def grown(recorded_size: int, of_other: int) -> int:
+            size = self._grown(recorded_size, of_other, owner == (LOSS, self.recorded - 1), is_last)
             if size != int(size):
-                raise NotComposed(f"{row.op}: {own} and {of_other} bytes in parts of the logits")
+                raise NotComposed(
+                    f"{row.op}: {recorded_size} and {of_other} bytes in parts of the logits"
+                )
             return int(size)
 
         row.fixed_bytes = grown(row.fixed_bytes, other.fixed_bytes)
@@ -54,18 +56,18 @@ class PartSizes:
             of_sample = grown(row.sum.sample_rows, other.sum.sample_rows)
             row.sum = replace(row.sum, fixed_rows=rows, sample_rows=of_sample)
 
-    def _grown(self, own: float, other: float, of_last: bool, is_last: bool) -> float:
+    def _grown(self, size: float, other: float, of_last: bool, is_last: bool) -> float:
         """A size in another part, by its sizes in the last part and in one of the others."""
         length, other_length = self.lengths[of_last], self.lengths[not of_last]
-        slope = (own - other) / (length - other_length)
-        return own + slope * (self.wanted[is_last] - length)
+        slope = (size - other) / (length - other_length)
+        return size + slope * (self.wanted[is_last] - length)
 
     def outside(self, row: Block) -> None:
         """Change a block outside of parts."""
         row.target_bytes += self.parts * row.all_target_bytes
         row.all_target_bytes = 0
-        if row.op in STACKED and row.sizes == (SUM_BYTES * self.recorded, 0, 0):
-            row.fixed_bytes = SUM_BYTES * self.parts
+        if row.op in _STACKED and row.sizes == (_SUM_BYTES * self.recorded, 0, 0):
+            row.fixed_bytes = _SUM_BYTES * self.parts
 
     def operator(
         self, operator: Operator, call: Call, recorded: Layer | None, layer: Layer | None
@@ -74,7 +76,7 @@ class PartSizes:
         flops, moved = operator.flops, operator.bytes
         in_part = layer is not None and layer[0] == LOSS
         of_targets = any((*flops[2:], *moved[2:]))
-        if not (in_part or of_targets or operator.name in (*STACKED, "aten::sum")):
+        if not (in_part or of_targets or operator.name in (*_STACKED, "aten::sum")):
             return operator
         if layer is not None and layer[0] == LOSS and self.has_lengths and recorded is not None:
             other = self.outer.twin_operators.get((call.phase, recorded, call.operator))
@@ -83,9 +85,9 @@ class PartSizes:
                 flops, moved = (
                     tuple(
                         self._grown(size, twins_size, of_last, is_last)
-                        for size, twins_size in zip(own, twins_own, strict=True)
+                        for size, twins_size in zip(sizes, twins_own, strict=True)
                     )
-                    for own, twins_own in ((flops, other.flops), (moved, other.bytes))
+                    for sizes, twins_own in ((flops, other.flops), (moved, other.bytes))
                 )
         # outside of parts a call that has to do with one has to do with all
         times = 1 if layer is not None and layer[0] == LOSS else self.parts / self.recorded
@@ -93,10 +95,10 @@ class PartSizes:
             (fixed, sample, times * target + self.parts * of_all, 0)
             for fixed, sample, target, of_all in (flops, moved)
         )
-        if operator.name in STACKED and moved == (2 * SUM_BYTES * self.recorded, 0, 0, 0):
-            moved = (2 * SUM_BYTES * self.parts, 0, 0, 0)
-        if operator.name == "aten::sum" and moved == (SUM_BYTES * (self.recorded + 1), 0, 0, 0):
-            moved = (SUM_BYTES * (self.parts + 1), 0, 0, 0)
+        if operator.name in _STACKED and moved == (2 * _SUM_BYTES * self.recorded, 0, 0, 0):
+            moved = (2 * _SUM_BYTES * self.parts, 0, 0, 0)
+        if operator.name == "aten::sum" and moved == (_SUM_BYTES * (self.recorded + 1), 0, 0, 0):
+            moved = (_SUM_BYTES * (self.parts + 1), 0, 0, 0)
         return replace(operator, flops=flops, bytes=moved)
 
 

@@ -15,12 +15,12 @@ SECTIONS = (
 )  # phases of the step, and the evaluation after it
 # Fewest and most targets of a sample in a part of the logits; ratio up to which two numbers are as
 # many
-TARGETS_A_SAMPLE, AS_MANY = (2.0**-10, 2.0**20), 1.01
+_TARGETS_A_SAMPLE, _AS_MANY = (2.0**-10, 2.0**20), 1.01
 # (x, y): micro-batches whose highest sums show that most others are highest nowhere
-DIRECTIONS = [(4**x, 16**y if y else 0) for x in range(8) for y in range(5)]
+_DIRECTIONS = [(4**x, 16**y if y else 0) for x in range(8) for y in range(5)]
 NOTHING = (0, 0, 0)
 # kinds of blocks, by the phase in which they are born
-BORN_IN = {"start:weights": "weights", "start:optimizer": "optimizer", "input": "input"}
+_BORN_IN = {"start:weights": "weights", "start:optimizer": "optimizer", "input": "input"}
 # kinds of blocks that outlive the phase in which they are born, by its section
 LASTING = {"forward": "activations", "backward": "gradients", "optimizer": "optimizer"}
 
@@ -30,7 +30,7 @@ def kinds(log: Log) -> list[str]:
     it: logits and buffers do."""
     died = {event.block: event.phase for event in log.events if not event.birth}
     return [
-        block.kind or BORN_IN.get(block.born) or _lasting_kind(block.born, died.get(number))
+        block.kind or _BORN_IN.get(block.born) or _lasting_kind(block.born, died.get(number))
         for number, block in enumerate(log.blocks)
     ]
 
@@ -126,7 +126,7 @@ def _rivals(totals: Sequence[Sizes]) -> list[int]:
     ten thousand."""
     highest = {
         max(totals, key=lambda sizes, x=x, y=y: sizes[0] + x * sizes[1] + y * sizes[2])
-        for x, y in DIRECTIONS
+        for x, y in _DIRECTIONS
     }
 
     def is_lower(sizes: Sizes) -> bool:
@@ -153,7 +153,7 @@ def _highest_of(totals: Sequence[Sizes]) -> list[int]:
         )
 
     def between(low: float, high: float, ends: tuple[frozenset[int], frozenset[int]]) -> set[int]:
-        if ends[0] == ends[1] or high < low * AS_MANY:
+        if ends[0] == ends[1] or high < low * _AS_MANY:
             return {*ends[0], *ends[1]}
         middle = (low * high) ** 0.5
         of_middle = highest(middle)
@@ -161,7 +161,7 @@ def _highest_of(totals: Sequence[Sizes]) -> list[int]:
             middle, high, (of_middle, ends[1])
         )
 
-    low, high = TARGETS_A_SAMPLE
+    low, high = _TARGETS_A_SAMPLE
     return sorted(highest(0) | between(low, high, (highest(low), highest(high))))
 
 

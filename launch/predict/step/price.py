@@ -23,7 +23,7 @@ NOTHING: Sizes = (0, 0, 0)
 # Least share of a recorded step's seconds beside products that another step takes: where the
 # recorded one computes in another precision; where one of them makes its logits at once, the other
 # in parts; where their kernels differ
-OTHER_CAST, OTHER_LOSS, OTHER_KERNELS = 0.9, 0.8, 0.4
+OTHER_CAST, _OTHER_LOSS, OTHER_KERNELS = 0.9, 0.8, 0.4
 KERNELS = ("use_liger_kernel", "fused_norms", "fused_adapters")  # levers that save time
 
 
@@ -101,7 +101,7 @@ class Price:
         return [
             (section, _plus(top, excess, -1))
             for section in SECTIONS
-            for top in undominated(highest.get(section, ()))
+            for top in _undominated(highest.get(section, ()))
         ]
 
     def _unit(self, run: Run[Event], layer: Layer, source: Recorded) -> Unit:
@@ -121,7 +121,7 @@ class Price:
                 live = _plus(live, size, 1 if event.birth else -1)
                 if event.birth and part == "all":
                     tops.add(live)
-            self._units[key] = Unit(live, [*undominated(tops)])
+            self._units[key] = Unit(live, [*_undominated(tops)])
             self.num_looked_at += len(run.items)
         return self._units[key]
 
@@ -143,8 +143,8 @@ class Price:
             return NOTHING
         layers = composer.layers_of(owner)
         if owner[0] != LOSS and phase.startswith(PASSES):
-            own = ((owner[0], index) for index in layers)
-            layers = [each[1] for each in own if composer.way_of(each) is source]
+            owners = ((owner[0], index) for index in layers)
+            layers = [each[1] for each in owners if composer.way_of(each) is source]
         if owner[0] != LOSS and source.place[block][0].startswith(PASSES):
             layers = [index for index in layers if self._recorded((owner[0], index)) != "nothing"]
         is_last = owner[0] == LOSS and owner[1] == source.recorded_layers[LOSS] - 1
@@ -278,14 +278,14 @@ class RecordedSteps:
         same_cast = outer.cast == question.cast
         share = min(
             1.0 if same_cast else OTHER_CAST,
-            1.0 if has_loss else OTHER_LOSS,
+            1.0 if has_loss else _OTHER_LOSS,
             OTHER_KERNELS if _has_others_kernels(question, outer) else 1.0,
         )
         moments = price.moments() if same_cast and not of_samples else []
         of_step = price.passes()
         if not has_loss:  # targets are those of a part
             times = question.strategy.levers.num_output_chunks / parts
-            of_step = of_step.of(lambda operator: _of_parts(operator, times))
+            of_step = of_step.with_operators(lambda operator: _of_parts(operator, times))
         return Priced(moments, of_step, share, of_samples)
 
     def _alike(self, question: Question) -> list[Question]:
@@ -297,15 +297,15 @@ class RecordedSteps:
         kinds: dict[tuple[Any, ...], list[Question]] = defaultdict(list)
         for base in self._bases:
             if base.accumulates <= question.accumulates:
-                differs = base.cast != question.cast, _others(base) != _others(question)
+                differs = base.cast != question.cast, _uncomposed(base) != _uncomposed(question)
                 is_fewer = base.is_single and not question.is_single
                 kinds[is_fewer, *differs, base.is_single, base.accumulates].append(base)
 
         def unknown(kind: tuple[Any, ...]) -> tuple[Any, ...]:
-            own = kinds[kind]
-            of_ways = ways - {base.strategy.levers.every_n_layers > 0 for base in own}
+            bases = kinds[kind]
+            of_ways = ways - {base.strategy.levers.every_n_layers > 0 for base in bases}
             in_parts = levers.num_output_chunks > 1
-            of_loss = all(base.parts_apart != in_parts for base in own)
+            of_loss = all(base.parts_apart != in_parts for base in bases)
             other_rows = kind[3:] != (question.is_single, question.accumulates)
             return *kind[:3], len(of_ways) + of_loss, other_rows
 
@@ -323,14 +323,14 @@ def _of_parts(operator: Operator, times: float) -> Operator:
 
 def _has_others_kernels(question: Question, base: Question) -> bool:
     """True if a step has kernels that save time, and the record does not."""
-    own, recorded = question.strategy.levers.recorded, base.strategy.levers.recorded
-    return any(own[name] and not recorded[name] for name in KERNELS)
+    levers, recorded = question.strategy.levers.recorded, base.strategy.levers.recorded
+    return any(levers[name] and not recorded[name] for name in KERNELS)
 
 
 def _part_alike(base: Question, question: Question) -> Part:
     """The part of a layer's bytes that both have: MLPs in parts change what is inside it."""
-    own, other = _others(base), _others(question)
-    differing = {name for name in own if own[name] != other[name]}
+    base_levers, question_levers = _uncomposed(base), _uncomposed(question)
+    differing = {name for name in base_levers if base_levers[name] != question_levers[name]}
     return "nothing" if differing - {"tiled_mlp_num_shards"} else "behind" if differing else "all"
 
 
@@ -338,21 +338,21 @@ def _recomputes(base: Question) -> bool:
     return base.strategy.levers.every_n_layers > 0
 
 
-def _others(question: Question) -> dict[str, Any]:
+def _uncomposed(question: Question) -> dict[str, Any]:
     """The levers that are not composed."""
     levers = question.strategy.levers
     return replace(levers, every_n_layers=0, num_output_chunks=1).recorded
 
 
-def _plus(some: Sizes, others: Sizes, times: int = 1) -> Sizes:
+def _plus(some: Sizes, added: Sizes, times: int = 1) -> Sizes:
     return (
-        some[0] + times * others[0],
-        some[1] + times * others[1],
-        some[2] + times * others[2],
+        some[0] + times * added[0],
+        some[1] + times * added[1],
+        some[2] + times * added[2],
     )
 
 
-def undominated(tops: Iterable[Sizes]) -> Iterator[Sizes]:
+def _undominated(tops: Iterable[Sizes]) -> Iterator[Sizes]:
     """The sums of which no other has as much of everything."""
     highest: list[Sizes] = []
     for top in sorted(set(tops), key=sum, reverse=True):

@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 from launch.schema.recorded_step import LOSS, UNITS, Call, Event, Layer, Operator, RecordedStep
 
 PASSES = ("forward", "backward")  # phases that a layer's way decides
-THROUGH_LAYERS = (*PASSES, "evaluation")
-PARTS_HERE = -1  # stands for a block: the parts of the logits are made here
+_THROUGH_LAYERS = (*PASSES, "evaluation")
+_PARTS_HERE = -1  # stands for a block: the parts of the logits are made here
 MIDDLE = 2  # the unit of a stack that is repeated
 LEAST_PARTS = 3  # fewest parts of the logits: first, one before the last, last
 Item = TypeVar("Item", Event, Call)
@@ -26,7 +26,7 @@ class NotComposed(Exception):
 
 
 @dataclass(frozen=True)
-class Stack:
+class _Stack:
     """A stack of layers, of which a few were recorded."""
 
     layers: int
@@ -65,22 +65,22 @@ class Stack:
         host until the one behind the next is computed."""
         if self.source_of == list(range(self.recorded)):
             return [recorded]
-        own = self.source_of[layer]
-        distance = self.unit(recorded) - self.unit(own)
+        source = self.source_of[layer]
+        distance = self.unit(recorded) - self.unit(source)
         if abs(distance) <= (2 if in_pass else 1):
-            seen = layer + (self._place(recorded) - self._place(own))
-            if 0 <= seen < self.layers:
-                return [seen]
-        elif self.middle not in (self.unit(own), self.unit(recorded) + 1):
+            target = layer + (self._place(recorded) - self._place(source))
+            if 0 <= target < self.layers:
+                return [target]
+        elif self.middle not in (self.unit(source), self.unit(recorded) + 1):
             return self.layers_of.get(recorded, [])
-        raise NotComposed(f"layer {own} frees a block of layer {recorded}")
+        raise NotComposed(f"layer {source} frees a block of layer {recorded}")
 
     def _place(self, recorded: int) -> int:
         return recorded
 
 
 @dataclass(frozen=True)
-class LossParts(Stack):
+class _LossParts(_Stack):
     """The parts of the logits, as the layers of a stack. Backward goes through the last one first,
     and the one before it makes the sum of gradients that the others are added to."""
 
@@ -117,7 +117,7 @@ def _runs(items: Sequence[Item]) -> list[Run[Item]]:
     """A phase in runs. Between the first and the last of a layer all is the layer's own; between
     two layers of a stack it belongs to the one before."""
     runs: list[tuple[Layer | None, list[Item]]] = []
-    if items and items[0].phase.startswith(THROUGH_LAYERS):
+    if items and items[0].phase.startswith(_THROUGH_LAYERS):
         last = {item.layer: index for index, item in enumerate(items)}
         owner: Layer | None = None
         for index, item in enumerate(items):
@@ -160,11 +160,11 @@ class Recorded:
         self.freed: dict[int, tuple[str, Layer | None]] = {}  # block -> phase and owner
         for phase, runs in self.events.items():
             for run in runs:
-                made = self.births[phase, run.layer]
+                births = self.births[phase, run.layer]
                 for event in run.items:
                     if event.birth:
-                        self.place[event.block] = phase, run.layer, len(made)
-                        made.append(event.block)
+                        self.place[event.block] = phase, run.layer, len(births)
+                        births.append(event.block)
                     else:
                         self.freed[event.block] = phase, run.layer
         self._check()
@@ -180,20 +180,20 @@ class Recorded:
                     layers[stack] = max(layers[stack], index + 1)
         return dict(layers)
 
-    def stacks(self, parts: int) -> dict[int, Stack]:
+    def stacks(self, parts: int) -> dict[int, _Stack]:
         """The stacks of the model, and the parts of the logits as one."""
-        stacks: dict[int, Stack] = {}
+        stacks: dict[int, _Stack] = {}
         for stack, recorded in self.recorded_layers.items():
             if stack == LOSS:
-                stacks[stack] = LossParts(parts, recorded, 1)
+                stacks[stack] = _LossParts(parts, recorded, 1)
             else:
                 layers = self.depths[stack] if self.period else recorded
-                stacks[stack] = Stack(layers, recorded, self.period)
+                stacks[stack] = _Stack(layers, recorded, self.period)
         return stacks
 
     def size(self, block: int) -> tuple[object, ...]:
         """The size and operator of a block, by which it stands for another."""
-        if block == PARTS_HERE:
+        if block == _PARTS_HERE:
             return ("parts of the logits",)
         row = self.log.blocks[block]
         target_bytes = row.target_bytes + row.all_target_bytes
@@ -211,8 +211,8 @@ class Recorded:
 
     def outputs(self, phase: str, layer: Layer | None) -> set[tuple[object, ...]]:
         """The kinds of blocks that a layer hands on to another."""
-        made = self.births.get((phase, layer), [])
-        return {self.size(block) for block in made if self.reader(block) == "layer"}
+        blocks = self.births.get((phase, layer), [])
+        return {self.size(block) for block in blocks if self.reader(block) == "layer"}
 
     def reader(self, block: int) -> str:
         """The place where a block is freed: its own layer, another, outside of layers, a later
@@ -241,13 +241,13 @@ class Recorded:
 
     @cached_property
     def areas(self) -> dict[tuple[str, int], list[int]]:
-        """The blocks that are made in each area of each phase, and PARTS_HERE."""
-        made: dict[tuple[str, int], list[int]] = defaultdict(list)
+        """The blocks that are made in each area of each phase, and _PARTS_HERE."""
+        blocks: dict[tuple[str, int], list[int]] = defaultdict(list)
         for phase in self.events:
             for area, event in self.outside(phase):
                 if event is None or event.birth:
-                    made[phase, area].append(PARTS_HERE if event is None else event.block)
-        return made
+                    blocks[phase, area].append(_PARTS_HERE if event is None else event.block)
+        return blocks
 
     @cached_property
     def area_of(self) -> dict[int, tuple[str, int, int]]:
@@ -263,11 +263,11 @@ class Recorded:
         """Each block of the last part of the logits, and of the others, and the block of the other
         kind."""
         twins: dict[int, int] = {}
-        for (phase, layer), made in self.births.items():
+        for (phase, layer), births in self.births.items():
             if layer is None or layer[0] != LOSS:
                 continue
-            others = self.births.get((phase, self._other_part(layer)), [])
-            twins |= dict(_pairs(made, others, lambda block: self.log.blocks[block].op))
+            twin_births = self.births.get((phase, self._other_part(layer)), [])
+            twins |= dict(_pairs(births, twin_births, lambda block: self.log.blocks[block].op))
         return twins
 
     @cached_property
@@ -280,8 +280,8 @@ class Recorded:
                     calls[phase, run.layer] += [call.operator for call in run.items]
         operators, twins = self.log.operators, dict[tuple[str, Layer, int], Operator]()
         for (phase, layer), numbers in calls.items():
-            others = calls.get((phase, self._other_part(layer)), [])
-            for number, other in _pairs(numbers, others, lambda each: operators[each].name):
+            twin_numbers = calls.get((phase, self._other_part(layer)), [])
+            for number, other in _pairs(numbers, twin_numbers, lambda each: operators[each].name):
                 twins[phase, layer, number] = operators[other]
         return twins
 
@@ -293,11 +293,11 @@ class Recorded:
         """Raises NotComposed unless the layers of the two middle units make the same blocks."""
         if not self.period:
             return
-        for (phase, layer), made in self.births.items():
+        for (phase, layer), births in self.births.items():
             if layer is None or layer[0] == LOSS or layer[1] // self.period != MIDDLE:
                 continue
             before = self.births.get((phase, (layer[0], layer[1] - self.period)), [])
-            if list(map(self.size, made)) != list(map(self.size, before[: len(made)])):
+            if list(map(self.size, births)) != list(map(self.size, before[: len(births)])):
                 raise NotComposed(f"{phase}: layers {layer} and the one before differ")
 
 
@@ -309,9 +309,9 @@ def _by_phase(items: Sequence[Item]) -> Iterator[tuple[str, list[Item]]]:
 
 
 def _pairs(
-    some: Sequence[int], others: Sequence[int], name_of: Callable[[int], str]
+    numbers: Sequence[int], other_numbers: Sequence[int], name_of: Callable[[int], str]
 ) -> Iterator[tuple[int, int]]:
     """Pairs of the same name, in runs that are as long as possible."""
-    names, other_names = [*map(name_of, some)], [*map(name_of, others)]
+    names, other_names = [*map(name_of, numbers)], [*map(name_of, other_numbers)]
     for run in SequenceMatcher(None, names, other_names, False).get_matching_blocks():
-        yield from zip(some[run.a : run.a + run.size], others[run.b :], strict=False)
+        yield from zip(numbers[run.a : run.a + run.size], other_numbers[run.b :], strict=False)

@@ -220,18 +220,18 @@ def _behind_node(log: Log, position: int, stop: int) -> int:
     def block(birth: int) -> Block:
         return log.blocks[log.events[birth].block]
 
-    made, after = block(position), next_birth(log, position, stop)
-    if after < stop and block(after).op == made.op:
-        is_product = made.op == "aten::mm" and not block(after).is_fixed
+    first, after = block(position), _next_birth(log, position, stop)
+    if after < stop and block(after).op == first.op:
+        is_product = first.op == "aten::mm" and not block(after).is_fixed
         if is_product or after == position + 1:
-            after = next_birth(log, after, stop)
-    if after < stop and made.op == "aten::mm" and block(after).op == "aten::sum":
+            after = _next_birth(log, after, stop)
+    if after < stop and first.op == "aten::mm" and block(after).op == "aten::sum":
         is_of_bias = block(after).is_fixed
-        after = next_birth(log, after, stop) if is_of_bias else after
+        after = _next_birth(log, after, stop) if is_of_bias else after
     return after
 
 
-def next_birth(log: Log, position: int, stop: int) -> int:
+def _next_birth(log: Log, position: int, stop: int) -> int:
     """The position of the first birth behind this one, where the temporaries before it are
     freed. A kernel's own buffers do not count."""
     return next(
@@ -253,7 +253,7 @@ def behind_logits(log: Log, positions: range, last: bool) -> int:
     ]
     if not births:
         return positions.stop
-    return next_birth(log, births[-1 if last else 0], positions.stop)
+    return _next_birth(log, births[-1 if last else 0], positions.stop)
 
 
 def input_embedding(marks: Landmarks) -> Weight:

@@ -48,8 +48,8 @@ class Question:
 class Sources:
     """The records that a step is composed of."""
 
-    outer: Question  # all but the layers that `others` is of
-    others: Question | None = None  # layers between those that compute again, every n-th
+    outer: Question  # all but the layers that `inner` is of
+    inner: Question | None = None  # layers between those that compute again, every n-th
     every_n_layers: int = 1
     parts: int = 1  # number of parts in which the logits are made
     positions: int = 0  # positions that these parts divide; 0: they divide targets
@@ -57,7 +57,7 @@ class Sources:
 
     @property
     def questions(self) -> list[Question]:
-        return [self.outer, *([self.others] if self.others is not None else [])]
+        return [self.outer, *([self.inner] if self.inner is not None else [])]
 
     def composed(
         self,
@@ -66,19 +66,19 @@ class Sources:
     ) -> Log:
         """The log of one process. Raises NotComposed."""
         step = recorded(self.outer)
-        if not step.period and self.others is None and not self.outer.parts_apart:
+        if not step.period and self.inner is None and not self.outer.parts_apart:
             return step.log
         return self.composer(indexed or (lambda base: Recorded(recorded(base)))).log()
 
     def composer(self, recorded: Callable[[Question], Recorded]) -> Composer:
         """The composer of such a step. Raises NotComposed."""
         outer, every = recorded(self.outer), self.every_n_layers
-        others = outer if self.others is None else recorded(self.others)
-        if others is not outer and len(outer.recorded_layers.keys() - {LOSS}) > 1:
+        inner = outer if self.inner is None else recorded(self.inner)
+        if inner is not outer and len(outer.recorded_layers.keys() - {LOSS}) > 1:
             raise NotComposed("there are several stacks of layers")
         return Composer(
             outer,
-            lambda layer: others if layer[1] % every else outer,
+            lambda layer: inner if layer[1] % every else outer,
             self.parts,
             self.positions,
         )
@@ -87,16 +87,18 @@ class Sources:
 def alone(question: Question, why: str = "", all_layers: bool = False) -> Sources:
     """The step from a record of its own."""
     documents = min(question.documents, 1)  # more of them change sizes alone
-    own = replace(question, documents=documents, all_layers=all_layers)
-    return Sources(own, why_whole=why)
+    base = replace(question, documents=documents, all_layers=all_layers)
+    return Sources(base, why_whole=why)
 
 
-def of(question: Question, has_encoder: bool, is_recorded: Callable[[Question], bool]) -> Sources:
+def choose_sources(
+    question: Question, has_encoder: bool, is_recorded: Callable[[Question], bool]
+) -> Sources:
     """The records that the step can be composed of; those that there are come first.
 
     Of an encoder and a decoder every n-th layer is counted through both, and what they hand on to
     one another depends on it: such a step is recorded with its own levers."""
-    own, levers = alone(question).outer, question.strategy.levers
+    base_question, levers = alone(question).outer, question.strategy.levers
     every = levers.every_n_layers
     parts, positions, recorded_parts = levers.num_output_chunks, 0, PARTS
     if not levers.logits_at_targets:
@@ -118,12 +120,14 @@ def of(question: Question, has_encoder: bool, is_recorded: Callable[[Question], 
 
     def base(every_n_layers: int, in_parts: bool) -> Question:
         number = recorded_parts if in_parts else 1
-        strategy = own.strategy.with_levers(every_n_layers=every_n_layers, num_output_chunks=number)
-        return replace(own, strategy=strategy, parts_apart=in_parts)
+        strategy = base_question.strategy.with_levers(
+            every_n_layers=every_n_layers, num_output_chunks=number
+        )
+        return replace(base_question, strategy=strategy, parts_apart=in_parts)
 
     outer = base(min(every, 1), is_in_parts)
     if every <= 1:
         return Sources(outer, parts=parts, positions=positions)
     alike = [base(0, is_in_parts), *([base(0, not is_in_parts)] if recorded_parts else [])]
-    others = next((each for each in alike if is_recorded(each)), alike[0])
-    return Sources(outer, others, every, parts, positions)
+    inner = next((each for each in alike if is_recorded(each)), alike[0])
+    return Sources(outer, inner, every, parts, positions)

@@ -30,7 +30,7 @@ from launch.schema.plan import Strategy
 from launch.schema.recorded_step import Layer, Log
 
 MASTER_BYTES = 4  # a float32 element of the slice that is trained
-NORM_BYTES = 8  # a float64 element of the copy from which a gradient's norm is computed
+_NORM_BYTES = 8  # a float64 element of the copy from which a gradient's norm is computed
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Share:
         return [min(start + self.slice, offset + size) - max(start, offset) for start in starts]
 
 
-def share_of(marks: Landmarks, strategy: Strategy, bucket: int) -> Share:
+def _share_of(marks: Landmarks, strategy: Strategy, bucket: int) -> Share:
     element_bytes = 4 if strategy.mixed_precision == "no" else 2
     offsets: dict[int, int] = {}
     unmatched: dict[tuple[Layer | None, int], list[Gradient]] = defaultdict(list)
@@ -86,7 +86,7 @@ def rewrite(
 ) -> None:
     """Replace states by this rank's share, and add the buffers of the collectives. `bucket`:
     elements that are reduced, or gathered ahead, at once. `is_first`: the run's first step."""
-    share = share_of(marks, strategy, bucket)
+    share = _share_of(marks, strategy, bucket)
     _states(rewriting, marks, share)
     if strategy.launch_mode.zero_stage == 3:
         rewriting.born(share.bucket * share.element_bytes, "communication", "reduce bucket", 0)
@@ -148,14 +148,14 @@ def _reduced(rewriting: Rewriting, marks: Landmarks, share: Share) -> list[int]:
     nothing overlaps."""
     stage, last = share.strategy.launch_mode.zero_stage, len(marks.backwards) - 1
     slice_gradients: list[int] = []
-    bucket: Bucket | None = None
+    bucket: _Bucket | None = None
     for micro_step, phase in enumerate(marks.backwards):
         order = sorted(
             (ready(rewriting.log, marks, gradient, micro_step), index)
             for index, gradient in enumerate(marks.gradients)
         )
         if bucket is None:
-            bucket = Bucket(rewriting, share, order[0][0])
+            bucket = _Bucket(rewriting, share, order[0][0])
         if stage == 1 and micro_step < last:
             continue
         if stage == 1 and not share.overlaps:
@@ -176,7 +176,7 @@ def _reduced(rewriting: Rewriting, marks: Landmarks, share: Share) -> list[int]:
     return slice_gradients
 
 
-class Bucket:
+class _Bucket:
     """The reduce bucket during one backward. Stage 3 has a bucket for the whole run, so no bucket
     is made for it here."""
 
@@ -266,7 +266,7 @@ class Bucket:
             back = self.rewriting.born(
                 elements * element_bytes, "gradients", "gradient part", position, stream=stream
             )
-        for size, op in ((NORM_BYTES, "gradient norm"), (MASTER_BYTES, "float32 gradient")):
+        for size, op in ((_NORM_BYTES, "gradient norm"), (MASTER_BYTES, "float32 gradient")):
             if size != element_bytes:
                 self.rewriting.passes(elements * size, op, position, stream=stream)
         if back is not None:
@@ -279,12 +279,12 @@ class Bucket:
         if self.stage == 3:
             divides = elements % self.share.strategy.num_processes == 0
             return 0 if len(self._filled) == 1 and divides else elements
-        most = taken = count = 0
+        most = total = count = 0
         for _, group in groupby(self._slices(), key=itemgetter(0)):
-            taken, count = taken + sum(size for _, size in group), count + 1
-            most = max(most, taken if count > 1 else 0)
-            if taken > self.share.bucket:
-                taken = count = 0
+            total, count = total + sum(size for _, size in group), count + 1
+            most = max(most, total if count > 1 else 0)
+            if total > self.share.bucket:
+                total = count = 0
         return most
 
     def _slices(self) -> Iterator[tuple[int, int]]:
@@ -312,7 +312,7 @@ def _update(
             if strategy.launch_mode.zero_stage == 3
             else share.widest
         )
-        rewriting.passes(min(part, share.slice) * NORM_BYTES, "gradient norm", position)
+        rewriting.passes(min(part, share.slice) * _NORM_BYTES, "gradient norm", position)
         flat = rewriting.born(
             share.slice * share.element_bytes, "gradients", "flat gradients", position
         )

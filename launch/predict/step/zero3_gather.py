@@ -20,7 +20,7 @@ PERSISTENT = 100_000
 # elements used before the next use of a weight; a nearer weight stays gathered (max_reuse_distance)
 MAX_REUSE = 1_000_000_000
 GATHERS = 2  # the stream of a card's ranks; on stream 1 they reduce (zero.py)
-LIVE_BUCKETS = 2  # stage3_max_live_parameters in buckets, as launch/render/deepspeed.py writes it
+_LIVE_BUCKETS = 2  # stage3_max_live_parameters in buckets, as launch/render/deepspeed.py writes it
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Use:
 
 
 @dataclass
-class Bundle:
+class _Bundle:
     """Several weights of the same all-gather."""
 
     block: int
@@ -40,7 +40,7 @@ class Bundle:
     arrived: bool = False
 
 
-class Gathered:
+class _Gathered:
     """The coordinator of one rank, for one micro-step."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Gathered:
         self.element_bytes = element_bytes
         self.stream = GATHERS if strategy.device == "cuda" else 0
         self.gathered: dict[int, int] = {}  # weight -> its block
-        self.inflight: dict[int, Bundle] = {}
+        self.inflight: dict[int, _Bundle] = {}
 
     def record(self, uses: list[Use], end: int) -> None:
         """Write the collectives of the run's first forward, or backward, which records the order of
@@ -145,7 +145,7 @@ class Gathered:
         if len(weights) == 1:
             self.gathered[weights[0]] = block
             return
-        self.inflight |= dict.fromkeys(weights, Bundle(block, set(weights)))
+        self.inflight |= dict.fromkeys(weights, _Bundle(block, set(weights)))
 
     def _prefetch(
         self, uses: list[Use], queue: deque[int], fetched_for: dict[int, int], position: int
@@ -153,7 +153,7 @@ class Gathered:
         """Gather the next weights up to a bucket, as long as not too many are live."""
         live = {*self.gathered, *self.inflight}
         elements = sum(self.sizes[weight] for weight in live)
-        most = elements + min(LIVE_BUCKETS * self.bucket - elements, self.bucket)
+        most = elements + min(_LIVE_BUCKETS * self.bucket - elements, self.bucket)
         ahead: list[int] = []
         while queue and elements < most:
             index = queue.popleft()
@@ -199,8 +199,8 @@ def rewrite(
         rewriting.dies(before, marks.optimizer.start)
         rewriting.born(small, "weights", "small weights", marks.optimizer.stop)
 
-    def gathered() -> Gathered:
-        return Gathered(rewriting, marks, strategy, element_bytes, bucket)
+    def gathered() -> _Gathered:
+        return _Gathered(rewriting, marks, strategy, element_bytes, bucket)
 
     for micro_step, (forward, backward, (forwards, backwards)) in enumerate(
         zip(marks.forwards, marks.backwards, marks.spans, strict=True)

@@ -29,7 +29,7 @@ class StepSplit(NamedTuple):
     micro_steps: float
 
 
-def of(
+def compute(
     counts: Mapping[str, Any],
     strategy: Strategy,
     multiple: int,

@@ -62,7 +62,7 @@ UNKNOWN = Rates(
 )
 
 
-def of(machine: Machine, strategy: Strategy) -> Rates:
+def look_up(machine: Machine, strategy: Strategy) -> Rates:
     """The peak of the slowest device a rank of this strategy gets; of a machine's whole CPU where
     it trains there."""
     if strategy.device == "cpu":
@@ -73,7 +73,7 @@ def of(machine: Machine, strategy: Strategy) -> Rates:
 def card(gpu: Gpu) -> Rates:
     """The row of this card, else the one of its architecture with the nearest memory, else a modest
     guess."""
-    row, is_named = cards.of(gpu)
+    row, is_named = cards.look_up(gpu)
     if row is None:
         return replace(UNKNOWN, name=gpu.name)
     rates = Rates(

@@ -77,7 +77,7 @@ def test_a_plan_is_for_the_largest_micro_batch_of_the_run(folder, attention):
     with WORKER:
         facts.fetch([candidate])
         known = estimate.judge(facts, candidate)
-        steps = traced_steps.of(facts, candidate)
+        steps = traced_steps.list_steps(facts, candidate)
         bound = estimate.judge(builders.changed(facts, largest_batches=None), candidate)
         assert known.memory.peak is not None
         assert bound.memory.peak is not None
@@ -113,7 +113,7 @@ def test_a_micro_batch_without_padding_is_planned_without_a_mask(tmp_path):
     candidate = replace(candidate, per_device_train_batch_size=2)
     with WORKER:
         facts.fetch([candidate])
-        steps = traced_steps.of(facts, candidate)
+        steps = traced_steps.list_steps(facts, candidate)
         assert [step.question.is_padded for step in steps] == [True, False]
         padded, full = (step.sizes[0] for step in steps)
         assert full.targets > padded.targets
@@ -148,13 +148,13 @@ def test_where_the_order_is_not_known_a_bound_counts_and_the_plan_says_why(
     counted = (
         sum(facts.rows.counts["most_targets"][:BATCH]) if facts.rows.counts else BATCH * length
     )
-    assert most.of(BATCH) == min(counted, BATCH * length)
+    assert most.count(BATCH) == min(counted, BATCH * length)
 
 
 def test_all_epochs_count_and_each_division_has_its_own_largest_micro_batch(folder):
     facts, candidate = facts_of(folder, "sdpa"), candidate_of("sdpa")
     most = [
-        facts.most_targets(replace(candidate, per_device_train_batch_size=rows)).of(rows)
+        facts.most_targets(replace(candidate, per_device_train_batch_size=rows)).count(rows)
         for rows in (1, 2, 6)
     ]
     assert most == sorted(most)
@@ -163,4 +163,4 @@ def test_all_epochs_count_and_each_division_has_its_own_largest_micro_batch(fold
     assert most[2] < targets[:6].sum()
     more = facts.recipe.training.model_copy(update={"num_train_epochs": 40.0})
     longer = builders.changed(facts, recipe=facts.recipe.model_copy(update={"training": more}))
-    assert longer.most_targets(candidate).of(6) > most[2]
+    assert longer.most_targets(candidate).count(6) > most[2]

@@ -311,10 +311,10 @@ def test_without_a_compiler_the_plan_says_that_steps_run_as_they_are():
     recipe = recipe_of(
         model={"shape": "llama-tiny"}, training={"torch_compile_backend": "inductor"}
     )
-    assert arguments.of(recipe, plan(recipe), 9, False, {}).torch_compile
+    assert arguments.make_arguments(recipe, plan(recipe), 9, False, {}).torch_compile
     reason = packages.no_compiler(False, {"PATH": "/nowhere"})
     assert reason is not None
     without = plan(recipe, no_compiler=reason)
     (change,) = [change for change in without.changes if change.key == "training.torch_compile"]
     assert "there is no compiler (g++)" in change.reason
-    assert not arguments.of(recipe, without, 9, False, {}).torch_compile
+    assert not arguments.make_arguments(recipe, without, 9, False, {}).torch_compile

@@ -31,7 +31,7 @@ from launch.schema.plan import DataFormat
 from tests import builders
 from training.data import tokenise_pool, tokenizer, units
 from training.data.batches import TokenRows
-from training.data.tokenise import Job
+from training.data.tokenise import TokeniseJob
 
 pytestmark = pytest.mark.process
 
@@ -49,7 +49,9 @@ def bpe():
 TEXT_ROWS = DataFormat("text", {"text": "text"}, "jsonl", "")
 
 
-def job(folder: Path, source: Path, bpe, data_format: DataFormat = TEXT_ROWS, **fields) -> Job:
+def job(
+    folder: Path, source: Path, bpe, data_format: DataFormat = TEXT_ROWS, **fields
+) -> TokeniseJob:
     folder.mkdir(parents=True)
     bpe.save_pretrained(folder / "tokenizer")
     given = {
@@ -58,7 +60,7 @@ def job(folder: Path, source: Path, bpe, data_format: DataFormat = TEXT_ROWS, **
         "max_bad_rows": 0,
         **fields,
     }
-    return Job(
+    return TokeniseJob(
         folder,
         "train",
         (Source(source, data_format),),
@@ -78,7 +80,7 @@ def corpus(folder: Path, bad: tuple[int, ...] = ()) -> Path:
     return folder
 
 
-def made(job: Job, processes: int, limit: int | None = None) -> dict[str, bytes]:
+def made(job: TokeniseJob, processes: int, limit: int | None = None) -> dict[str, bytes]:
     """The files of rows that so many processes make."""
     said: list[str] = []
     tokenise_pool.part(job, limit, processes, lambda rows: None, said.append)
@@ -167,7 +169,7 @@ tokenise_pool.part(job, None, 2, lambda rows: time.sleep(0.1), print)
 """
 
 
-def start(job: Job) -> subprocess.Popen:
+def start(job: TokeniseJob) -> subprocess.Popen:
     """A process that tokenises with two children, slowly; back when some units are there."""
     job.write()
     (job.folder / "job.json").rename(job.folder.with_suffix(".job"))
@@ -197,7 +199,7 @@ def test_a_killed_start_goes_on_from_the_units_that_were_finished(tmp_path, bpe)
     assert not any(child.is_running() for child in children), "children outlived their parent"
     there = {path: path.stat().st_mtime_ns for path in killed.folder.glob("train-*.arrow")}
     assert 4 <= len(there) < len(killed.units)
-    again = TypeAdapter(Job).validate_python(vars(killed))
+    again = TypeAdapter(TokeniseJob).validate_python(vars(killed))
     found = made(again, 2)
     assert found == made(job(tmp_path / "whole", source, bpe), 1)
     assert {path: path.stat().st_mtime_ns for path in there} == there, (

@@ -173,7 +173,7 @@ def test_only_copies_of_the_code_that_no_job_names_are_removed(workspace):
         os.utime(path, (0, 0), follow_symlinks=False)
     job.forget_old(Workspace(workspace))
     assert all(map(os.path.lexists, (*old, *theirs)))
-    named = job.Job("job", (), workspace, 0.0, code="1" * 16)
+    named = job.SubmittedJob("job", (), workspace, 0.0, code="1" * 16)
     files.write_json(job_file, named)
     job.forget_old(Workspace(workspace))
     assert [path.exists() for path in old] == [False, True, False]

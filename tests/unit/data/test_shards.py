@@ -184,7 +184,7 @@ def test_shards_of_the_type_of_most_are_read_and_the_rest_of_the_folder_is_named
     tmp_path, others, notes
 ):
     written(tmp_path, *PARQUETS, *others)
-    assert [file.name for file in shards.of(tmp_path)] == PARQUETS
+    assert [file.name for file in shards.list_shards(tmp_path)] == PARQUETS
     assert found(tmp_path).notes == tuple(f"not read of {tmp_path}: {names}" for names in notes)
 
 
@@ -216,12 +216,14 @@ def test_a_folder_whose_data_is_not_clear_gets_the_pattern_to_type(tmp_path, nam
 
 def test_names_of_one_split_that_name_two_are_no_two_splits(tmp_path):
     written(tmp_path, "train_test_split_0.jsonl", "train_test_split_1.jsonl", "more.jsonl")
-    assert len(shards.of(tmp_path)) == 3
+    assert len(shards.list_shards(tmp_path)) == 3
 
 
 def test_a_pattern_finds_no_file_of_a_hidden_folder_below_it(tmp_path):
     written(tmp_path, ".home/a.jsonl", ".home/.cache/b.jsonl")
-    assert [file.name for file in shards.of(tmp_path / ".home" / "**" / "*.jsonl")] == ["a.jsonl"]
+    assert [file.name for file in shards.list_shards(tmp_path / ".home" / "**" / "*.jsonl")] == [
+        "a.jsonl"
+    ]
 
 
 def test_a_bad_row_is_named_by_its_shard_and_all_shards_share_what_is_allowed(tmp_path):

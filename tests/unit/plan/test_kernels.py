@@ -287,7 +287,7 @@ def test_rows_that_follow_one_another_are_hardly_padded():
     }
     recipe = recipe_of(training=HALF)
     share = {
-        attention: padding.of(counts, chosen.strategy, 8, recipe.data, (400, 400)).share
+        attention: padding.compute(counts, chosen.strategy, 8, recipe.data, (400, 400)).share
         for attention, given in (
             ("sdpa", GONE),
             ("flash_attention_2", THERE),
@@ -347,7 +347,7 @@ from training.loop import arguments
 flags = [torch.backends.cuda.matmul.allow_tf32]
 for asked in (True, False):
     recipe = recipe_of(training={"tf32": asked})
-    arguments.of(recipe, plan(recipe, machine(1)), 9, False, {})
+    arguments.make_arguments(recipe, plan(recipe, machine(1)), 9, False, {})
     flags.append(torch.backends.cuda.matmul.allow_tf32)
 print(json.dumps(flags))
 """

@@ -542,7 +542,9 @@ def test_a_rate_that_shall_follow_the_effective_batch_does_and_the_plan_says_so(
     (change,) = [change for change in two.changes if change.key == "training.learning_rate"]
     assert (change.requested, change.effective) == ("0.0001", f"{rate:g}")
     assert "64 instead of 32, as asked for" in change.reason
-    assert arguments.of(recipe, here, 640, False, {}).learning_rate == pytest.approx(1e-4)
+    assert arguments.make_arguments(recipe, here, 640, False, {}).learning_rate == pytest.approx(
+        1e-4
+    )
     assert recipe.training.learning_rate_at(two.strategy.effective_batch_size) == pytest.approx(
         rate
     )
@@ -562,7 +564,7 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
     recipe = recipe_of(data={"train_file": "x", "max_length": 128, "batch_by_tokens": True})
     facts = facts_of(recipe, machine())
     cut = plan(recipe, machine()).strategy
-    asked, short = traced_steps.of(
+    asked, short = traced_steps.list_steps(
         facts, replace(cut, per_device_train_batch_size=4, gradient_accumulation_steps=8)
     )
     assert (asked[0].lengths, asked[1]) == ((128, 128), 4)
@@ -574,13 +576,13 @@ def test_by_tokens_the_longest_rows_are_judged_and_a_whole_step_of_short_ones():
         candidate = replace(
             cut, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=parts
         )
-        for question, rows, *_ in traced_steps.of(known, candidate):
+        for question, rows, *_ in traced_steps.list_steps(known, candidate):
             assert 1 <= rows <= micro_batch * parts
             assert all(
                 rows * length <= micro_batch * most
                 for length, most in zip(question.lengths, (100, 60), strict=True)
             )
-    assert len(traced_steps.of(facts, replace(cut, gradient_accumulation_steps=1))) == 1
+    assert len(traced_steps.list_steps(facts, replace(cut, gradient_accumulation_steps=1))) == 1
 
 
 def test_by_tokens_flattened_rows_are_judged_as_one_row_of_the_most_documents_and_targets():
@@ -592,7 +594,7 @@ def test_by_tokens_flattened_rows_are_judged_as_one_row_of_the_most_documents_an
         per_device_train_batch_size=4,
         gradient_accumulation_steps=8,
     )
-    (step,) = traced_steps.of(changed(facts, counts=counts), candidate)
+    (step,) = traced_steps.list_steps(changed(facts, counts=counts), candidate)
     # 32 rows of 16 tokens are one of 512 in 32 documents, and have more targets than 4 rows of 128
     assert (step.question.documents, step.rows) == (8, 4)
     (size,) = step.sizes

@@ -17,7 +17,7 @@ from launch.predict.memory import malloc, onednn, pinned_memory
 from launch.predict.memory.host_memory import (
     QUANTISING_BYTES,
     STAGING_BYTES,
-    Job,
+    HostJob,
     estimate,
     pinned_bytes,
 )
@@ -53,7 +53,9 @@ def strategy(mode: str = "cpu", ranks: int = 1, workers: int = 0) -> Strategy:
     )
 
 
-def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **known: Any) -> Job:
+def job(
+    chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **known: Any
+) -> HostJob:
     """A model of a hundred million float32 parameters, tied, whose embedding is a tenth of it."""
     model = {"path": path} if path else {"shape": "gpt2-small"}
     recipe = Recipe.model_validate(
@@ -77,7 +79,7 @@ def job(chosen: Strategy, path: str | None = None, lora_parameters: int = 0, **k
     }
     if path:
         values = {"stored": stored_as("float32"), **values}
-    return Job(recipe, chosen, shape, values.pop("states", states), **values)
+    return HostJob(recipe, chosen, shape, values.pop("states", states), **values)
 
 
 def stored_as(dtype: str, **known: Any) -> StoredWeights:

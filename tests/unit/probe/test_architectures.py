@@ -41,7 +41,7 @@ def radeon(gfx: str, index: int = 0) -> Gpu:
     ],
 )
 def test_nvidia_gets_fp16_with_volta_and_bf16_and_tf32_with_ampere(capability, bf16, fp16, tf32):
-    facts = architectures.of(gpu(architecture=capability))
+    facts = architectures.look_up(gpu(architecture=capability))
     assert (facts.bf16, facts.fp16, facts.tf32, facts.attention) == (bf16, fp16, tf32, "fused")
 
 
@@ -66,7 +66,7 @@ def test_nvidia_gets_fp16_with_volta_and_bf16_and_tf32_with_ampere(capability, b
     ],
 )
 def test_amd_has_bf16_from_mi100_and_rdna_3_and_fused_attention_by_name(gfx, bf16, attention):
-    facts = architectures.of(radeon(gfx))
+    facts = architectures.look_up(radeon(gfx))
     assert (facts.bf16, facts.attention) == (bf16, attention)
 
 
@@ -86,7 +86,9 @@ def test_the_architecture_of_every_described_machine_is_known():
         for card in yaml.safe_load(path.read_text())["gpus"]
     ]
     assert found
-    assert [card.name for card in found if architectures.of(card) == architectures.UNKNOWN] == []
+    assert [
+        card.name for card in found if architectures.look_up(card) == architectures.UNKNOWN
+    ] == []
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_the_full_name_of_every_row_names_it_and_its_described_card_has_its_peak
     assert cards.by_words(row.full_name) == row
     gpu = row.described(1)
     assert (gpu.index, gpu.free_bytes) == (1, row.total_bytes)
-    assert cards.of(gpu) == (row, True)
+    assert cards.look_up(gpu) == (row, True)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def trained(workspace: Path, asked: Recipe, day: int, is_complete: bool = False)
 
 def decided(
     workspace: Path, asked: Recipe, from_run: str = "auto", identity: Mapping[str, Any] = NONE
-) -> resume.Start:
+) -> resume.ResumeChoice:
     runs, planned = workspace / "runs", plan(asked)
     folder = workspace / "tokens" / "x"
     tokens = TokenCache(asked, planned.shape, planned.data_format, identity, folder)

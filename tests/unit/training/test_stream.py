@@ -16,7 +16,7 @@ from launch.schema.plan import DataFormat
 from tests import builders
 from training.data import streaming, tokenise_pool, tokenizer
 from training.data.sample_order import SampleOrder
-from training.data.tokenise import Job
+from training.data.tokenise import TokeniseJob
 
 pytestmark = pytest.mark.unit
 
@@ -26,14 +26,14 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> tuple[Job, Path, int]:
+def corpus(tmp_path_factory) -> tuple[TokeniseJob, Path, int]:
     """(job whose units are all there, their counts, sequences of an epoch)"""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     cut = tokenizer.train(iter(TEXTS[:50]), TokenizerSection(), 400)
     cut.save_pretrained(folder / "tokenizer")
     data_format = DataFormat("text", {"text": "text"}, "jsonl", "")
-    job = Job(
+    job = TokeniseJob(
         *(folder, "train", (Source(folder / "a.jsonl", data_format),)),
         *(False, "pretrain", 64, True, 0, 3000),
     )
@@ -46,7 +46,7 @@ def corpus(tmp_path_factory) -> tuple[Job, Path, int]:
     return job, folder / "units.u32", total.rows
 
 
-def rows_of(corpus: tuple[Job, Path, int], seed: int = 7) -> streaming.StreamRows:
+def rows_of(corpus: tuple[TokeniseJob, Path, int], seed: int = 7) -> streaming.StreamRows:
     job, counts, _ = corpus
     return streaming.StreamRows(job, counts, seed, 10_000, lambda: pytest.fail("it waits"))
 

@@ -32,7 +32,7 @@ def run(factor: float, **given: Any) -> Measurement:
 
 def correction(*runs: Measurement, waits_share: float = 0.0, **given: Any) -> SecondsCorrection:
     like = corrections.of_machine(runs, "machine-1")
-    return corrections.of(like, "model-1", replace(STRATEGY, **given), waits_share)
+    return corrections.compute(like, "model-1", replace(STRATEGY, **given), waits_share)
 
 
 def test_three_like_runs_correct_by_their_median_and_fewer_do_not():

@@ -88,14 +88,14 @@ def test_inputs_on_their_way_to_the_host_are_freed_by_layers_behind(tmp_path, mo
 def test_what_is_not_composed_is_named(values, why):
     question = composed.case_of(of_llama(**values))[2]
     has_encoder = values.get("family") == "t5"
-    assert why in sources.of(question, has_encoder, lambda base: False).why_whole
+    assert why in sources.choose_sources(question, has_encoder, lambda base: False).why_whole
 
 
 def test_of_records_that_are_there_none_is_made_again():
     question = composed.case_of(of_llama(every_n_layers=3))[2]
-    at_once = sources.of(question, False, lambda base: False)
-    assert at_once.others is not None
-    assert not at_once.others.parts_apart
-    in_parts = sources.of(question, False, lambda base: base.parts_apart)
-    assert in_parts.others is not None
-    assert in_parts.others.parts_apart
+    at_once = sources.choose_sources(question, False, lambda base: False)
+    assert at_once.inner is not None
+    assert not at_once.inner.parts_apart
+    in_parts = sources.choose_sources(question, False, lambda base: base.parts_apart)
+    assert in_parts.inner is not None
+    assert in_parts.inner.parts_apart

@@ -52,7 +52,7 @@ def test_passes_are_read_as_they_were_stored_without_operators_of_other_phases()
 
 
 def test_operators_are_changed_wherever_they_run():
-    doubled = passes.of_log(STEP).of(lambda each: Operator(each.name + "!", each.kind))
+    doubled = passes.of_log(STEP).with_operators(lambda each: Operator(each.name + "!", each.kind))
     assert [each.name for each in doubled.operators][:2] == ["aten::add!", "aten::mm!"]
     assert doubled.runs == passes.of_log(STEP).runs
     assert Passes([], [], [[]]).offloaded == []

@@ -40,14 +40,16 @@ def steps_of(*ways: dict[str, object]) -> RecordedSteps:
     steps = RecordedSteps()
     for values in ways:
         mixture = of_llama(**values)
-        composed_of = sources.of(composed.case_of(mixture)[2], False, lambda base: False)
+        composed_of = sources.choose_sources(
+            composed.case_of(mixture)[2], False, lambda base: False
+        )
         steps.add(composed_of.outer, recorded(composed_of.outer, mixture))
     return steps
 
 
 def price_of(steps: RecordedSteps, **values: object) -> Priced | None:
     question = question_of(**values)
-    return steps.price(question, sources.of(question, False, lambda base: False))
+    return steps.price(question, sources.choose_sources(question, False, lambda base: False))
 
 
 def highest(moments: Sequence[tuple[str, Sizes]], rows: int = 4, targets: int = 8) -> int:
@@ -125,7 +127,7 @@ def test_other_kernels_say_nothing_of_bytes_and_little_of_the_time_of_faster_one
     plain = question_of()
     fused = replace(plain, strategy=plain.strategy.with_levers(**kernels))
     steps = steps_of({})
-    priced = steps.price(fused, sources.of(fused, False, lambda base: False))
+    priced = steps.price(fused, sources.choose_sources(fused, False, lambda base: False))
     assert priced is not None
     assert priced.least_share == OTHER_KERNELS
     (own,) = steps._bases.items()

@@ -64,7 +64,7 @@ def test_the_plan_tells_the_padding_that_an_epoch_has(
         num_processes=cut[2],
     ).with_levers(batch_by_tokens=is_by_tokens)
     data = DataSection(train_file="x", group_by_length=is_grouped)
-    told = padding.of(counted(lengths), strategy, 8, data, longest)
+    told = padding.compute(counted(lengths), strategy, 8, data, longest)
     assert told is not None
     assert told.share == pytest.approx(1 - real / computed, abs=0.02)
     assert told.rows == 6000
@@ -105,7 +105,7 @@ def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
         "tokens": 112_000,
         "longest_input": 128,
     }
-    packed = padding.of(counts, plan.strategy, 1, recipe.data, (128, 128))
+    packed = padding.compute(counts, plan.strategy, 1, recipe.data, (128, 128))
     assert packed is not None
     assert packed.share == pytest.approx(1 - 112_000 / (900 * 128))
     words = "\n".join(
@@ -125,7 +125,7 @@ def test_a_packed_plan_says_what_a_step_covers_before_and_after_tokenising():
 def test_a_plan_with_much_padding_names_what_leaves_less():
     recipe = builders.recipe_of()
     plan = builders.plan(recipe, builders.machine())
-    random = padding.of(counted(rows(3000, False)), plan.strategy, 1, recipe.data, (128, 128))
+    random = padding.compute(counted(rows(3000, False)), plan.strategy, 1, recipe.data, (128, 128))
     assert random is not None
     line = plan_lines.padding(plan, random)
     assert random.by_length < 0.1
@@ -146,7 +146,7 @@ def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
         "by tokens: a micro-batch has at most 2,048 tokens, padding included, as 16 of the longest"
         " rows (128) have" in words
     )
-    told = padding.of(
+    told = padding.compute(
         counted(rows(3000, False).clip(2, 128)), plan.strategy, 1, recipe.data, plan.lengths
     )
     assert told is not None
@@ -189,7 +189,7 @@ def test_the_steps_of_an_epoch_are_those_of_the_rows_that_are_trained():
     words = "\n".join(first_screen.lines(recipe, builders.machine(), plan, datetime(2026, 1, 1)))
     assert "3,000 rows (bad rows included)" in words
     counts = {**counted(rows(2800, False)), "rows": 2800, "tokens": 112_000, "longest_input": 128}
-    trained = padding.of(counts, plan.strategy, 1, recipe.data, (128, 128))
+    trained = padding.compute(counts, plan.strategy, 1, recipe.data, (128, 128))
     plan = replace(plan, padding=trained, rows_left_out=200)
     assert plan.total_steps(recipe) == epochs * -(-2800 // batch)
     assert "bad rows included" not in "\n".join(

@@ -534,7 +534,7 @@ def test_every_row_has_a_source_and_rates_that_can_be(row):
     assert 6 <= row.gb <= 192
     assert 0.9 * row.gb <= row.total_bytes / GIB <= 1.02 * row.gb
     assert row.pcie in (3, 4, 5)
-    assert ("bfloat16" in peaks) == architectures.of(card("", 8, row.architecture)).bf16
+    assert ("bfloat16" in peaks) == architectures.look_up(card("", 8, row.architecture)).bf16
 
 
 def test_no_two_rows_are_the_same_card_and_every_source_is_used():
@@ -665,9 +665,9 @@ def test_the_cards_of_every_described_machine_are_in_the_table():
 def test_the_slowest_card_of_those_used_decides():
     cards = (card("NVIDIA GeForce RTX 3090", 24, "8.6"), card("NVIDIA GeForce RTX 3060", 12, "8.6"))
     on = machine(cards=cards)
-    assert rates.of(on, way()).name == "RTX 3090"
-    assert rates.of(on, way(ranks=2)).name == "RTX 3060"
-    assert rates.of(on, way(device="cpu", mode="cpu")).name == "8 core(s)"
+    assert rates.look_up(on, way()).name == "RTX 3090"
+    assert rates.look_up(on, way(ranks=2)).name == "RTX 3060"
+    assert rates.look_up(on, way(device="cpu", mode="cpu")).name == "8 core(s)"
 
 
 # ---- what selfcheck measured of the card

@@ -103,7 +103,7 @@ def planned(**given: Any) -> tuple[Recipe, Plan]:
 
 
 def arguments_of(**given: Any) -> Any:
-    made = arguments.of(*planned(**given), 4, True, {"ddp_backend": None})
+    made = arguments.make_arguments(*planned(**given), 4, True, {"ddp_backend": None})
     made.report_to, made.save_strategy, made.output_dir = [], "no", os.curdir
     return made
 
@@ -231,7 +231,9 @@ def test_evaluations_and_logs_come_when_asked_for(
 def test_the_loader_is_the_one_asked_for(field: str, value: Any, given: dict[str, Any]) -> None:
     recipe, plan = planned(**given)
     strategy = replace(plan.strategy, device="cuda", dataloader_num_workers=1)
-    made = arguments.of(recipe, replace(plan, strategy=strategy), 4, True, {"ddp_backend": None})
+    made = arguments.make_arguments(
+        recipe, replace(plan, strategy=strategy), 4, True, {"ddp_backend": None}
+    )
     made.report_to, made.output_dir = [], os.curdir
     found = trainer(made, LowMemTrainer, data_collator=Collator(0))
     found.args = SimpleNamespace(  # pyright: ignore[reportAttributeAccessIssue]
@@ -316,7 +318,7 @@ def test_a_tracker_gets_its_names(field: str, value: Any, given: dict[str, Any])
 def test_an_evaluation_at_the_start_needs_held_out_rows():
     recipe, plan = planned(eval_on_start=True)
     for evaluates in (True, False):
-        made = arguments.of(recipe, plan, 4, evaluates, {"ddp_backend": None})
+        made = arguments.make_arguments(recipe, plan, 4, evaluates, {"ddp_backend": None})
         assert made.eval_on_start is evaluates
 
 
