@@ -112,8 +112,8 @@ def _dispatch(argv: list[str]) -> int:
     for name in [verb] if verb in VERBS else VERBS:
         module = importlib.import_module(f"launch.commands.{VERBS[name]}")
         module.add_parser(subparsers, name).set_defaults(main=module.main, verb=name)
-    arguments, others = parser.parse_known_args(argv)
-    return arguments.main(arguments, others)
+    arguments, unparsed = parser.parse_known_args(argv)
+    return arguments.main(arguments, unparsed)
 
 
 def _version() -> str:

@@ -38,13 +38,13 @@ def settle(environ: MutableMapping[str, str] = os.environ) -> None:
             f"there is no folder for temporary files ({error.strerror}); set TMPDIR to a folder"
         ) from error
     name = f"lowmem-{os.geteuid()}"
-    own = temporary if temporary.name == name else temporary / name
-    _make_private(own, "TMPDIR")
+    private_folder = temporary if temporary.name == name else temporary / name
+    _make_private(private_folder, "TMPDIR")
     for variable, part in FOLDERS.items():
-        folder = Path(environ.get(variable) or own / part).absolute()
+        folder = Path(environ.get(variable) or private_folder / part).absolute()
         _make_private(folder, variable)
         environ[variable] = str(folder)
-    environ["TMPDIR"] = tempfile.tempdir = str(own)
+    environ["TMPDIR"] = tempfile.tempdir = str(private_folder)
 
 
 def refuse_noexec(environ: Mapping[str, str] = os.environ) -> None:

@@ -44,11 +44,13 @@ def check(environ: Mapping[str, str], backend: str | None) -> None:
     there = [name for _, name in socket.if_nameindex()]
     for variable in (f"{library}_SOCKET_IFNAME" for library in variables):
         # NCCL's names are beginnings, "=name" is a whole one and "^name" leaves one out
-        asked = environ.get(variable, "").removeprefix("=")
-        wanted = [] if asked.startswith("^") else [name for name in asked.split(",") if name]
+        requested = environ.get(variable, "").removeprefix("=")
+        wanted = (
+            [] if requested.startswith("^") else [name for name in requested.split(",") if name]
+        )
         if wanted and not any(name.startswith(tuple(wanted)) for name in there):
             raise ConfigError(
-                f"{variable}={asked}: this machine has no such interface, it has"
+                f"{variable}={requested}: this machine has no such interface, it has"
                 f" {', '.join(there)}; unset it, or name one of them"
             )
 

@@ -45,7 +45,7 @@ class NoLocks(ResourceError):
 
 
 @contextmanager
-def lock(path: Path, what: str) -> Iterator[None]:
+def lock(path: Path, label: str) -> Iterator[None]:
     """Hold `path` for this process. The kernel releases it when the process ends, however it ends.
 
     If the kernel does not, because a child of the dead holder has the file open or the file system
@@ -53,7 +53,7 @@ def lock(path: Path, what: str) -> Iterator[None]:
     which names the process that holds the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = _taken(path, what)
+    file = _taken(path, label)
     try:
         yield
     finally:
@@ -85,7 +85,7 @@ def holder_pid(path: Path) -> int | None:
         os.close(file)
 
 
-def _taken(path: Path, what: str) -> int:
+def _taken(path: Path, label: str) -> int:
     """Take the lock; return the file descriptor that holds it."""
     until = time.monotonic() + LEFTOVER_S
     while True:
@@ -93,9 +93,9 @@ def _taken(path: Path, what: str) -> int:
         try:
             flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
         except BlockingIOError:
-            _refuse_living(file, what)
+            _refuse_living(file, label)
             if time.monotonic() > until:
-                return _replace(path, what)
+                return _replace(path, label)
             time.sleep(RETRY_S)
             continue
         if _is_same(file, path):
@@ -140,13 +140,13 @@ def flock(file: int, operation: int, path: Path) -> None:
         ) from error
 
 
-def _replace(path: Path, what: str) -> int:
+def _replace(path: Path, label: str) -> int:
     """Put a new file in the place of a file that only children of a dead holder have open."""
     guard = os.open(path.with_name(f"{path.name}.guard"), os.O_RDWR | os.O_CREAT, 0o644)
     try:
         # Two processes may take over at once: the second waits here, then finds the first alive
         flock(guard, fcntl.LOCK_EX, path)
-        _refuse_living(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), what)
+        _refuse_living(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), label)
         aside = path.with_name(f"{path.name}.{os.getpid()}")
         file = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         flock(file, fcntl.LOCK_EX, path)
@@ -157,7 +157,7 @@ def _replace(path: Path, what: str) -> int:
         os.close(guard)
 
 
-def _refuse_living(file: int, what: str) -> None:
+def _refuse_living(file: int, label: str) -> None:
     """Close the lock's file. Raises LockHeld unless its holder is proved dead."""
     holder = _holder(file)
     os.close(file)
@@ -170,7 +170,7 @@ def _refuse_living(file: int, what: str) -> None:
                 f"{holder.host} (another machine or container, its process {holder.pid}) since"
                 f" {holder.since}"
             )
-        raise LockHeld(f"{what} is in use by {' '.join(name.split())}; wait for it, or stop it")
+        raise LockHeld(f"{label} is in use by {' '.join(name.split())}; wait for it, or stop it")
 
 
 def _sign(file: int) -> None:

@@ -260,16 +260,16 @@ def pages(pid: int | None = None) -> Pages:
     folder = Path(f"/proc/{pid or 'self'}")
     sizes = _sizes(folder / "smaps_rollup")
     unlike_files = sizes["Anonymous"] + _sizes(folder / "status")["RssShmem"]
-    own = min(sizes["Pss"], unlike_files)  # before Linux 5.3
+    anonymous_bytes = min(sizes["Pss"], unlike_files)  # before Linux 5.3
     if "Pss_Anon" in sizes:
-        own = sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+        anonymous_bytes = sizes["Pss_Anon"] + sizes["Pss_Shmem"]
     mappings = MAPPED_FILE.findall((folder / "smaps").read_bytes())
     libraries = {path for is_code, path, *_ in mappings if is_code == b"x"}
     clean = [(path, int(resident) - int(copied)) for _, path, resident, copied in mappings]
-    own += sum(kib for path, kib in clean if path.startswith(DRIVERS)) << 10
+    anonymous_bytes += sum(kib for path, kib in clean if path.startswith(DRIVERS)) << 10
     return Pages(
-        own,
-        unlike_files - own,
+        anonymous_bytes,
+        unlike_files - anonymous_bytes,
         sum(kib for path, kib in clean if path in libraries) << 10,
         sum(kib for path, kib in clean if b".safetensors" in path) << 10,
     )
@@ -335,7 +335,7 @@ class JobMemory:
         In training, where few files are mapped and none dropped, the highest resident size (VmHWM)
         less the mapped pages shows a peak between two samples. For several ranks that peak at
         different times it is an upper bound."""
-        own = above = 0
+        anonymous_bytes = above = 0
         if not in_training:
             self._mapped.clear()
         for pid, walked in self._pages.items():
@@ -346,11 +346,11 @@ class JobMemory:
             if walked is None or "RssAnon" not in sizes:
                 continue
             unlike_files = sizes["RssAnon"] + sizes["RssShmem"]
-            own += max(unlike_files - walked.shared_bytes, 0)
+            anonymous_bytes += max(unlike_files - walked.shared_bytes, 0)
             if in_training:
                 mapped = max(sizes["RssFile"], self._mapped.get(pid, 0))
                 above += max(sizes["VmHWM"] - mapped - unlike_files, 0)
                 self._mapped[pid] = mapped
-        self.bytes = own + self._library_bytes + self._weight_bytes
+        self.bytes = anonymous_bytes + self._library_bytes + self._weight_bytes
         self.peak_bytes = max(self.peak_bytes, self.bytes + above)
         return self.bytes

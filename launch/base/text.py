@@ -32,8 +32,8 @@ def shown(text: str) -> str:
 
 def from_here(path: Path) -> str:
     """The path as a command in the current folder takes it."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    working_folder = Path.cwd()
+    return str(path.relative_to(working_folder) if path.is_relative_to(working_folder) else path)
 
 
 def columns(of_terminal: int = COLUMNS) -> int:

@@ -90,9 +90,9 @@ def examine(
 def problems(machine: Machine) -> Iterator[Problem]:
     """Problems of a machine; torch and the link aside."""
     if machine.gpus_obstacle:
-        what, _, fix = machine.gpus_obstacle.rpartition("; fix: ")
+        cause, _, fix = machine.gpus_obstacle.rpartition("; fix: ")
         fix += "; to train on the CPU on purpose add --launch.mode=cpu"
-        yield Problem(what, fix, stops=True)
+        yield Problem(cause, fix, stops=True)
     for gpu in machine.gpus:
         if gpu.slowdown:
             yield Problem(f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}", COOLER)
@@ -169,9 +169,9 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
     """The exit code is 3 when something stops training."""
-    recipe_arguments.reject(arguments, others)
+    recipe_arguments.reject(arguments, unparsed)
     compile_caches.settle()
     if machine := recipe_arguments.described_machine(arguments):
         print("\n".join(probe_machine.describe(machine)))

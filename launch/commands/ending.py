@@ -79,12 +79,12 @@ def _time(attempt: AttemptDir, part: steps.Stretch | None) -> time_spent.Attempt
 def repeat_lines(run: RunDir, argv: Sequence[str]) -> list[tuple[str, str]]:
     """(what it does, command line) of the ways to start the run again."""
     again = [sys.executable, "-m", "launch", "run", str(run.recipe_yaml)]
-    what, typed = "The line that was typed", [sys.executable, "-m", "launch", *argv[1:]]
+    origin, typed = "The line that was typed", [sys.executable, "-m", "launch", *argv[1:]]
     if argv[1:3] == ["submit", "start"]:
-        what, typed = "The job that was submitted", [str(Path(argv[3]) / "job.sh")]
+        origin, typed = "The job that was submitted", [str(Path(argv[3]) / "job.sh")]
     versions = ", ".join(f"{package} {version(package)}" for package in VERSIONED)
     lines = [
-        (f"{what}; while the run is not complete, it continues it:", typed),
+        (f"{origin}; while the run is not complete, it continues it:", typed),
         (
             "All settings as they were, defaults among them, in a new run from the first step"
             f" ({versions}):",

@@ -43,8 +43,8 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, others)
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+    recipe_arguments.reject(arguments, unparsed)
     models = [_model_name(name) for name in arguments.model or fit.MODELS]
     lengths = [_length(text) for text in arguments.length or map(str, fit.LENGTHS)]
     workspace = Workspace.here()

@@ -45,10 +45,10 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
     if arguments.json and arguments.explain:
         raise ConfigError("--json and --explain: expected one of them; --json has the whole plan")
-    typed = recipe_arguments.read(arguments, others)
+    typed = recipe_arguments.read(arguments, unparsed)
     compile_caches.settle()
     described = recipe_arguments.described_machine(arguments)
     choice = resolve(

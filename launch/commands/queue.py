@@ -39,8 +39,8 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, others)
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+    recipe_arguments.reject(arguments, unparsed)
     place, action = leases.folder(), arguments.action
     if action is None:
         _list(place, arguments.json)
@@ -163,8 +163,8 @@ def _ask(place: Path, lease: Lease, is_held: bool) -> None:
     if leases.read_asked(path).is_held == is_held:
         print(f"run {lease.number} is {'held already' if is_held else 'not held'}")
         return
-    asked = Asked(is_held, lease.record.place)
-    leases.write_asked(place, lease, asked)
+    request = Asked(is_held, lease.record.place)
+    leases.write_asked(place, lease, request)
     print(f"run {lease.number} {'is held until queue release' if is_held else 'is released'}")
 
 
@@ -172,8 +172,8 @@ def _yield(place: Path, lease: Lease) -> None:
     """Ask a run to save a checkpoint and to wait behind all runs that wait now."""
     last = leases.last_number(place)
     leases.write_asked(place, lease, Asked(place=last + 1, is_yielded=True))
-    others = starts.split(leases.live(place))[1]
-    behind = "" if others else "; no run waits, so that it goes on at once"
+    waiting = starts.split(leases.live(place))[1]
+    behind = "" if waiting else "; no run waits, so that it goes on at once"
     print(f"run {lease.number} saves a checkpoint and waits for memory again{behind}")
 
 

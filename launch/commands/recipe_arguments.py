@@ -145,11 +145,11 @@ def add_explain(parser: ArgumentParser) -> None:
 
 
 def read(
-    arguments: Namespace, others: Sequence[str], variables: Sequence[str] = ()
+    arguments: Namespace, unparsed: Sequence[str], variables: Sequence[str] = ()
 ) -> RecipeArguments:
     """Read the recipe, the batch size and the keys that argparse has passed over. `variables` are
     overrides that keys replace. Raises ConfigError."""
-    key_flags, names = _split(arguments, others)
+    key_flags, names = _split(arguments, unparsed)
     is_tune = arguments.verb == "tune"
     if not names:
         raise _mistake(arguments, "expected a recipe")
@@ -175,9 +175,9 @@ def read(
     return RecipeArguments(names[0], batch == AUTO, overrides, wishes, arguments.download)
 
 
-def reject(arguments: Namespace, others: Sequence[str]) -> None:
+def reject(arguments: Namespace, unparsed: Sequence[str]) -> None:
     """Refuse arguments that the verb does not take. Raises ConfigError."""
-    for word in others:
+    for word in unparsed:
         if word.startswith("--"):
             flag = _flag(arguments, word.partition("=")[0][2:], "")
             raise _mistake(arguments, f"{word.partition('=')[0]}: no such flag", flag)
@@ -194,12 +194,12 @@ def _mistake(arguments: Namespace, problem: str, instead: str | None = None) -> 
     return ConfigError(f"{arguments.verb}: {problem}; {fix}")
 
 
-def _split(arguments: Namespace, others: Sequence[str]) -> tuple[list[str], list[str]]:
+def _split(arguments: Namespace, unparsed: Sequence[str]) -> tuple[list[str], list[str]]:
     """Keys as `--key=value`, and the other arguments. A key without = takes the next argument.
     Raises ConfigError for a flag that is no key."""
     key_flags: list[str] = []
     names: list[str] = []
-    queue = list(others)
+    queue = list(unparsed)
     while queue:
         word = queue.pop(0)
         if not word.startswith("--"):

@@ -24,8 +24,8 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, others)
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+    recipe_arguments.reject(arguments, unparsed)
     section: str = arguments.section or ""
     listed = [
         key

@@ -68,14 +68,14 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
 
 def main(
     arguments: Namespace,
-    others: Sequence[str],
+    unparsed: Sequence[str],
     check: Callable[[Facts], None] = lambda facts: None,
 ) -> int:
     """`check` gets the facts of the start, and raises a LaunchError to refuse it."""
     variables = gpt2_variables.translate(os.environ) if arguments.from_environment else []
     for override in variables:
         print(shown(f"{override.typed}: {override.removeprefix('--')}"))
-    typed = recipe_arguments.read(arguments, others, variables)
+    typed = recipe_arguments.read(arguments, unparsed, variables)
     compile_caches.settle()
     leftovers.sweep_socket_folders(Path(os.environ["TMPDIR"]))
     if typed.is_auto and not arguments.dry_run:
@@ -175,9 +175,11 @@ def _train(
         if result.failure is None or result.failure.kind != failures.YIELDED:
             return attempts.choice, result
         start.screen.say(result.failure.cause)
-        own = str(run.root) if run.last_step() else resume
+        resumed_path = str(run.root) if run.last_step() else resume
         wait = start.signals.interrupting(_wait)
-        choice, opened = wait(start, attempts.choice, replace(opened, run=run), own, new_run)
+        choice, opened = wait(
+            start, attempts.choice, replace(opened, run=run), resumed_path, new_run
+        )
         for line in [*plan_lines.lines(plan_lines.planned_again(choice)), opened.line]:
             start.screen.say(line)
         if opened.run.root != run.root:
@@ -237,8 +239,8 @@ def _choose(start: LaunchContext, dry_run: bool, new_run: Callable[[], RunDir]) 
     machines = [start.facts.machine]
     if start.facts.recipe.launch.waits:
         WORKER.close()  # its memory is free when the run begins
-        now = probe_machine.with_memory_of_now(start.facts.machine, start.workspace.root)
-        machines = admission.machines_to_wait_for(now, start.facts.recipe)
+        probed = probe_machine.with_memory_of_now(start.facts.machine, start.workspace.root)
+        machines = admission.machines_to_wait_for(probed, start.facts.recipe)
     for machine in machines:
         facts = replace(start.facts, machine=machine)
         try:

@@ -58,11 +58,11 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     elif verb == "samples":
         parser.add_argument("run", type=Path, help="a folder runs/<recipe>/<time>")
     elif verb == "report":
-        what = parser.add_mutually_exclusive_group(required=True)
-        what.add_argument(
+        target = parser.add_mutually_exclusive_group(required=True)
+        target.add_argument(
             "run", nargs="?", help="a recipe (its newest run), a run's name, or its folder"
         )
-        what.add_argument(
+        target.add_argument(
             "--calibration", action="store_true", help="predicted beside measured, of all runs"
         )
     else:
@@ -76,8 +76,8 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, others)
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+    recipe_arguments.reject(arguments, unparsed)
     workspace = Workspace.here()
     if arguments.verb == "watch":
         return _watch(workspace, arguments)
@@ -140,10 +140,10 @@ def _clean(workspace: Workspace, arguments: Namespace) -> int:
         raise ConfigError("runs clean: --json is for the list alone; leave it out")
     freed_bytes, survey = 0, cleanup.survey(workspace.runs, keep, arguments.unfinished)
     for removal in survey.removals:
-        what = "checkpoints of the" if removal.rule in ("complete", "unfinished") else "a"
+        part = "checkpoints of the" if removal.rule in ("complete", "unfinished") else "a"
         name = f"{removal.run.root.parent.name}/{removal.run.root.name}"
         line = (
-            f"{what} {removal.rule}{' run' if what != 'a' else ''}: {name}, {size(removal.bytes)}"
+            f"{part} {removal.rule}{' run' if part != 'a' else ''}: {name}, {size(removal.bytes)}"
         )
         line += f" ({removal.note})" if removal.note else ""
         if not arguments.dry_run and not cleanup.remove(removal):

@@ -46,10 +46,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
     if arguments.rows is not None and arguments.line is not None:
         raise ConfigError("show: --rows and --line are both given; --line shows one row alone")
-    typed = recipe_arguments.read(arguments, others)
+    typed = recipe_arguments.read(arguments, unparsed)
     facts = _facts(typed, arguments.line)
     tokens = facts.rows.tokens
     assert tokens is not None
@@ -90,17 +90,17 @@ def _facts(typed: RecipeArguments, line: int | None) -> Facts:
         return read([*typed.overrides, f"data.max_bad_rows={ANY}"])
 
 
-def _files(recipe: Recipe, asked: str | None, line: int | None) -> list[Path]:
+def _files(recipe: Recipe, requested: str | None, line: int | None) -> list[Path]:
     """The files whose rows are shown. Raises ConfigError for a file of another recipe."""
-    if asked is None:
+    if requested is None:
         first = [shards.list_shards(Path(source.path))[0] for source in recipe.data.sources]
         return first if line is None else first[:1]
     files = [file for name in recipe.data.paths for file in shards.list_shards(name)]
-    path = expanded(asked).resolve()
+    path = expanded(requested).resolve()
     if path not in [file.resolve() for file in files]:
         names = ", ".join(str(file) for file in files[:3]) + (", ..." if len(files) > 3 else "")
         raise ConfigError(
-            f"--file {asked}: expected a file of data.train_file or data.validation_file, which"
+            f"--file {requested}: expected a file of data.train_file or data.validation_file, which"
             f" are {names}"
         )
     return [path]

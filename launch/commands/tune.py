@@ -84,8 +84,8 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
-    typed = recipe_arguments.read(arguments, others)
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+    typed = recipe_arguments.read(arguments, unparsed)
     return tune_recipe(typed, forget=arguments.forget)
 
 

@@ -135,13 +135,13 @@ def describe(recipe: Recipe, is_encoder_decoder: bool, is_text: bool) -> str:
 
 
 def _own(recipe: Recipe) -> str:
-    asked = recipe.tokenizer.chat_template
+    requested = recipe.tokenizer.chat_template
     folder = recipe.tokenizer.path or recipe.model.path
-    if asked:
-        file = file_of(asked)
-        if not is_file(asked):
-            return f"{asked}, bundled with this program"
-        check(read(asked), file)
+    if requested:
+        file = file_of(requested)
+        if not is_file(requested):
+            return f"{requested}, bundled with this program"
+        check(read(requested), file)
         return str(file)
     if folder is None:
         return "of the tokenizer that is trained on the data: a token for each role"
@@ -152,9 +152,13 @@ def _own(recipe: Recipe) -> str:
 
 def name_of(recipe: Recipe) -> str:
     """The template of a recipe in errors of rows."""
-    asked, folder = recipe.tokenizer.chat_template, recipe.tokenizer.path or recipe.model.path
-    if asked or folder is None:
-        return f"the chat template {asked}" if asked else "the template of the trained tokenizer"
+    requested, folder = recipe.tokenizer.chat_template, recipe.tokenizer.path or recipe.model.path
+    if requested or folder is None:
+        return (
+            f"the chat template {requested}"
+            if requested
+            else "the template of the trained tokenizer"
+        )
     return f"the chat template of {folder}"
 
 
@@ -166,9 +170,9 @@ def unread_keys(recipe: Recipe) -> tuple[str, ...]:
 
 def _text_of(recipe: Recipe) -> str:
     """The text of a named template, or of a folder's own; "" for those of this program."""
-    asked, folder = recipe.tokenizer.chat_template, recipe.tokenizer.path or recipe.model.path
-    if asked:
-        return read(asked)
+    requested, folder = recipe.tokenizer.chat_template, recipe.tokenizer.path or recipe.model.path
+    if requested:
+        return read(requested)
     file = in_folder(Path(folder)) if folder else None
     return _template_in(file) if file else ""
 

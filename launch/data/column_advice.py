@@ -62,11 +62,15 @@ def likely(file: FileColumns, origin: Origin) -> str:
     return "none of them holds text"
 
 
-def preferred(file: FileColumns, others: Sequence[str], origin: Origin) -> str:
+def preferred(file: FileColumns, preference_columns: Sequence[str], origin: Origin) -> str:
     """Advice to train on the preferred answers of pairs, or on labels; "" if there are none."""
-    chosen = next((name for name in others if name.lower() in ("chosen", "label")), "")
+    chosen = next((name for name in preference_columns if name.lower() in ("chosen", "label")), "")
     kind = file.columns.get(chosen)
-    prompts = [name for name, holds in file.columns.items() if holds == kind and name not in others]
+    prompts = [
+        name
+        for name, holds in file.columns.items()
+        if holds == kind and name not in preference_columns
+    ]
     part = "as the answers"
     if kind in ("string", "messages") and prompts:
         prompt = next((name for name in PROMPT_NAMES if name in prompts), prompts[0])
@@ -77,7 +81,7 @@ def preferred(file: FileColumns, others: Sequence[str], origin: Origin) -> str:
         part, advice = "as whole texts", origin.naming({"text": chosen})
     else:
         return ""
-    if rest := [name for name in others if name != chosen]:
+    if rest := [name for name in preference_columns if name != chosen]:
         flag = untrained.flag("ignore_columns", rest)
         advice += f" {flag}" if advice.startswith("add") else f", and add {flag}"
     return f"To train on column {chosen!r} {part}, {advice}"

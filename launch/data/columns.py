@@ -146,10 +146,10 @@ def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataForma
 
 def _without(path: Path, paths: Sequence[Path]) -> str:
     """Advice to leave out a shard whose ending differs from that of most others."""
-    others = [other for other in paths if folders.ending(other) != folders.ending(path)]
-    if path not in paths or 2 * len(others) <= len(paths):
+    other_endings = [other for other in paths if folders.ending(other) != folders.ending(path)]
+    if path not in paths or 2 * len(other_endings) <= len(paths):
         return ""
-    return f"; or give a pattern that leaves it out: {folders.pattern(others)}"
+    return f"; or give a pattern that leaves it out: {folders.pattern(other_endings)}"
 
 
 def _of_sources(data: DataSection, reading: _Reading) -> DataFormat:
@@ -188,9 +188,9 @@ def _read(
     names = (messages_column,) if messages_column else ("messages", "conversations")
     if not is_corpus or bad.limit or not path.exists():
         return sniff.read(path, bad, names)
-    what = f"columns and messages in {messages_column}" if messages_column else "columns"
+    label = f"columns and messages in {messages_column}" if messages_column else "columns"
     return FileColumns(
-        path, *facts.get(path, what, lambda: astuple(sniff.read(path, None, names))[1:])
+        path, *facts.get(path, label, lambda: astuple(sniff.read(path, None, names))[1:])
     )
 
 
@@ -317,19 +317,23 @@ def _notes(
     files: Sequence[FileColumns], data_format: DataFormat, unread_keys: Collection[str]
 ) -> Iterator[str]:
     """Lines of the plan on what is not read."""
-    reader, ignored, own = RowReader(data_format), data_format.ignored, data_format.columns.values()
+    reader, ignored, trained_columns = (
+        RowReader(data_format),
+        data_format.ignored,
+        data_format.columns.values(),
+    )
     message_keys = dict.fromkeys(
-        pair for file in files for pair in file.message_keys if pair[0] in own
+        pair for file in files for pair in file.message_keys if pair[0] in trained_columns
     )
     there = [*dict.fromkeys(name for file in files for name in file.columns)]
-    others = [
+    unread = [
         name
         for name in there
-        if name not in (*own, *ignored)
+        if name not in (*trained_columns, *ignored)
         and not reader.reads(name)
         and (name in reader.passed or not untrained.is_column(name))
     ]
-    others += [
+    unread += [
         f"{column}.{key}"
         for column, key in message_keys
         if key not in (*OPENAI, *SHAREGPT, *ignored)
@@ -342,8 +346,8 @@ def _notes(
             if {MESSAGE_ID, PARENT_ID} <= {*there}
             else "a user's row is trained with the answer in the next row; other rows are not read"
         )
-    if others:
-        names = [name or "''" for name in others]
+    if unread:
+        names = [name or "''" for name in unread]
         yield f"columns that are not read: {_shortened(names)}"
     if ignored:
         present = {*there, *(key for _, key in message_keys)}

@@ -122,15 +122,15 @@ class RowReader:
         if not isinstance(pairs, list) or not all(
             isinstance(pair, list)
             and len(pair) == 2
-            and all(isinstance(said, str) for said in pair)
+            and all(isinstance(turn_text, str) for turn_text in pair)
             for pair in pairs
         ):
             raise DataError(f"column '{column}': expected a list of [question, answer], all text")
         roles = ("user", "assistant")
         return [
-            {"role": role, "content": said}
+            {"role": role, "content": turn_text}
             for pair in pairs
-            for role, said in zip(roles, pair, strict=True)
+            for role, turn_text in zip(roles, pair, strict=True)
         ]
 
     def _tools(self, value: Any, where: str) -> list[dict[str, Any]]:

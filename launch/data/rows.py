@@ -451,10 +451,10 @@ def placed_samples(
     columns, reader = data_format.columns, RowReader(data_format)
 
     def choice(schema: Any) -> list[str]:
-        others = (name for name in schema.names if name not in (*used, *data_format.ignored))
+        unread = (name for name in schema.names if name not in (*used, *data_format.ignored))
         return [
             *used,
-            *filter(lambda name: reader.reads(name) or untrained.is_column(name), others),
+            *filter(lambda name: reader.reads(name) or untrained.is_column(name), unread),
         ]
 
     used = list(columns.values())

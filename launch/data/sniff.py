@@ -129,8 +129,8 @@ def file_type_of(path: Path) -> FileType:
     except (OSError, ValueError) as error:  # a name too long, a loop of links, a NUL
         raise DataError(f"{path}: cannot be opened: {error}") from error
     if not stat.S_ISREG(mode):
-        what = "a folder" if stat.S_ISDIR(mode) else "not an ordinary file"
-        raise DataError(f"{path}: is {what}; give a file")
+        mode_name = "a folder" if stat.S_ISDIR(mode) else "not an ordinary file"
+        raise DataError(f"{path}: is {mode_name}; give a file")
     file_type = SUFFIXES.get(folders.suffix(path))
     if file_type is None:
         raise DataError(

@@ -127,10 +127,10 @@ def _identity(
 
 
 def _columns(data_format: DataFormat) -> list[Any]:
-    own = [data_format.kind, data_format.file_type, dict(data_format.columns)]
+    identity = [data_format.kind, data_format.file_type, dict(data_format.columns)]
     # Ignored columns decide which later rows are refused
-    own += [sorted(data_format.ignored)] if data_format.ignored else []
-    return own + [["source", *_columns(source)] for source in data_format.of_sources]
+    identity += [sorted(data_format.ignored)] if data_format.ignored else []
+    return identity + [["source", *_columns(source)] for source in data_format.of_sources]
 
 
 def _changes_of_tokenizer(recipe: Recipe) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def _as_asked(facts: Facts) -> Iterator[Candidate]:
     for mode, num_processes, instead_of in ways:
         row = LAUNCH_MODES[mode]
         # the samples of a step that a rank takes one after another
-        steps, rest = divmod(training.gradient_accumulation_steps * instead_of, num_processes)
-        if rest:
+        steps, remainder = divmod(training.gradient_accumulation_steps * instead_of, num_processes)
+        if remainder:
             continue
         several = num_processes > 1 or row.engine == "deepspeed"
         gloo = not on_gpu or (
@@ -104,7 +104,7 @@ def _levers(
     began = facts.history.began_with
     attention = began and began.attn_implementation
     plain = replace(
-        levers.asked(recipe),
+        levers.requested(recipe),
         fused_adapters=kernels.fused_adapters(recipe, mode, precision, began),
         logits_at_targets=target_counts.at_targets(recipe, size.family),
         torch_compile=recipe.training.compiles and installed.no_compiler is None,
@@ -123,7 +123,7 @@ def _check_checkpointing(recipe: Recipe, installed: Installed, on_gpu: bool) -> 
     kwargs = recipe.training.activation_checkpointing_kwargs
     options = kwargs.model_dump(exclude_defaults=True)
     asked = f"training.activation_checkpointing_kwargs: {show(options)}"
-    if options and levers.ROWS["every_n_layers"].asked(recipe) == 0:
+    if options and levers.ROWS["every_n_layers"].requested(recipe) == 0:
         raise ConfigError(f"{asked}, but activation_checkpointing is false; leave one out")
     if kwargs.offload and not on_gpu:
         raise ConfigError(f"{asked}, but on a CPU activations are in host RAM; leave offload out")
@@ -196,7 +196,7 @@ def _ways_to_start(
 
 
 def _automatic(
-    asked: int | None,
+    num_requested: int | None,
     machine: Machine,
     nodes: int,
     on_gpu: bool,
@@ -206,7 +206,7 @@ def _automatic(
     """Yield the modes that `launch.mode: auto` may choose, on all cards, then on fewer. Ranks that
     are running already fix their number and engine."""
     per_node = len(machine.gpus) if on_gpu else 1
-    count = asked or per_node * nodes  # one rank a node on CPUs
+    count = num_requested or per_node * nodes  # one rank a node on CPUs
     if not on_gpu:
         yield ("multi_cpu" if count > 1 else "cpu"), count, count
         return
@@ -222,7 +222,7 @@ def _automatic(
         several = [together]
     elif nccl_fails:
         several = [together, "dual_gpu_gloo"]
-    is_open = asked is None and nodes == 1
+    is_open = num_requested is None and nodes == 1
     for number in range(count, 0 if is_open else count - 1, -1):
         if count <= MOST_OF_ANY_NUMBER or count % number == 0:
             for mode in several if number > 1 else ("single_gpu", *offloaded):
@@ -273,8 +273,8 @@ def splits(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
     """Yield a candidate with the recipe's own batch, and the same effective batch in smaller
     micro-batches (if any batch will do, in all), the largest first; before them, the one that was
     tuned."""
-    asked = candidate.per_device_train_batch_size
-    per_rank = asked * candidate.gradient_accumulation_steps
+    requested = candidate.per_device_train_batch_size
+    per_rank = requested * candidate.gradient_accumulation_steps
     eval_batch = facts.recipe.training.per_device_eval_batch_size
     if (tuned := facts.history.tuned) and _tunes(tuned, candidate):
         yield replace(
@@ -283,9 +283,9 @@ def splits(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
             gradient_accumulation_steps=tuned.gradient_accumulation_steps,
             per_device_eval_batch_size=eval_batch or _eval_batch(tuned.per_device_train_batch_size),
         )
-    sizes = range(per_rank if facts.wishes.free_batch else asked, 0, -1)
+    sizes = range(per_rank if facts.wishes.free_batch else requested, 0, -1)
     for micro_batch in sizes:
-        if micro_batch == asked:
+        if micro_batch == requested:
             yield candidate
         elif not (per_rank % micro_batch or facts.recipe.launch.exact_batch):
             yield replace(
@@ -305,14 +305,14 @@ def sorted_splits(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
         return
     if recipe.data.batch_by_tokens is False or not rows.is_ragged:
         return
-    asked = candidate.per_device_train_batch_size
+    requested = candidate.per_device_train_batch_size
     for times in (1, 2, 4, 8):
         steps = candidate.gradient_accumulation_steps * times
-        is_split = asked % times == 0 and (times == 1 or not recipe.launch.exact_batch)
+        is_split = requested % times == 0 and (times == 1 or not recipe.launch.exact_batch)
         if is_split and steps > 1:
             yield replace(
                 candidate.with_levers(batch_by_tokens=True),
-                per_device_train_batch_size=asked // times,
+                per_device_train_batch_size=requested // times,
                 gradient_accumulation_steps=steps,
             )
 
@@ -339,7 +339,10 @@ def preference(facts: Facts, candidate: Candidate, is_own: bool) -> int:
     recipe, tuned, is_whole = facts.recipe, facts.history.tuned, candidate.launch_mode.is_whole
     if tuned and _tunes(tuned, candidate) and _way(tuned) == _way(candidate):
         return 0
-    if candidate.levers.activation_offloading and not levers.asked(recipe).activation_offloading:
+    if (
+        candidate.levers.activation_offloading
+        and not levers.requested(recipe).activation_offloading
+    ):
         return 4
     if facts.wishes.free_batch and facts.traces is not None:
         return 2 if is_whole else 3
@@ -368,7 +371,7 @@ def most_frugal(facts: Facts, candidate: Candidate) -> Candidate:
 def _more_saving_values(facts: Facts, candidate: Candidate, row: Lever) -> list[Any]:
     """Values of a lever that save more than the candidate's, in the order in which they are
     tried."""
-    if row.asked(facts.recipe) is not None:
+    if row.requested(facts.recipe) is not None:
         return []
     rows, family = candidate.per_device_train_batch_size, facts.model.size.family
     around = levers.Around(
@@ -378,11 +381,11 @@ def _more_saving_values(facts: Facts, candidate: Candidate, row: Lever) -> list[
         facts.recipe.launch.exact_batch,
         facts.installed.no_every_n_layers,
     )
-    own = row.saved(row.read(candidate.levers))
+    saved = row.saved(row.read(candidate.levers))
     return [
         value
         for value in row.tried
-        if row.saved(value) > own
+        if row.saved(value) > saved
         and row.tries(value, candidate.levers, around)
         and row.mode_refusal(candidate.launch_mode, value) is None
         and row.refusal(replace(candidate.levers, **{row.name: value}), family) is None

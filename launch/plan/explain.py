@@ -61,10 +61,10 @@ def switches(facts: Facts, candidate: Candidate) -> tuple[Switch, ...]:
 def _logits(facts: Facts, candidate: Candidate) -> Switch:
     """The positions at which the output head computes logits, and the number of them for which
     memory is planned."""
-    asked = facts.recipe.training.logits_at_targets
+    requested = facts.recipe.training.logits_at_targets
     if not candidate.levers.logits_at_targets:
         reason = target_counts.no_logits_at_targets(facts.recipe, facts.model.size.family)
-        why = reason if asked is None and reason else "asked for"
+        why = reason if requested is None and reason else "asked for"
         return Switch("logits", "at all positions", why)
     most, rows = facts.most_targets(candidate), candidate.per_device_train_batch_size
     positions = rows * most.length
@@ -278,8 +278,12 @@ def _compile_changes(
 
 def _pin_changes(oom_history: OomHistory, candidate: Candidate) -> Iterator[Change]:
     if not candidate.pin_memory:
-        asked = [event.predicted_bytes for event in oom_history.ran_out if event.of == "pinned"]
-        least = f"{size(min(asked))} of RAM" if all(asked) else "its RAM"  # 0: not predicted
+        pinned_bytes = [
+            event.predicted_bytes for event in oom_history.ran_out if event.of == "pinned"
+        ]
+        least = (
+            f"{size(min(pinned_bytes))} of RAM" if all(pinned_bytes) else "its RAM"
+        )  # 0: not predicted
         reason = (
             f"the host did not lock {least} in an earlier attempt; copies of what is offloaded are"
             " slower without: a thread copies it once more"
@@ -287,22 +291,24 @@ def _pin_changes(oom_history: OomHistory, candidate: Candidate) -> Iterator[Chan
         yield Change("pin_memory", "true", "false", reason)
 
 
-def _missed(candidate: Candidate, asked: int, judged: Sequence[tuple[Judged, str]]) -> str:
+def _missed(candidate: Candidate, count: int, judged: Sequence[tuple[Judged, str]]) -> str:
     """The reason why the asked number of samples at once does not fit: in the chosen mode, or in
     another one, which is named, since it may miss another budget."""
     losers = [
         loser
         for loser, _ in judged
-        if loser.misses and loser.candidate.per_device_train_batch_size == asked
+        if loser.misses and loser.candidate.per_device_train_batch_size == count
     ]
-    own = candidate.mode, candidate.num_processes
-    losers.sort(key=lambda loser: (loser.candidate.mode, loser.candidate.num_processes) != own)
+    chosen_mode = candidate.mode, candidate.num_processes
+    losers.sort(
+        key=lambda loser: (loser.candidate.mode, loser.candidate.num_processes) != chosen_mode
+    )
     if not losers:
         return "the fastest by prediction"
     mode, ranks = losers[0].candidate.mode, losers[0].candidate.num_processes
-    where = "" if (mode, ranks) == own else f" with {mode} x{ranks}"
+    where = "" if (mode, ranks) == chosen_mode else f" with {mode} x{ranks}"
     return (
-        f"{asked} sample{'s' if asked > 1 else ''} at once need{'' if asked > 1 else 's'}"
+        f"{count} sample{'s' if count > 1 else ''} at once need{'' if count > 1 else 's'}"
         f" {losers[0].misses}{where}"
     )
 
@@ -315,14 +321,14 @@ def _batch_changes(
 ) -> Iterator[Change]:
     """Each setting of the batch that differs from the recipe's; the effective batch is the same."""
     training = recipe.training
-    asked, runs = training.per_device_train_batch_size, candidate.per_device_train_batch_size
+    micro_batch, runs = training.per_device_train_batch_size, candidate.per_device_train_batch_size
     steps, runs_steps = training.gradient_accumulation_steps, candidate.gradient_accumulation_steps
     asked_eval, runs_eval = (
         training.per_device_eval_batch_size,
         candidate.per_device_eval_batch_size,
     )
     stays = f"the effective batch stays {candidate.effective_batch_size}"
-    missed = _missed(candidate, asked, judged)
+    missed = _missed(candidate, micro_batch, judged)
     if tuned and tuned == replace(
         candidate,
         dataloader_num_workers=tuned.dataloader_num_workers,
@@ -332,13 +338,13 @@ def _batch_changes(
         missed = "tuned: the fastest of real trials on this machine"
     split = (
         f"{missed}; {stays}"
-        if asked != runs
+        if micro_batch != runs
         else f"{candidate.num_processes} process instead of"
         f" {candidate.num_processes * runs_steps // steps}: {stays}"
     )
     eval_misses = f"evaluating {asked_eval} samples at once does not fit; the result is the same"
     rows = (
-        (asked != runs, "per_device_train_batch_size", asked, runs, split),
+        (micro_batch != runs, "per_device_train_batch_size", micro_batch, runs, split),
         (steps != runs_steps, "gradient_accumulation_steps", steps, runs_steps, split),
         (
             asked_eval not in (None, runs_eval),
@@ -356,14 +362,14 @@ def _batch_changes(
 
 def _lever_changes(recipe: Recipe, runs: Levers, missed: str) -> Iterator[Change]:
     """Each lever that a plan turned on, by the keys that would ask for it."""
-    asked = levers.asked(recipe)
+    requested_levers = levers.requested(recipe)
     kwargs = recipe.training.activation_checkpointing_kwargs
-    others = kwargs.model_dump(exclude_defaults=True, exclude_none=True)
-    before, after = levers.typed(asked), levers.typed(runs)
-    before[levers.KWARGS] = others
-    after[levers.KWARGS] = {**others, **after[levers.KWARGS]}
+    other_kwargs = kwargs.model_dump(exclude_defaults=True, exclude_none=True)
+    before, after = levers.typed(requested_levers), levers.typed(runs)
+    before[levers.KWARGS] = other_kwargs
+    after[levers.KWARGS] = {**other_kwargs, **after[levers.KWARGS]}
     for row in levers.TRIED:
-        if row.read(asked) == row.read(runs):
+        if row.read(requested_levers) == row.read(runs):
             continue
         is_for_speed = row.saved(row.read(runs)) == row.saved(row.plain)
         reason = f"{'faster' if is_for_speed else missed}; {row.same(row.read(runs))}"

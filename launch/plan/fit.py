@@ -80,13 +80,13 @@ class Fit:
         """Short names of what differs from the training that was asked for."""
         if self.chosen is None:
             return ()
-        runs, asked = self.chosen.candidate, self.recipe.training
+        runs, training = self.chosen.candidate, self.recipe.training
         mode, rows = runs.launch_mode, runs.per_device_train_batch_size
         names = (
             ("bf16 weights", self.method == "full" and self.recipe.model.dtype == "bfloat16"),
             (runs.mode.removeprefix("deepspeed_"), mode.engine in ("deepspeed", "fsdp2")),
             (f"x{runs.num_processes}", runs.num_processes > 1),
-            (f"batch {rows}", rows != asked.per_device_train_batch_size),
+            (f"batch {rows}", rows != training.per_device_train_batch_size),
             *((row.says(runs.levers), row.read(runs.levers) != row.plain) for row in TRIED),
         )
         return tuple(name for name, differs in names if differs)

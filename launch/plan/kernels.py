@@ -54,25 +54,25 @@ def attention(
     `gpus`: none on a CPU. `no_package`, `no_torch`: the reason why flash_attn and torch's
     varlen_attn cannot be used; "": the packages of the machine are not known. Raises ConfigError
     and ResourceError for a named implementation that cannot run."""
-    asked, has_sdpa = recipe.model.attn_implementation, model.family.forward.has_sdpa
-    if asked == "sdpa" and not has_sdpa:
+    requested, has_sdpa = recipe.model.attn_implementation, model.family.forward.has_sdpa
+    if requested == "sdpa" and not has_sdpa:
         raise ConfigError(
             "model.attn_implementation: sdpa, but transformers has no sdpa for"
             f" {model.family.model_type}; leave it out, or write eager"
         )
-    if asked not in (None, FLASH, VARLEN):
-        return asked
+    if requested not in (None, FLASH, VARLEN):
+        return requested
     obstacles = {
         FLASH: no_flash(recipe, model, gpus, precision, no_package),
         VARLEN: no_varlen(recipe, model, gpus, precision, no_torch),
     }
-    if asked and (reason := obstacles[asked]):
+    if requested and (reason := obstacles[requested]):
         kind = ConfigError if reason not in (no_package, no_torch) else ResourceError
         raise kind(
-            f"model.attn_implementation: {asked}, but {reason}; leave it out: what can run is"
+            f"model.attn_implementation: {requested}, but {reason}; leave it out: what can run is"
             " chosen then"
         )
-    for name in (asked,) if asked else (began, FLASH, VARLEN):
+    for name in (requested,) if requested else (began, FLASH, VARLEN):
         if name and obstacles.get(name) is None:
             return name
     return "sdpa" if has_sdpa else "eager"
@@ -194,7 +194,7 @@ def liger(
 ) -> tuple[bool, ...]:
     """The values that the plan tries: True lets Liger's kernels replace modules of transformers.
     Raises ConfigError and ResourceError if they are asked for and cannot."""
-    asked = recipe.training.use_liger_kernel
+    requested = recipe.training.use_liger_kernel
     config = recipe.training.extras.get("liger_kernel_config") or {}
     lacking = config.keys() - {*family.liger, *LIGER_LOSSES}
     if family.liger and lacking:
@@ -208,13 +208,13 @@ def liger(
             " here; leave it out: training.num_output_chunks makes the logits in parts, with the"
             " same sum"
         )
-    if asked is None:
+    if requested is None:
         return _open(no_liger(recipe, family, mode, gpus, no_package), began)
-    if asked and not gpus:
+    if requested and not gpus:
         raise ConfigError(f"training.use_liger_kernel: true, but {ONLY_GPUS}; leave it out")
-    if asked and no_package:
+    if requested and no_package:
         raise ResourceError(f"training.use_liger_kernel: true, but {no_package}; or leave it out")
-    return (asked,)
+    return (requested,)
 
 
 def no_liger(
@@ -254,12 +254,12 @@ def _unless_refused(
     run began without it. Raises ConfigError if the recipe says yes, and the reason stands against
     it."""
     row = ROWS[name]
-    asked = row.asked(recipe)
-    if asked and reason and mode.is_whole:  # else the lever's row refuses the mode
+    requested = row.requested(recipe)
+    if requested and reason and mode.is_whole:  # else the lever's row refuses the mode
         raise ConfigError(f"{row.key}: true, but {reason}; leave it out")
-    if asked is None:
+    if requested is None:
         return reason is None and (began is None or row.read(began))
-    return asked
+    return requested
 
 
 def fused_adapters(
@@ -344,8 +344,12 @@ def switches(
     if gpus:
         is_on = chosen.levers.use_liger_kernel
         reason = no_liger(recipe, model.family, mode, gpus, installed.no_liger)
-        asked = training.use_liger_kernel is not None
-        why = "asked for" if asked else reason or as_begun or ("faster" if is_on else "not faster")
+        requested = training.use_liger_kernel is not None
+        why = (
+            "asked for"
+            if requested
+            else reason or as_begun or ("faster" if is_on else "not faster")
+        )
         if is_on:
             why += "; the loss stays ours"
         yield Switch("liger", _on(is_on), why)
@@ -365,7 +369,7 @@ def switches(
         ),
     ):
         row = ROWS[name]
-        off = reason or (as_begun if row.asked(recipe) is None else "asked for")
+        off = reason or (as_begun if row.requested(recipe) is None else "asked for")
         if is_shown:
             yield Switch(
                 row.switch, row.says(chosen.levers), why if row.read(chosen.levers) else off
@@ -377,9 +381,14 @@ def switches(
             continue  # a CPU has no other place
         if row.name in ("batch_by_tokens", "use_liger_kernel"):
             continue  # said beside the batch, and above
-        asked, value = row.asked(recipe), row.read(chosen.levers)
-        by = _by(asked == value, value != row.plain)
-        if row.name == "every_n_layers" and value and installed.no_every_n_layers and asked is None:
+        requested, value = row.requested(recipe), row.read(chosen.levers)
+        by = _by(requested == value, value != row.plain)
+        if (
+            row.name == "every_n_layers"
+            and value
+            and installed.no_every_n_layers
+            and requested is None
+        ):
             by += f"; {installed.no_every_n_layers}"
         yield Switch(row.switch, row.says(chosen.levers), by)
     why = (training.compiles and installed.no_compiler) or "not asked for"
@@ -412,25 +421,25 @@ def _by(is_asked: bool, is_on: bool) -> str:
 def _why_precision(recipe: Recipe, chosen: Strategy) -> str:
     if chosen.mixed_precision == "no":
         return "model.dtype; neither training.bf16 nor fp16 is on"
-    asked = "bf16" if recipe.training.bf16 else "fp16"
-    lacks = "" if asked == chosen.mixed_precision else ", which the card lacks"
+    requested = "bf16" if recipe.training.bf16 else "fp16"
+    lacks = "" if requested == chosen.mixed_precision else ", which the card lacks"
     rounds = (
         f"; ranks exchange weights in {chosen.mixed_precision}: unlike DDP, norms and embeddings"
         " are rounded to it"
         if chosen.launch_mode.engine == "fsdp2"
         else ""
     )
-    return f"training.{asked}{lacks}{rounds}"
+    return f"training.{requested}{lacks}{rounds}"
 
 
 def _why_tf32(recipe: Recipe, chosen: Strategy, gpus: Sequence[Gpu]) -> str:
-    asked = recipe.training.extras.get("tf32")
+    requested = recipe.training.extras.get("tf32")
     if chosen.tf32:
         is_wide = chosen.mixed_precision == "no" and recipe.model.dtype == "float32"
         return "asked for: float32 products have 10 bits of mantissa" + (
             "" if is_wide else f"; under {chosen.mixed_precision} few are left"
         )
-    if asked is not None:
+    if requested is not None:
         return "asked for"
     if lacking := _lacking(gpus, "tf32"):
         return f"{lacking} has no TF32"

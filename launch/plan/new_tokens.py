@@ -83,8 +83,11 @@ def with_tokens(
 
 def _check_trained_size(recipe: Recipe, rows: int) -> None:
     """Raise ConfigError if no tokenizer of the asked size can be trained on the data."""
-    asked = recipe.tokenizer.vocab_size
-    size, key = asked or rows, f"tokenizer.vocab_size {asked:,}" if asked else "its vocabulary"
+    requested = recipe.tokenizer.vocab_size
+    size, key = (
+        requested or rows,
+        f"tokenizer.vocab_size {requested:,}" if requested else "its vocabulary",
+    )
     names = {*map(json.loads, chat_templates.TRAINED_TAGS.split()), *recipe.tokenizer.add_tokens}
     least = NUM_BYTES + len(names)
     if size > rows:
@@ -125,8 +128,8 @@ def _notes(tokens: NewTokens, rows: int) -> Iterator[str]:
 
 def _named(tokens: Mapping[str, int]) -> str:
     texts = [f"{token} ({number:,})" for token, number in tokens.items()]
-    others = len(texts) - MOST_NAMED
-    return ", ".join(texts[:MOST_NAMED]) + (f" and {others} more" if others > 0 else "")
+    num_further = len(texts) - MOST_NAMED
+    return ", ".join(texts[:MOST_NAMED]) + (f" and {num_further} more" if num_further > 0 else "")
 
 
 def with_trained_tokens(
@@ -137,14 +140,14 @@ def with_trained_tokens(
     lora = recipe.lora
     if lora is None or not tokens.ids or not modules_of_rows(parameters, lora, family):
         return recipe, []
-    asked = lora.trainable_token_indices
-    indices = tuple(sorted({*(asked or ()), *tokens.ids.values()}))
-    if indices == asked:
+    requested = lora.trainable_token_indices
+    indices = tuple(sorted({*(requested or ()), *tokens.ids.values()}))
+    if indices == requested:
         return recipe, []
     trained = LoraSection(**{**lora.model_dump(), "trainable_token_indices": indices})
     change = Change(
         "lora.trainable_token_indices",
-        "null" if asked is None else str(list(asked)),
+        "null" if requested is None else str(list(requested)),
         str(list(indices)),
         "the embeddings of added tokens are trained beside the adapters",
     )

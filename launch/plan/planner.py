@@ -101,14 +101,14 @@ def refuse_hopeless(facts: Facts) -> None:
 
 def relaxed_contexts(facts: Facts) -> Iterator[tuple[Facts, tuple[Change, ...]]]:
     """Yield the context with each recipe that `allow:` permits, and the changes of that recipe."""
-    asked = facts.recipe.launch
-    on_gpu = bool(facts.machine.gpus) and asked.device != "cpu" and not facts.wishes.force_cpu
+    launch = facts.recipe.launch
+    on_gpu = bool(facts.machine.gpus) and launch.device != "cpu" and not facts.wishes.force_cpu
     for recipe, changes in relax.relaxations(
         facts.recipe,
         facts.model.parameters,
         facts.model.size.family,
         on_gpu,
-        facts.wishes.mode or asked.mode,
+        facts.wishes.mode or launch.mode,
     ):
         relaxed = plan_facts.with_recipe(facts, recipe)
         bytes_before, bytes_after = (

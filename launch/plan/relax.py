@@ -97,9 +97,9 @@ def _lowered(
             ("lora.lora_alpha", adapter.lora_alpha, alpha),
         )
         adapter = halved
-    asked = recipe.data.max_length
+    max_length = recipe.data.max_length
     for share in LENGTH_SHARES if "data.max_length" in recipe.allow else ():
-        shorter = int(asked * share) // 8 * 8
+        shorter = int(max_length * share) // 8 * 8
         if shorter >= LEAST_LENGTH:
             data = recipe.data.model_copy(update={"max_length": shorter})
             yield lower({"data": data}, ("data.max_length", recipe.data.max_length, shorter))

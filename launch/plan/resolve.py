@@ -238,11 +238,11 @@ def as_packed(recipe: Recipe) -> Recipe:
             " model in 16 or 32 bits"
         )
     for key, value in asdict(packing).items():
-        asked = getattr(section, key)
-        if key in section.model_fields_set and asked != value:
+        requested = getattr(section, key)
+        if key in section.model_fields_set and requested != value:
             raise ConfigError(
-                f"quantization.{key}: {show(asked)}, but the weights in {folder} are packed with"
-                f" {show(value)}; leave it out"
+                f"quantization.{key}: {show(requested)}, but the weights in {folder} are packed"
+                f" with {show(value)}; leave it out"
             )
     quantization = section.model_copy(update=asdict(packing))
     return recipe.model_copy(update={"quantization": quantization})
@@ -306,8 +306,8 @@ def _history(
 
 def with_memory_of_now(facts: Facts, leased: Leased, folder: Path) -> Facts:
     """The facts of a start with the memory that is free now, beside the leases of others."""
-    now = probe_machine.with_memory_of_now(facts.machine, folder)
-    machine, limits = _available(facts.recipe, now, facts.wishes, leased)
+    probed = probe_machine.with_memory_of_now(facts.machine, folder)
+    machine, limits = _available(facts.recipe, probed, facts.wishes, leased)
     return replace(facts, machine=machine, limits=limits)
 
 
@@ -378,8 +378,12 @@ def _refuse_cards(recipe: Recipe, machine: Machine, wishes: Wishes) -> None:
         )
     launch, mode = recipe.launch, recipe.launch.named_mode
     is_single = mode is not None and mode.processes == "one"
-    asked = 1 if is_single else wishes.num_processes or launch.num_processes
-    count = asked // max(launch.nodes, wishes.num_machines) if asked else len(machine.gpus)
+    num_requested = 1 if is_single else wishes.num_processes or launch.num_processes
+    count = (
+        num_requested // max(launch.nodes, wishes.num_machines)
+        if num_requested
+        else len(machine.gpus)
+    )
     torch_build.refuse(machine, machine.gpus[:count])
 
 
@@ -391,9 +395,12 @@ def _past_runs(
     from launch.predict.history import cache_keys, calibration, corrections
     from launch.predict.history.ledger import Ledger
 
-    runs, here = Ledger(workspace.ledger_file, say).measurements(), cache_keys.machine_key(machine)
-    margin = calibration.margin(runs, "reserved_bytes", device, here, prior=0.0)
-    like, model_key = corrections.of_machine(runs, here), cache_keys.model_key(model)
+    runs, machine_key = (
+        Ledger(workspace.ledger_file, say).measurements(),
+        cache_keys.machine_key(machine),
+    )
+    margin = calibration.margin(runs, "reserved_bytes", device, machine_key, prior=0.0)
+    like, model_key = corrections.of_machine(runs, machine_key), cache_keys.model_key(model)
     return History(
         error_margin=replace(margin, fraction=max(margin.fraction, 0.0)),
         correction=partial(corrections.compute, like, model_key),

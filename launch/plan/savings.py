@@ -70,9 +70,11 @@ def of_targets(facts: Facts, chosen: Judged) -> Iterator[str]:
     if not candidate.levers.logits_at_targets or facts.rows.counts is None or chosen.time is None:
         return
     everywhere = replace(facts, rows=replace(facts.rows, counts_targets=False))
-    own, other = (estimate.judge(each, candidate, exact=False) for each in (facts, everywhere))
+    at_targets, at_all = (
+        estimate.judge(each, candidate, exact=False) for each in (facts, everywhere)
+    )
     names = AT_TARGETS.says(candidate.levers), AT_TARGETS.off
-    yield _line(own, _bytes(other) - _bytes(own), other, AT_TARGETS.name, names)
+    yield _line(at_targets, _bytes(at_all) - _bytes(at_targets), at_all, AT_TARGETS.name, names)
 
 
 def _line(chosen: Judged, saved: int, other: Judged, way: str, names: Sequence[str] = ()) -> str:

@@ -86,11 +86,11 @@ def fastest(
     checkpointing and chunks."""
     front = Front(facts, possible)
     chosen = next(front.fitting(), None)
-    seen = front.judged()
+    looked_at = front.judged()
     if chosen is None:
-        judged += [(each, f"does not fit: {each.misses}") for each in seen]
+        judged += [(each, f"does not fit: {each.misses}") for each in looked_at]
     else:
-        judged += _verdicts(seen, chosen)
+        judged += _verdicts(looked_at, chosen)
     return chosen
 
 
@@ -139,17 +139,17 @@ class Front:
     def _place(self, candidate: Candidate) -> tuple[Any, ...]:
         """The order of nearness to the recipe: by mode, transformers' modules, micro-batch, and
         levers."""
-        own = candidate.mode, candidate.num_processes
+        chosen_mode = candidate.mode, candidate.num_processes
         modes = [(each.mode, each.num_processes) for each in self.possible]
         saved = (row.saved(row.read(candidate.levers)) for row in TRIED)
         has_liger = candidate.levers.use_liger_kernel
-        return modes.index(own), has_liger, -candidate.per_device_train_batch_size, *saved
+        return modes.index(chosen_mode), has_liger, -candidate.per_device_train_batch_size, *saved
 
     def judged(self) -> list[Judged]:
         """All that were looked at, each by the most that was."""
         open_ = (each.judged for each in self._open.values())
-        seen = (each for each in open_ if each.by != "states" or each.misses or self._is_blind)
-        return [*seen, *self._lost.values()]
+        looked_at = (each for each in open_ if each.by != "states" or each.misses or self._is_blind)
+        return [*looked_at, *self._lost.values()]
 
     def fitting(self) -> Iterator[Judged]:
         """Yield those that fit, exactly predicted, the fastest first."""

@@ -170,7 +170,7 @@ def _most_frugal_fit(facts: Facts, recipe: Recipe) -> Judged | None:
         smallest = [list(candidates.splits(facts, each))[-1] for each in possible]
         frugal = [candidates.most_frugal(facts, each) for each in smallest]
         possible = [
-            each.with_levers(activation_offloading=own.levers.activation_offloading)
-            for each, own in zip(frugal, smallest, strict=True)
+            each.with_levers(activation_offloading=least.levers.activation_offloading)
+            for each, least in zip(frugal, smallest, strict=True)
         ]
     return fastest(facts, possible, [])

@@ -44,9 +44,9 @@ class OomEvent:
     def counts(self, machine: Machine) -> bool:
         """True if it limits plans of another start: not if there is clearly more memory than there
         was."""
-        now = available_bytes(self.of, machine, self.candidate)
+        free_bytes = available_bytes(self.of, machine, self.candidate)
         return self.is_own and (
-            not self.available_bytes or now * CLEARLY_BELOW <= self.available_bytes
+            not self.available_bytes or free_bytes * CLEARLY_BELOW <= self.available_bytes
         )
 
     def rules_out(

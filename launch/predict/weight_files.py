@@ -164,17 +164,17 @@ def _stored(folder: Path) -> dict[str, Tensor] | None:
     ]
     if shards:
         raise ResourceError(f"{folder}: has {shards[0]} but no {INDEX_NAME}; copy the model again")
-    others = [
+    other_files = [
         name
         for name in file_names
         if Path(name).suffix in OTHER_WEIGHTS
         and name not in TRAINER_FILES
         and not name.startswith("rng_state")
     ]
-    if others:
+    if other_files:
         raise ResourceError(
-            f"{folder}: its weights are {others[0]}; only safetensors are read (pickles run code)."
-            " Convert them where you trust them:"
+            f"{folder}: its weights are {other_files[0]}; only safetensors are read (pickles run"
+            " code). Convert them where you trust them:"
             " AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     return None

@@ -135,8 +135,8 @@ def look_up(gpu: Gpu) -> tuple[Card | None, bool]:
 def _reported_names(name: str) -> list[tuple[str, ...]]:
     """The parts of a name, or of each card in a name of several: Navi 31 [Radeon RX 7900 XT/7900
     XTX/7900M]."""
-    first, *others = map(parts, name.split("/"))
-    return [first, *(other if "rx" in other else ("rx", *other) for other in others)]
+    first, *further = map(parts, name.split("/"))
+    return [first, *(other if "rx" in other else ("rx", *other) for other in further)]
 
 
 def _is(row: Sequence[str], name: Sequence[str]) -> bool:

@@ -157,8 +157,8 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
 def _names_none(variable: str, value: str, count: int) -> str:
     """The obstacle of a variable that hides all cards without intent."""
     if "MIG-" in value:
-        what = f"{variable}={value} names a part of a card (MIG)"
-        return f"{what}, which lowmem cannot plan for yet; {mig_fix('NUMBER')}"
+        found_there = f"{variable}={value} names a part of a card (MIG)"
+        return f"{found_there}, which lowmem cannot plan for yet; {mig_fix('NUMBER')}"
     return (
         f"{variable}={value} leaves none of the {count} GPU(s) that are listed; fix: unset it, or"
         " name cards that"

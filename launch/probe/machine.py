@@ -68,8 +68,8 @@ def machine(
 
 def with_memory_of_now(before: Machine, run_dir: Path) -> Machine:
     """The same machine and cards, with the memory that is free now."""
-    now = machine(run_dir=run_dir)
-    free_bytes = {(gpu.uuid, gpu.index): gpu.free_bytes for gpu in now.gpus}
+    probed = machine(run_dir=run_dir)
+    free_bytes = {(gpu.uuid, gpu.index): gpu.free_bytes for gpu in probed.gpus}
     gpus = tuple(
         replace(gpu, free_bytes=free_bytes.get((gpu.uuid, gpu.index), gpu.free_bytes))
         for gpu in before.gpus
@@ -77,8 +77,8 @@ def with_memory_of_now(before: Machine, run_dir: Path) -> Machine:
     return replace(
         before,
         gpus=gpus,
-        host_available_bytes=now.host_available_bytes,
-        host_available_reason=now.host_available_reason,
+        host_available_bytes=probed.host_available_bytes,
+        host_available_reason=probed.host_available_reason,
     )
 
 
@@ -229,11 +229,11 @@ def _cgroups(root: Path, controller: str) -> list[tuple[int, str]]:
             mounts[2 if kind == "cgroup2" else 1].append((part, point))
     folders = []
     for line in (_read(root, "/proc/self/cgroup") or "").splitlines():
-        number, controllers, own = line.split(":", 2)
+        number, controllers, group = line.split(":", 2)
         version = 2 if number == "0" and not controllers else 1
         if version == 1 and controller not in controllers.split(","):
             continue
-        path = PurePosixPath(own)
+        path = PurePosixPath(group)
         chains = [
             (point / path.relative_to(part), point)
             for part, point in mounts[version]

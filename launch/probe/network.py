@@ -32,16 +32,16 @@ def located(meeting: Rendezvous | None) -> Rendezvous | None:
     """
     if meeting is None:
         return None
-    here = addresses()
-    right = _interface(meeting, here)
+    interfaces = addresses()
+    right = _interface(meeting, interfaces)
     named = meeting.network_interface
-    if named is not None and named not in here:
+    if named is not None and named not in interfaces:
         raise ConfigError(
-            f"launch.network_interface {named}: this machine has {', '.join(sorted(here))}"
+            f"launch.network_interface {named}: this machine has {', '.join(sorted(interfaces))}"
         )
     if named is not None and right not in (None, named):
         raise ConfigError(
-            f"launch.network_interface {named} ({', '.join(here[named]) or 'no address'}):"
+            f"launch.network_interface {named} ({', '.join(interfaces[named]) or 'no address'}):"
             f" {meeting.main_process_ip} is reached over {right}; use that, or leave the key out"
         )
     return replace(meeting, network_interface=named or right)
@@ -72,15 +72,15 @@ def _address(name: str) -> tuple[socket.AddressFamily, str]:
     return family, address
 
 
-def _interface(meeting: Rendezvous, here: Mapping[str, list[str]]) -> str | None:
+def _interface(meeting: Rendezvous, interfaces: Mapping[str, list[str]]) -> str | None:
     """The interface that has the meeting place's address (machine 0), or the interface by which
     packets to it leave."""
     (family, ip), port = _address(meeting.main_process_ip), meeting.main_process_port
     if meeting.machine_rank == 0:
-        holders = [name for name, own in here.items() if ip in own]
+        holders = [name for name, ips in interfaces.items() if ip in ips]
         if not holders:
             shown = ", ".join(
-                f"{name} {' '.join(own)}" for name, own in sorted(here.items()) if own
+                f"{name} {' '.join(ips)}" for name, ips in sorted(interfaces.items()) if ips
             )
             raise ConfigError(
                 f"launch.main_process_ip {ip} is no address of this machine, number 0, which has"
@@ -101,4 +101,4 @@ def _interface(meeting: Rendezvous, here: Mapping[str, list[str]]) -> str | None
         except OSError as error:
             raise NetworkError(f"launch.main_process_ip {ip}: {error.strerror}") from error
         source = probe.getsockname()[0]
-    return next((name for name, own in here.items() if source in own), None)
+    return next((name for name, ips in interfaces.items() if source in ips), None)

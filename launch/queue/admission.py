@@ -149,8 +149,8 @@ def alone(machine: Machine, leases: Sequence[Lease]) -> Machine:
         )
         for gpu in machine.gpus
     )
-    taken = sum(lease.record.taken.host_bytes for lease in leases)
-    available = min(machine.host_available_bytes + taken, machine.host_limit_bytes)
+    taken_bytes = sum(lease.record.taken.host_bytes for lease in leases)
+    available = min(machine.host_available_bytes + taken_bytes, machine.host_limit_bytes)
     return replace(machine, gpus=gpus, host_available_bytes=available)
 
 

@@ -164,9 +164,9 @@ class OwnLease:
 
     def settle_yield(self) -> None:
         """Take back the request to yield, which is done; its new place in the order stays."""
-        asked = read_asked(self.path)
-        if asked.is_yielded:
-            _write_asked(self.path, os.geteuid(), replace(asked, is_yielded=False))
+        request = read_asked(self.path)
+        if request.is_yielded:
+            _write_asked(self.path, os.geteuid(), replace(request, is_yielded=False))
 
     def release(self) -> None:
         """End the lease, unless that is done. Its files stay in a folder that has been closed."""
@@ -292,10 +292,10 @@ def lease_path(place: Path, number: int) -> Path:
     return place / f"{number}.lease"
 
 
-def write_asked(place: Path, lease: Lease, asked: Asked) -> None:
+def write_asked(place: Path, lease: Lease, request: Asked) -> None:
     """Ask a run for changes; its process reads them at its next look. Raises NoLeases."""
     try:
-        _write_asked(lease_path(place, lease.number), lease.uid, asked)
+        _write_asked(lease_path(place, lease.number), lease.uid, request)
     except OSError as error:
         raise NoLeases(f"{place}: cannot be written to ({error.strerror})") from error
 
@@ -316,19 +316,19 @@ def read_asked(path: Path) -> Asked:
         os.close(file)
 
 
-def _write_asked(path: Path, owner: int, asked: Asked) -> None:
+def _write_asked(path: Path, owner: int, request: Asked) -> None:
     """Write a request under a name that nobody can have taken, and remove those before it."""
     before = _asked_files(path, owner)
-    made = path.with_suffix(f".{secrets.token_hex(8)}.asked")
-    aside = made.with_suffix(".tmp")
+    path_of_request = path.with_suffix(f".{secrets.token_hex(8)}.asked")
+    aside = path_of_request.with_suffix(".tmp")
     file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     try:
-        os.write(file, files.to_json(asdict(asked)).encode())
+        os.write(file, files.to_json(asdict(request)).encode())
         if os.geteuid() != owner:
             os.fchown(file, owner, -1)
     finally:
         os.close(file)
-    aside.rename(made)
+    aside.rename(path_of_request)
     for earlier in before:
         earlier.unlink(missing_ok=True)
 

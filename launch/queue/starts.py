@@ -33,7 +33,7 @@ def take(
     get_supply: GetSupply,
     planned_beside: Collection[int],
     assume_fits: bool,
-    own: OwnLease | None = None,
+    own_lease: OwnLease | None = None,
 ) -> OwnLease | str:
     """Take a lease, or change the start's own; or say why it cannot be had beside leases that were
     taken after the plan was made, whose numbers are not in `planned_beside`.
@@ -48,15 +48,17 @@ def take(
                 names = ", ".join(lease.name for lease in newer)
                 return f"the plan needs {shortage}; leased meanwhile by {names}"
             ahead = [lease for lease in waiting if lease.record.priority >= record.priority]
-            if own is None and (lease := admission.ahead_of(record.needs, ahead, supply)):
+            if own_lease is None and (lease := admission.ahead_of(record.needs, ahead, supply)):
                 raise DoesNotFit(
                     f"{lease.name} is before this start, and waits for"
                     f" {admission.sizes(lease.record.needs)}; wait behind it with --launch.wait"
                 )
-        if own is None:
+        if own_lease is None:
             return begin(record)
-        own.write(state=record.state, needs=record.needs, taken=record.taken, cards=record.cards)
-        return own
+        own_lease.write(
+            state=record.state, needs=record.needs, taken=record.taken, cards=record.cards
+        )
+        return own_lease
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,8 @@ def obstacle(
     if blocked:
         return Obstacle(blocked, blocked, is_own=True)
     granted, waiting = split(live)
-    needs, own = lease.record.needs, leases.turn(lease.record, lease.number)
-    ahead = [other for other in waiting if other.turn < own]
+    needs, turn = lease.record.needs, leases.turn(lease.record, lease.number)
+    ahead = [other for other in waiting if other.turn < turn]
     supply = get_supply(granted)
     behind = f"; behind {', '.join(other.name for other in ahead)}" if ahead else ""
     if shortage := admission.shortage(needs, supply):
@@ -100,7 +102,7 @@ def wait(
     get_supply: GetSupply,
     blocked: Callable[[OwnLease], str],
     say: Callable[[str], None],
-    own: OwnLease | None = None,
+    own_lease: OwnLease | None = None,
     longest_s: float = math.inf,
     plan_again_s: float = PLAN_AGAIN_S,
 ) -> tuple[OwnLease, bool]:
@@ -110,7 +112,7 @@ def wait(
     `blocked` says why the run may not start yet, whatever is free. Raises ResourceError when
     `longest_s` are over. What keeps a run from looking, such as another start that is stopped while
     it decides, is waited for too. A run that stops to wait, however, leaves no lease."""
-    began, lease, is_in_line, no_look = time.monotonic(), own, False, ""
+    began, lease, is_in_line, no_look = time.monotonic(), own_lease, False, ""
     try:
         while True:
             try:

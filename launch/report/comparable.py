@@ -98,13 +98,13 @@ def find(workspace: Workspace, word: str) -> RunDir:
         if word in (run.run_id, run.root.parent.name) or place == run.root.parent
     ]:
         return _trained(named, word)
-    own = {path.stem for path in load.RECIPES.glob("*.yaml")}
-    if word in own:
+    recipe_names = {path.stem for path in load.RECIPES.glob("*.yaml")}
+    if word in recipe_names:
         raise ResourceError(
             f"{word}: this recipe has no run in {workspace.runs}; python -m launch run {word}"
             " makes one"
         )
-    names = own | {run.root.parent.name for run in runs} | {run.run_id for run in runs}
+    names = recipe_names | {run.root.parent.name for run in runs} | {run.run_id for run in runs}
     raise ResourceError(
         f"{word}: found no run, expected the name of a recipe that has run, a run's name"
         f" (recipe-time) or its folder; {suggestion(word, sorted(names))}"
@@ -179,8 +179,8 @@ class Difference:
 
 def differences(a: Side, b: Side) -> list[Difference]:
     """All differences, first those that block."""
-    both = [*_of_model(a, b), *_of_data(a, b), *_of_batch(a, b), *_of_start(a, b)]
-    return sorted(both, key=lambda difference: not difference.blocks)
+    listed = [*_of_model(a, b), *_of_data(a, b), *_of_batch(a, b), *_of_start(a, b)]
+    return sorted(listed, key=lambda difference: not difference.blocks)
 
 
 def _of_model(a: Side, b: Side) -> Iterator[Difference]:
@@ -212,13 +212,15 @@ def _of_data(a: Side, b: Side) -> Iterator[Difference]:
             "data: tokens.json, which names the content of the rows, is not there", blocks=True
         )
         return
-    made = [
+    identities = [
         {**made_of, "limits": [limit for limit in made_of["limits"] if limit != "packed"]}
         for made_of in (a.made_of, b.made_of)
     ]
-    if parts := [name for key, name in MADE_OF.items() if made[0].get(key) != made[1].get(key)]:
+    if parts := [
+        name for key, name in MADE_OF.items() if identities[0].get(key) != identities[1].get(key)
+    ]:
         yield Difference(f"data: A and B differ in {', '.join(parts)}", blocks=True)
-    hashes = [made_of["validation"] for made_of in made]
+    hashes = [made_of["validation"] for made_of in identities]
     if hashes[0] != hashes[1]:
         names = [_rows_name(sha256) if sha256 else "none" for sha256 in hashes]
         yield _differs("held-out rows", names, blocks=None not in hashes)
@@ -277,9 +279,9 @@ def _of_start(a: Side, b: Side) -> Iterator[Difference]:
     yield from _by_key(
         [{key: recipe[key] for key in recipe if is_compared(key)} for recipe in recipes]
     )
-    seen = [f"{side.steps[-1].samples_seen:,}" for side in (a, b)]
-    if seen[0] != seen[1] and a.is_packed == b.is_packed:
-        yield _differs("samples trained", seen)
+    num_trained = [f"{side.steps[-1].samples_seen:,}" for side in (a, b)]
+    if num_trained[0] != num_trained[1] and a.is_packed == b.is_packed:
+        yield _differs("samples trained", num_trained)
 
 
 def is_compared(key: str) -> bool:
@@ -295,8 +297,8 @@ def _by_key(values: Sequence[Mapping[str, Any]], prefix: str = "") -> Iterator[D
             yield _differs(prefix + key, ["none" if value is None else value for value in pair])
 
 
-def _differs(what: str, pair: Sequence[object], blocks: bool = False) -> Difference:
-    return Difference(f"{what}: A {pair[0]}, B {pair[1]}", blocks)
+def _differs(label: str, pair: Sequence[object], blocks: bool = False) -> Difference:
+    return Difference(f"{label}: A {pair[0]}, B {pair[1]}", blocks)
 
 
 def _machine(machine: Machine | None) -> str:

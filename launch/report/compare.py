@@ -199,8 +199,8 @@ def _seen(side: Side, unit: str) -> list[float]:
 
 def _last_loss(side: Side, unit: str, common: float) -> float | None:
     """Mean over the samples of the last part up to `common`, and over one step at least."""
-    seen = zip(side.steps, _seen(side, unit), strict=True)
-    up_to = [(step, count) for step, count in seen if count <= common]
+    pairs = zip(side.steps, _seen(side, unit), strict=True)
+    up_to = [(step, count) for step, count in pairs if count <= common]
     last = [step for step, count in up_to if count > (1 - LAST_PART) * common]
     last = last or [step for step, _ in up_to[-1:]]
     num_samples = sum(step.samples for step in last)
@@ -304,6 +304,6 @@ def _means(
     side: Side, unit: str, count: int, mean: Callable[[Sequence[StepEvent]], float]
 ) -> list[tuple[float, float]]:
     """(samples or tokens after them, mean) of each `count` steps."""
-    seen = _seen(side, unit)
-    groups = [slice(start, start + count) for start in range(0, len(seen), count)]
-    return [(seen[group][-1], mean(side.steps[group])) for group in groups]
+    counts = _seen(side, unit)
+    groups = [slice(start, start + count) for start in range(0, len(counts), count)]
+    return [(counts[group][-1], mean(side.steps[group])) for group in groups]

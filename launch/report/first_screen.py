@@ -109,8 +109,8 @@ def _cause(cause: str, changes: Sequence[Change], columns: int) -> tuple[str, in
             f" {_short(change.effective, width)}"
             for change in changes[:num_shown]
         )
-        others = len(changes) - num_shown
-        text = f"{values}{f' and {others} more' if others else ''} ({cause})"
+        num_left_out = len(changes) - num_shown
+        text = f"{values}{f' and {num_left_out} more' if num_left_out else ''} ({cause})"
         if len(text) <= columns:
             return text, num_shown
     return _short(text, columns), 1

@@ -218,8 +218,10 @@ def change_facts(changes: Sequence[Change]) -> Iterator[Fact]:
     for reason in dict.fromkeys(change.reason for change in changes):
         alike = (change for change in changes if change.reason == reason)
         differing = (change for change in alike if change.requested != change.effective)
-        asked = (f"{each.key}: asked {each.requested}, runs {each.effective}" for each in differing)
-        yield Fact("changed", reason, tuple(asked))
+        changed = (
+            f"{each.key}: asked {each.requested}, runs {each.effective}" for each in differing
+        )
+        yield Fact("changed", reason, tuple(changed))
 
 
 def rows_of_line(plan: Plan) -> str:
@@ -314,8 +316,8 @@ def _mode(machine: Machine, plan: Plan) -> str:
             f"{count} x {name}" if count > 1 else name for name, count in counts.items()
         )
     if strategy.num_machines > 1:
-        own = f"machine_rank {plan.rendezvous.machine_rank} of " if plan.rendezvous else ""
-        device += f" ({own}{strategy.num_machines} machines)"
+        rank = f"machine_rank {plan.rendezvous.machine_rank} of " if plan.rendezvous else ""
+        device += f" ({rank}{strategy.num_machines} machines)"
     backend = f"backend {strategy.backend}, " if strategy.backend else ""
     return f"{strategy.mode}, {backend}{precision}, {device}"
 

@@ -33,7 +33,10 @@ def lines(
     formats = [sources.format_of(data, data_format, file) for file in files]
     facts = row_facts.facts(data_format, summary, max_length)
     for label, text in (
-        *(("data", f"{file}: {own.reason}") for file, own in zip(files, formats, strict=True)),
+        *(
+            ("data", f"{file}: {data_format_of_file.reason}")
+            for file, data_format_of_file in zip(files, formats, strict=True)
+        ),
         *((label, text) for label, text in facts if not is_one_row or label not in COUNTED),
         *(("", line) for line in _histogram(summary.lengths)),
     ):

@@ -461,12 +461,12 @@ def output_lock(workspace: Workspace, recipe: Recipe) -> Iterator[None]:
     folder = Path(recipe.output_dir).resolve()
     # two output folders may have one name
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-    what = f"output_dir {recipe.output_dir} of {recipe.name}"
+    label = f"output_dir {recipe.output_dir} of {recipe.name}"
     with ExitStack() as stack:
         try:
-            stack.enter_context(locks.lock(folder.with_name(f".{folder.name}.lock"), what))
+            stack.enter_context(locks.lock(folder.with_name(f".{folder.name}.lock"), label))
         except locks.NoLocks:
-            stack.enter_context(locks.lock(workspace.runs / f".lock-{digest}", what))
+            stack.enter_context(locks.lock(workspace.runs / f".lock-{digest}", label))
         yield
 
 

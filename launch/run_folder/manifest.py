@@ -442,9 +442,9 @@ def imported_from_elsewhere() -> Iterator[tuple[str, str, Path]]:
 def version_changes(then: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
     """("package X -> Y", True if it may read files differently) for each package of another
     version."""
-    now = versions()
+    current_versions = versions()
     for package, old in then.items():
-        new = now.get(package)
+        new = current_versions.get(package)
         if new != old:
             is_deep = package in WRITE_FILES and (
                 new is None or new.split(".")[:2] != old.split(".")[:2]

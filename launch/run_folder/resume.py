@@ -73,9 +73,9 @@ def decide(
         return ResumeChoice(new_run(), "starting a new run (--resume never)")
     if resume != "auto":
         return _from_path(resume, recipe, plan, tokens, new_run)
-    begun, others = _of_this_output(runs, recipe)
+    begun, elsewhere = _of_this_output(runs, recipe)
     if not begun:
-        return ResumeChoice(new_run(), "\n".join(["starting a new run", *_unfinished(others)]))
+        return ResumeChoice(new_run(), "\n".join(["starting a new run", *_unfinished(elsewhere)]))
     newest, changes = begun[0], _changes(begun[0], recipe, plan, tokens)
     if changes and (same := _unchanged(begun[1:], recipe, plan, tokens)):
         return _continued(same, None, (), recipe, new_run)
@@ -90,7 +90,9 @@ def decide(
                     f"; add --resume.allow=[schedule] to go on from its step {finished.step:,}"
                     " instead"
                 )
-            return ResumeChoice(new_run(), "\n".join([line, *_unfinished([*begun[1:], *others])]))
+            return ResumeChoice(
+                new_run(), "\n".join([line, *_unfinished([*begun[1:], *elsewhere])])
+            )
     return _continued(newest, None, changes, recipe, new_run)
 
 
@@ -112,17 +114,17 @@ def _of_this_output(runs: Path, recipe: Recipe) -> tuple[list[RunDir], list[RunD
 
     Only runs that can be continued or are complete. Raises CheckpointError if the newest is
     damaged; older damaged runs are left out."""
-    own: list[RunDir] = []
-    others: list[RunDir] = []
+    of_output: list[RunDir] = []
+    elsewhere: list[RunDir] = []
     for run in RunDir.all(runs, recipe.name):
         try:
             if run.has_trained() or run.continues_file.exists():
-                (own if run.writes_to(recipe.output_dir) else others).append(run)
+                (of_output if run.writes_to(recipe.output_dir) else elsewhere).append(run)
         except CheckpointError:
-            if not own and not others:
+            if not of_output and not elsewhere:
                 raise
     # a dry run, or a start that ended before its first checkpoint, takes no run over
-    return ([run for run in own if run.has_trained()] or own), others
+    return ([run for run in of_output if run.has_trained()] or of_output), elsewhere
 
 
 def _unchanged(
@@ -291,11 +293,13 @@ def _take_over(source: Path, new_run: NewRun, reason: str) -> ResumeChoice:
 def _changes(earlier: RunDir, recipe: Recipe, plan: Plan, tokens: TokenCache) -> list[Change]:
     changes = list(_differences(earlier, recipe, tokens))
     planned, had_adapter = earlier.read_plan(), earlier.read_recipe().lora is not None
-    before, now = planned.strategy.effective_batch_size, plan.strategy.effective_batch_size
-    if before != now:
-        count = now // recipe.training.samples_per_process
+    before, after = planned.strategy.effective_batch_size, plan.strategy.effective_batch_size
+    if before != after:
+        count = after // recipe.training.samples_per_process
         flags = recipe.keeping(before, count, count)
-        changes.append(Change(f"effective batch {before} -> {now}", "effective_batch_size", flags))
+        changes.append(
+            Change(f"effective batch {before} -> {after}", "effective_batch_size", flags)
+        )
     has_base = had_adapter and recipe.lora and recipe.model.path
     if has_base and planned.base_fingerprint != plan.base_fingerprint:
         changes.append(
@@ -332,7 +336,7 @@ def _differences(earlier: RunDir, recipe: Recipe, tokens: TokenCache) -> Iterato
 
 
 def _rows_differ(
-    before: Mapping[str, Any], before_recipe: Recipe, now: Mapping[str, Any], recipe: Recipe
+    before: Mapping[str, Any], before_recipe: Recipe, current: Mapping[str, Any], recipe: Recipe
 ) -> str:
     """The files whose content or place differs between two token caches, by their identities."""
     old_files, files = _row_files(before_recipe), _row_files(recipe)
@@ -340,11 +344,11 @@ def _rows_differ(
         part
         for part in files
         if before
-        and before.get(part) != now.get(part)
+        and before.get(part) != current.get(part)
         # held-out rows of the training file change with it
         and (part != "validation" or recipe.data.validation_size is None)
     ]
-    if not changed and before and before.get("version") != now["version"]:
+    if not changed and before and before.get("version") != current["version"]:
         return (
             "the rows were tokenised by another version of this program, which may do it otherwise"
         )

@@ -214,9 +214,9 @@ def _yaml(value: Any) -> str:
 class Lever:
     """A row: what a plan, its text, the record of a step and the trainer take from it.
 
-    `text` is of a value that is not the plain one; `asked` is what a recipe asks for, None where
-    it leaves the lever open; `tried` are the values that a plan then tries, the fastest first, and
-    `tries` says of one whether it does beside these other levers;
+    `text` is of a value that is not the plain one; `requested` is what a recipe asks for, None
+    where it leaves the lever open; `tried` are the values that a plan then tries, the fastest
+    first, and `tries` says of one whether it does beside these other levers;
     `refusal` says why a training cannot have the lever, by its other levers and the model's family;
     `mode_refusal` why a mode cannot, by the value."""
 
@@ -229,7 +229,7 @@ class Lever:
     exactness: Literal["bit-equal", "same function", "other function"]
     text: Callable[[Any], str]
     off: str  # the words of a step without it
-    asked: Callable[[Recipe], Any]
+    requested: Callable[[Recipe], Any]
     tried: tuple[Any, ...] = ()
     # why a value that a plan chose is right, and its result the same
     same: Callable[[Any], str] = lambda value: ""
@@ -311,11 +311,11 @@ NOT_AT_TARGETS = "whose forward pass does not make each position's logits of tha
 
 
 def _no_tiles_in(mode: LaunchMode, num_shards: int) -> str | None:
-    asked = f"training.tiled_mlp_num_shards {num_shards}"
+    option = f"training.tiled_mlp_num_shards {num_shards}"
     if mode.engine == "fsdp2":
-        return f"has not been tested with {asked}; leave one out"
+        return f"has not been tested with {option}; leave one out"
     if mode.shards_parameters:
-        return f"would gather the weights of an MLP for each part of {asked}; leave one out"
+        return f"would gather the weights of an MLP for each part of {option}; leave one out"
     return None
 
 
@@ -350,7 +350,7 @@ LEVERS = (
         exactness="same function",
         text=lambda name: f"attention by {name}",
         off="attention by sdpa",
-        asked=lambda recipe: recipe.model.attn_implementation,
+        requested=lambda recipe: recipe.model.attn_implementation,
     ),
     Lever(
         name="use_liger_kernel",
@@ -360,7 +360,7 @@ LEVERS = (
         exactness="same function",
         text=lambda _: "Liger's kernels",
         off="transformers' modules",
-        asked=lambda recipe: recipe.training.use_liger_kernel,
+        requested=lambda recipe: recipe.training.use_liger_kernel,
         tried=(False, True),  # candidates._levers, for speed
         tries=lambda _, levers, around: False,
         saved=lambda _: 0.0,
@@ -381,7 +381,7 @@ LEVERS = (
         ),
         text=lambda _: "layers compiled",
         off="not compiled",
-        asked=lambda recipe: recipe.training.compiles or None,
+        requested=lambda recipe: recipe.training.compiles or None,
         is_recorded=False,  # it is recorded as a step that is not compiled
     ),
     Lever(
@@ -392,7 +392,7 @@ LEVERS = (
         exactness="bit-equal",
         text=lambda n: f"checkpointing 1 layer in {n}" if n > 1 else "checkpointing",
         off="no checkpointing",
-        asked=_asked_layers,
+        requested=_asked_layers,
         tried=(0, 4, 2, 1),  # beyond 4, the seconds hardly change
         tries=lambda n, levers, around: n <= 1 or around.no_every_n_layers is None,
         same=_why_checkpointing,
@@ -407,7 +407,7 @@ LEVERS = (
         exactness="bit-equal",
         text=lambda _: "activations on the host",
         off="activations on the device",
-        asked=lambda recipe: recipe.training.activation_checkpointing_kwargs.offload,
+        requested=lambda recipe: recipe.training.activation_checkpointing_kwargs.offload,
         tried=(False, True),
         tries=lambda _, levers, around: (
             levers.every_n_layers > 0
@@ -425,7 +425,7 @@ LEVERS = (
         exactness="same function",
         text=lambda parts: f"MLPs in {parts} parts",
         off="MLPs at once",
-        asked=lambda recipe: recipe.training.tiled_mlp_num_shards,
+        requested=lambda recipe: recipe.training.tiled_mlp_num_shards,
         # more parts save little: then attention takes as much as an MLP
         tried=(1, 2, 4, 8),
         tries=lambda parts, levers, around: (
@@ -445,7 +445,7 @@ LEVERS = (
         exactness="same function",
         text=lambda _: "RMS norms by PyTorch's kernel",
         off="transformers' modules",
-        asked=lambda recipe: recipe.training.fused_norms,
+        requested=lambda recipe: recipe.training.fused_norms,
         mode_refusal=_whole_models("training.fused_norms"),
     ),
     Lever(
@@ -456,7 +456,7 @@ LEVERS = (
         exactness="same function",
         text=lambda _: "fused with their layers",
         off="beside their layers",
-        asked=lambda recipe: recipe.lora.fused_adapters if recipe.lora else None,
+        requested=lambda recipe: recipe.lora.fused_adapters if recipe.lora else None,
         mode_refusal=_whole_models("lora.fused_adapters"),
     ),
     Lever(
@@ -467,7 +467,7 @@ LEVERS = (
         exactness="same function",
         text=lambda parts: f"logits in {parts} parts",
         off="logits at once",
-        asked=lambda recipe: recipe.training.num_output_chunks,
+        requested=lambda recipe: recipe.training.num_output_chunks,
         tried=(1, 8, 32),  # 8: as many as torchtune's default
         same=lambda _: "the loss is the same sum, its logits made in parts",
         refusal=_unless(lambda model: model.head == "unchanged", NO_PARTS),
@@ -481,7 +481,7 @@ LEVERS = (
         exactness="same function",
         text=lambda _: "logits at targets",
         off="logits at all positions",
-        asked=lambda recipe: recipe.training.logits_at_targets,
+        requested=lambda recipe: recipe.training.logits_at_targets,
         refusal=_unless(lambda model: model.head != "other", NOT_AT_TARGETS),
     ),
     Lever(
@@ -492,7 +492,7 @@ LEVERS = (
         exactness="same function",
         text=lambda _: "rows sorted by length",
         off="rows as they come",
-        asked=lambda recipe: recipe.data.batch_by_tokens,
+        requested=lambda recipe: recipe.data.batch_by_tokens,
         tried=(False, True),  # candidates.sorted_splits, for speed
         saved=lambda _: 0.0,
         same=lambda _: (
@@ -509,7 +509,7 @@ LEVERS = (
         exactness="other function",
         text=lambda name: next((text for part, text in UPDATES if part in name), "asked for"),
         off="fused AdamW",
-        asked=lambda recipe: recipe.training.optim,
+        requested=lambda recipe: recipe.training.optim,
     ),
 )
 PLAIN = Levers()
@@ -518,9 +518,9 @@ ROWS: Mapping[str, Lever] = {row.name: row for row in LEVERS}
 TRIED = tuple(row for row in LEVERS if row.tried)
 
 
-def asked(recipe: Recipe) -> Levers:
+def requested(recipe: Recipe) -> Levers:
     """The levers that a recipe asks for, and plain values for what it leaves open."""
-    values = ((row.name, row.asked(recipe)) for row in LEVERS)
+    values = ((row.name, row.requested(recipe)) for row in LEVERS)
     return Levers(**{name: value for name, value in values if value is not None})
 
 
@@ -535,7 +535,7 @@ def typed(levers: Levers) -> dict[str, Any]:
 
 def refused(recipe: Recipe, family: ModelFamily) -> Iterator[str]:
     """Yield a line for each lever that a recipe asks for and its training cannot have."""
-    levers = asked(recipe)
+    levers = requested(recipe)
     for row in LEVERS:
         if row.read(levers) != row.plain and (reason := row.refusal(levers, family)):
             yield f"{row.key}: {_yaml(row.read(levers))}, but {reason}"

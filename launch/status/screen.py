@@ -41,8 +41,8 @@ def _fitting(blocks: list[list[Text]], columns: int, rows: int) -> list[list[Tex
         is_last = number + 1 == len(blocks)
         rows -= _rows(block, columns)
         if rows < (0 if is_last else 1):
-            others = f"{len(blocks) - number} more: python -m launch runs, or a higher terminal"
-            return [*blocks[:number], [Text(others, style="dim")]]
+            note = f"{len(blocks) - number} more: python -m launch runs, or a higher terminal"
+            return [*blocks[:number], [Text(note, style="dim")]]
     return blocks
 
 
@@ -83,14 +83,14 @@ def _losses(run: RunState) -> str:
 
 def _memory(run: RunState) -> Iterator[str]:
     """VRAM and host RAM: now, as predicted at most, and the limit."""
-    for name, now, predicted, limit in (
+    for name, used_bytes, predicted, limit in (
         ("VRAM", run.vram_bytes, run.vram_predicted_bytes, run.vram_total_bytes),
         ("RAM", run.host_bytes, run.host_predicted_bytes, run.host_limit_bytes),
     ):
-        if now or predicted:
-            taken = f"{now / GIB:.2f} GiB, " if now else ""
+        if used_bytes or predicted:
+            used = f"{used_bytes / GIB:.2f} GiB, " if used_bytes else ""
             of = f", {limit / GIB:.1f} in all" if limit else ""
-            yield f"{name} {taken}predicted {predicted / GIB:.2f} GiB{of}"
+            yield f"{name} {used}predicted {predicted / GIB:.2f} GiB{of}"
 
 
 def curve(values: Sequence[float], columns: int = CURVE_COLUMNS) -> str:

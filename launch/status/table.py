@@ -42,8 +42,8 @@ class RunRow:
 
 def rows(runs: Path) -> list[RunRow]:
     """Every run, the newest first."""
-    made = [_row(run) for run in RunDir.all(runs)]
-    return sorted(made, key=lambda row: Path(row.folder).name, reverse=True)
+    rows = [_row(run) for run in RunDir.all(runs)]
+    return sorted(rows, key=lambda row: Path(row.folder).name, reverse=True)
 
 
 def _row(run: RunDir) -> RunRow:
@@ -70,13 +70,13 @@ def _row(run: RunDir) -> RunRow:
     )
 
 
-def table(made: Sequence[RunRow]) -> Table:
+def table(rows: Sequence[RunRow]) -> Table:
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    drawn.add_column("run", min_width=_widest(made))  # a part of a name is no name
+    drawn.add_column("run", min_width=_widest(rows))  # a part of a name is no name
     drawn.add_column("state", no_wrap=True)
     for name in ("steps", "loss", "held out", "disk"):
         drawn.add_column(name, justify="right", no_wrap=True)
-    for row in made:
+    for row in rows:
         style = "green" if row.state == "stopped early" else STYLES.get(row.state, "bold")
         run = Text(shown(row.run))
         if row.verdict:
@@ -88,16 +88,16 @@ def table(made: Sequence[RunRow]) -> Table:
             *("" if value is None else f"{value:.4f}" for value in (row.loss, row.eval_loss)),
             size(row.bytes),
         )
-    total = sum(row.bytes for row in made)
-    drawn.caption = f"{len(made):,} run{'' if len(made) == 1 else 's'}, {size(total)}"
+    total = sum(row.bytes for row in rows)
+    drawn.caption = f"{len(rows):,} run{'' if len(rows) == 1 else 's'}, {size(total)}"
     drawn.caption_justify = "left"
     return drawn
 
 
-def least_columns(made: Sequence[RunRow]) -> int:
+def least_columns(rows: Sequence[RunRow]) -> int:
     """The columns of text that the table needs, for names and figures in one piece."""
-    return _widest(made) + FIGURES_COLUMNS
+    return _widest(rows) + FIGURES_COLUMNS
 
 
-def _widest(made: Sequence[RunRow]) -> int:
-    return max((len(row.run) for row in made), default=0)
+def _widest(rows: Sequence[RunRow]) -> int:
+    return max((len(row.run) for row in rows), default=0)

@@ -196,9 +196,9 @@ def last_vram(events: Path) -> dict[str, int]:
     return {}
 
 
-def _grown(before: machine.OomKills, now: machine.OomKills) -> int | None:
+def _grown(before: machine.OomKills, after: machine.OomKills) -> int | None:
     """The growth of a counter; None where it cannot be read."""
-    return None if now.count is None or before.count is None else now.count - before.count
+    return None if after.count is None or before.count is None else after.count - before.count
 
 
 def log_tail(path: Path) -> str:

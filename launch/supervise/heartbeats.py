@@ -92,20 +92,20 @@ class Progress:
         self._is_slow = False
         self._is_waiting = False
 
-    def silent(self, beats: list[Beat], now: float, floor_s: float) -> str | None:
+    def silent(self, beats: list[Beat], now_s: float, floor_s: float) -> str | None:
         """A sentence on the rank that has been silent for longest, if it hangs.
 
         While a rank still computes and none is stopped, the limit is SPARED times as long."""
         for beat in beats:
             if self._cpu.get(beat.pid, (None,))[0] != beat.monotonic_s:
                 self._cpu[beat.pid] = (beat.monotonic_s, processes.cpu_s(beat.pid))
-        overdue = [beat for beat in beats if now - beat.monotonic_s > beat.limit_s(floor_s)]
+        overdue = [beat for beat in beats if now_s - beat.monotonic_s > beat.limit_s(floor_s)]
         if not overdue:
             return None
-        worst = max(overdue, key=lambda beat: now - beat.monotonic_s)
-        age = now - worst.monotonic_s
+        worst = max(overdue, key=lambda beat: now_s - beat.monotonic_s)
+        age = now_s - worst.monotonic_s
         computes = any(
-            processes.cpu_s(beat.pid) - self._cpu[beat.pid][1] > IDLE * (now - beat.monotonic_s)
+            processes.cpu_s(beat.pid) - self._cpu[beat.pid][1] > IDLE * (now_s - beat.monotonic_s)
             for beat in beats
         )
         stopped = [beat for beat in beats if beat.is_stopped()]
@@ -114,26 +114,26 @@ class Progress:
         worst = stopped[0] if stopped else worst
         return (
             f"rank {worst.rank} (process {worst.pid}, {processes.status(worst.pid)}) hangs: no sign"
-            f" of life for {now - worst.monotonic_s:.0f} s in {worst.section} after step"
+            f" of life for {now_s - worst.monotonic_s:.0f} s in {worst.section} after step"
             f" {worst.step}, allowed are {worst.limit_s(floor_s):.0f} s"
         )
 
-    def slow(self, beats: list[Beat], now: float) -> str | None:
+    def slow(self, beats: list[Beat], now_s: float) -> str | None:
         """A line, once, when steps take several times as long as before; training goes on."""
         if not beats:
             self._window = None
             return None
         used = {beat.rank: processes.cpu_s(beat.pid) for beat in beats}
         if self._window is None:
-            self._window = (now, beats[0].step, used)
+            self._window = (now_s, beats[0].step, used)
             return None
         since, step, before = self._window
-        if now - since < SLOW_WINDOW_S:
+        if now_s - since < SLOW_WINDOW_S:
             return None
-        self._window = (now, beats[0].step, used)
+        self._window = (now_s, beats[0].step, used)
         if any(beat.section != "step" for beat in beats):
             return None
-        pace = (now - since) / max(beats[0].step - step, 1)
+        pace = (now_s - since) / max(beats[0].step - step, 1)
         median_pace = statistics.median(self._paces) if len(self._paces) >= 3 else pace
         if pace <= SLOW_FACTOR * median_pace:
             self._paces.append(pace)
@@ -143,7 +143,7 @@ class Progress:
             return None
         self._is_slow = True
         shares = ", ".join(
-            f"rank {rank} {100 * (used[rank] - before.get(rank, 0)) / (now - since):.0f} %"
+            f"rank {rank} {100 * (used[rank] - before.get(rank, 0)) / (now_s - since):.0f} %"
             for rank in used
         )
         return (

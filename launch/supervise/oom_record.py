@@ -41,8 +41,10 @@ def of_attempt(
         predicted = memory.pinned_bytes * plan.strategy.processes_per_machine
     elif section in oom_history.WRITING:
         predicted = memory.model_state_bytes
-    now = probe_machine.machine(run_dir=run.root)
-    before, after = (available_bytes(of, machine, plan.strategy) for machine in (planned_on, now))
+    machine_after = probe_machine.machine(run_dir=run.root)
+    before, after = (
+        available_bytes(of, machine, plan.strategy) for machine in (planned_on, machine_after)
+    )
     return OomEvent(
         of,
         section,
@@ -159,8 +161,8 @@ def _describe(event: OomEvent, machine: Machine) -> str:
     memory = oom_history.MEMORIES.get(event.of, "memory of the card")
     took = f"took {size(event.measured_bytes)}" if event.measured_bytes else "ran out"
     then = f" with {size(event.available_bytes)} of {size(event.limit_bytes)} available"
-    now = size(available_bytes(event.of, machine, event.candidate))
+    available = size(available_bytes(event.of, machine, event.candidate))
     return (
         f"{estimate.describe(event.candidate)} {took} of {memory} in {event.section}"
-        f"{then if event.limit_bytes else ''}, now {now}"
+        f"{then if event.limit_bytes else ''}, now {available}"
     )

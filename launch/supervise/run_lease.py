@@ -38,7 +38,7 @@ class RunLease:
 
         Raises DoesNotFit if a run that waits is before the start."""
         try:
-            taken = starts.take(
+            lease = starts.take(
                 leases.folder(),
                 self._record(choice, run),
                 lambda granted: self._supply(choice, run, granted),
@@ -49,9 +49,9 @@ class RunLease:
         except NoLeases as error:
             self._say(f"this run has no lease, other starts may plan with its memory: {error}")
             return ""
-        if isinstance(taken, str):
-            return taken
-        self._keep(taken)
+        if isinstance(lease, str):
+            return lease
+        self._keep(lease)
         return ""
 
     def wait(self, choice: Choice, run: RunDir, workspace: Workspace) -> bool:
@@ -88,9 +88,9 @@ class RunLease:
         """Write what the ranks take of host RAM and the disk. True: the run is to yield."""
         if self._own is None:
             return False
-        now = time.monotonic()
-        if now - self._stored_at > STORED_INTERVAL_S:
-            self._stored_at = now
+        now_s = time.monotonic()
+        if now_s - self._stored_at > STORED_INTERVAL_S:
+            self._stored_at = now_s
             self._stored_bytes = disk_space.stored_bytes(run, choice.recipe, choice.plan)
         card_bytes = self._own.record.taken.card_bytes
         self._own.write(taken=Taken(host_bytes, card_bytes, self._stored_bytes))
@@ -131,9 +131,9 @@ class RunLease:
 
     def _supply(self, choice: Choice, run: RunDir, granted: Sequence[Lease]) -> Supply:
         """The memory that is free now, and the disk space for checkpoints."""
-        now = probe_machine.with_memory_of_now(choice.machine, self._root)
+        machine = probe_machine.with_memory_of_now(choice.machine, self._root)
         device = run.checkpoints.stat().st_dev
-        return Supply(now, granted, {device: files.free_bytes(run.checkpoints)})
+        return Supply(machine, granted, {device: files.free_bytes(run.checkpoints)})
 
 
 class Blocked:

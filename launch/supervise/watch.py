@@ -85,15 +85,15 @@ class RankWatcher:
         try:
             while not is_forced and not self._is_over(child):
                 self._screen.update()
-                now, beats = time.monotonic(), self._beats()
-                self._measure(now, beats)
+                now_s, beats = time.monotonic(), self._beats()
+                self._measure(now_s, beats)
                 is_forced = (
                     self._refuted()
-                    or self._stop(child, beats, now)
-                    or self._is_alone(child, beats, now)
-                    or self._hang(beats, now)
+                    or self._stop(child, beats, now_s)
+                    or self._is_alone(child, beats, now_s)
+                    or self._hang(beats, now_s)
                 )
-                if line := self._progress.slow(beats, now):
+                if line := self._progress.slow(beats, now_s):
                     self._screen.say(line)
             self._screen.update()
         finally:
@@ -111,10 +111,10 @@ class RankWatcher:
     def _beats(self) -> list[Beat]:
         """Beats of the ranks that are alive. Where this process has been stopped too (Ctrl-Z, a
         paused container), they begin when it goes on."""
-        now = time.monotonic()
-        if now - self._looked_s > STOOD_S:
-            self._woke_s = now
-        self._looked_s = now
+        now_s = time.monotonic()
+        if now_s - self._looked_s > STOOD_S:
+            self._woke_s = now_s
+        self._looked_s = now_s
         return [
             replace(beat, monotonic_s=max(beat.monotonic_s, self._woke_s))
             for beat in heartbeats.read_all(self._attempt)
@@ -131,12 +131,12 @@ class RankWatcher:
             return False
         return True
 
-    def _measure(self, now: float, beats: list[Beat]) -> None:
+    def _measure(self, now_s: float, beats: list[Beat]) -> None:
         in_training = bool(beats) and all(beat.section not in heartbeats.MAPPING for beat in beats)
-        if now - self._measured_at < MEASURED_INTERVAL_S:
+        if now_s - self._measured_at < MEASURED_INTERVAL_S:
             self._job.sample(in_training)
             return
-        self._measured_at = now
+        self._measured_at = now_s
         # measured on both sides of the job: what it takes or frees meanwhile is not others' memory
         before = machine.host_available()[0]
         job = self._job.read(in_training)
@@ -158,7 +158,7 @@ class RankWatcher:
         self._ended.is_refuted = not self._check(measured)
         return self._ended.is_refuted
 
-    def _stop(self, child: subprocess.Popen[bytes], beats: list[Beat], now: float) -> bool:
+    def _stop(self, child: subprocess.Popen[bytes], beats: list[Beat], now_s: float) -> bool:
         """Pass a stop or a request to save on to the ranks, not to their launcher, which would end
         them; True: kill them."""
         if self._signals.save and beats:
@@ -168,7 +168,7 @@ class RankWatcher:
         if self._signals.stop is None and not ended.pressure and not ended.is_yielded:
             return False
         if self._stopping_since is None:
-            self._stopping_since = now
+            self._stopping_since = now_s
             if self._signals.stop is not None:
                 name = signal.Signals(self._signals.stop).name
                 self._screen.say(
@@ -186,25 +186,25 @@ class RankWatcher:
             child.terminate()
         is_training = any(beat.section not in heartbeats.BEFORE_TRAINING for beat in beats)
         return self._signals.at_once or (
-            not is_training and now - self._stopping_since > LOAD_GRACE_S
+            not is_training and now_s - self._stopping_since > LOAD_GRACE_S
         )
 
-    def _hang(self, beats: list[Beat], now: float) -> bool:
+    def _hang(self, beats: list[Beat], now_s: float) -> bool:
         """Find a rank that hangs, save all stacks, ask it to end; True: kill it."""
         if self._alone_since is not None:  # ranks that wait for an ended rank are silent
             return False
         if self._hanging_since is not None:
-            if now - self._hanging_since > STACKS_S:
+            if now_s - self._hanging_since > STACKS_S:
                 for beat in beats:
                     if beat.pid not in self._signalled:
                         self._signalled.add(beat.pid)
                         processes.send(beat.pid, signal.SIGTERM)
-            return now - self._hanging_since > STACKS_S + HANG_GRACE_S
-        silent = self._progress.silent(beats, now, self._launch.hang_floor_s)
+            return now_s - self._hanging_since > STACKS_S + HANG_GRACE_S
+        silent = self._progress.silent(beats, now_s, self._launch.hang_floor_s)
         if silent is None:
             return False
         self._ended.hang = silent
-        self._hanging_since = now
+        self._hanging_since = now_s
         self._signalled.clear()
         self._screen.say(f"{silent}; stacks of all ranks: {self._attempt.root}/ranks/*/stacks.txt")
         for beat in beats:
@@ -213,7 +213,7 @@ class RankWatcher:
             processes.send(beat.pid, signal.SIGCONT)
         return False
 
-    def _is_alone(self, child: subprocess.Popen[bytes], beats: list[Beat], now: float) -> bool:
+    def _is_alone(self, child: subprocess.Popen[bytes], beats: list[Beat], now_s: float) -> bool:
         """End the remaining ranks where one rank has ended and they have not followed; True: kill
         the launcher.
 
@@ -225,14 +225,14 @@ class RankWatcher:
         ]
         if child.poll() is not None or all(processes.is_alive(beat.pid) for beat in trained):
             return False
-        self._alone_since = self._alone_since or now
-        if now - self._alone_since <= ALONE_GRACE_S:
+        self._alone_since = self._alone_since or now_s
+        if now_s - self._alone_since <= ALONE_GRACE_S:
             return False
         for beat in beats:
             with suppress(psutil.NoSuchProcess):  # it has followed
                 if processes.is_tagged(psutil.Process(beat.pid), self._run.tag):
-                    self._end_rank(beat, now - self._alone_since)
-        return now - self._alone_since > ALONE_GRACE_S + REPORT_S
+                    self._end_rank(beat, now_s - self._alone_since)
+        return now_s - self._alone_since > ALONE_GRACE_S + REPORT_S
 
     def _end_rank(self, beat: Beat, waited_s: float) -> None:
         """Send SIGKILL, and say so once."""

@@ -34,13 +34,13 @@ Shapes = Mapping[str, torch.Size]  # parameter -> shape
 
 def is_needed(described: Mapping[str, Any], strategy: Strategy) -> bool:
     """True if this engine would misread the checkpoint's own files."""
-    then, now = described["engine"], strategy.launch_mode.engine
-    if {then, now} <= {"plain", "ddp"} or then == now == "fsdp2":
+    written_by, read_by = described["engine"], strategy.launch_mode.engine
+    if {written_by, read_by} <= {"plain", "ddp"} or written_by == read_by == "fsdp2":
         return False
     # ZeRO 1 and 2 write the same slices, one a rank
     same_slices = (described["zero_stage"] == 3) == (strategy.launch_mode.zero_stage == 3)
     same_ranks = described["world_size"] == strategy.num_processes
-    return not (then == now and same_slices and same_ranks)
+    return not (written_by == read_by and same_slices and same_ranks)
 
 
 def write(source: Path, described: Mapping[str, Any], trainer: OpenTrainer, folder: Path) -> None:

@@ -41,11 +41,11 @@ class Heartbeat:
         section = section or self._section
         if step is not None:
             self._steps = (step, max_steps)
-        now = time.monotonic()
+        now_s = time.monotonic()
         if self._section:
-            self._intervals[self._section].append(now - self._beat_at)
-        is_same, self._section, self._beat_at = section == self._section, section, now
-        if not is_same or now - self._written_at >= WRITE_INTERVAL_S:
+            self._intervals[self._section].append(now_s - self._beat_at)
+        is_same, self._section, self._beat_at = section == self._section, section, now_s
+        if not is_same or now_s - self._written_at >= WRITE_INTERVAL_S:
             self._write()
 
     def _write(self) -> None:

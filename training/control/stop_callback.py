@@ -36,13 +36,13 @@ class StopConditions:
         self._step_s = self._disk_checked_s = self._called_s = 0.0
 
     def __call__(self) -> Word:
-        now = time.monotonic()
-        self._step_s = max(now - (self._called_s or now), self._step_s / 2)
-        self._called_s = now
-        if now + 2 * (self._save_s + self._step_s) + MARGIN_S >= self._end_s:
+        now_s = time.monotonic()
+        self._step_s = max(now_s - (self._called_s or now_s), self._step_s / 2)
+        self._called_s = now_s
+        if now_s + 2 * (self._save_s + self._step_s) + MARGIN_S >= self._end_s:
             return Word.TIME_UP
-        if self._save_bytes and now - self._disk_checked_s > DISK_INTERVAL_S:
-            self._disk_checked_s = now
+        if self._save_bytes and now_s - self._disk_checked_s > DISK_INTERVAL_S:
+            self._disk_checked_s = now_s
             free = files.free_bytes(self._run.checkpoints)
             # not by rotation, which frees as much
             is_filled = free < self._free_bytes - self._save_bytes // 10

@@ -219,13 +219,15 @@ def source_and_target(sample: Sample) -> tuple[str, str] | None:
         middle = len(sample) // 2  # prefix language modelling: the second half given the first
         return sample[:middle], sample[middle:]
     messages = sample.messages
-    others = {key for message in messages for key, value in message.items() if value is not None}
-    others -= {"role", "content", "weight"}
-    if sample.tools or others or any(message["role"] == "tool" for message in messages):
-        others |= {"tools"} if sample.tools else set()
+    other_keys = {
+        key for message in messages for key, value in message.items() if value is not None
+    }
+    other_keys -= {"role", "content", "weight"}
+    if sample.tools or other_keys or any(message["role"] == "tool" for message in messages):
+        other_keys |= {"tools"} if sample.tools else set()
         raise DataError(
-            f"{sample.place}: found {', '.join(sorted(others)) or 'a message of a tool'}, but a T5"
-            " is trained on the content of messages only; leave the row out, or train a decoder"
+            f"{sample.place}: found {', '.join(sorted(other_keys)) or 'a message of a tool'}, but a"
+            " T5 is trained on the content of messages only; leave the row out, or train a decoder"
         )
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
     if last is None or messages[last].get("weight") == 0 or not messages[last]["content"].strip():
@@ -326,23 +328,25 @@ class CacheCounts:
 
     def join(self, others: Iterable[CacheCounts]) -> CacheCounts:
         """Add the counts of the rows that follow."""
-        both = [self, *others]
-        stride = max(counts.stride for counts in both)
-        lengths = [pair for counts in both for pair in counts.lengths[:: stride // counts.stride]]
+        summands = [self, *others]
+        stride = max(counts.stride for counts in summands)
+        lengths = [
+            pair for counts in summands for pair in counts.lengths[:: stride // counts.stride]
+        ]
         while len(lengths) >= 2 * LENGTHS_KEPT:
             lengths, stride = lengths[::2], 2 * stride
-        summed = {name: sum(getattr(counts, name) for counts in both) for name in SUMMED}
-        largest = {name: max(getattr(counts, name) for counts in both) for name in LARGEST}
-        shortest = min((counts.shortest_input for counts in both if counts.rows), default=0)
+        summed = {name: sum(getattr(counts, name) for counts in summands) for name in SUMMED}
+        largest = {name: max(getattr(counts, name) for counts in summands) for name in LARGEST}
+        shortest = min((counts.shortest_input for counts in summands if counts.rows), default=0)
         return CacheCounts(
             **summed,
             **largest,
             shortest_input=shortest,
             lengths=lengths,
             stride=stride,
-            most_targets=sorted((n for counts in both for n in counts.most_targets), reverse=True)[
-                :NUM_MOST_TARGETS
-            ],
+            most_targets=sorted(
+                (n for counts in summands for n in counts.most_targets), reverse=True
+            )[:NUM_MOST_TARGETS],
         )
 
 

@@ -74,16 +74,20 @@ class Packer:
         free = self.max_length
         for ids, labels in rows:
             while len(ids):
-                taken = min(free, len(ids))
-                if len(ids) - taken in range(1, LEAST):  # the remaining token would be no document
-                    taken -= 1
-                if taken < LEAST:
+                num_taken = min(free, len(ids))
+                if len(ids) - num_taken in range(
+                    1, LEAST
+                ):  # the remaining token would be no document
+                    num_taken -= 1
+                if num_taken < LEAST:
                     packs.append([])
                     free = self.max_length
                     continue
                 packs[-1].append(len(pieces))
-                pieces.append((ids[:taken], np.concatenate([[np.int32(IGNORED)], labels[1:taken]])))
-                ids, labels, free = ids[taken:], labels[taken:], free - taken
+                pieces.append(
+                    (ids[:num_taken], np.concatenate([[np.int32(IGNORED)], labels[1:num_taken]]))
+                )
+                ids, labels, free = ids[num_taken:], labels[num_taken:], free - num_taken
         if not is_last:
             waiting = packs.pop()
             self._rows = [pieces[piece] for piece in waiting]

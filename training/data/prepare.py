@@ -99,8 +99,8 @@ def _write(
     source = tokens.recipe.data
     if not (folder / tokenise.TOKENIZER).exists():
         aside = folder / f"{tokenise.TOKENIZER}.tmp"
-        made = tokenizer_of(tokens, say)
-        tokenizer.save(made, aside, tokens.model.config if _is_beside(tokens) else None)
+        trained = tokenizer_of(tokens, say)
+        tokenizer.save(trained, aside, tokens.model.config if _is_beside(tokens) else None)
         aside.rename(folder / tokenise.TOKENIZER)
     loaded = tokenizer.load(folder / tokenise.TOKENIZER)
     counts: dict[str, Any] = {"tokenizer_note": (note := _reading(tokens, loaded))}
@@ -306,11 +306,11 @@ class _RowCounter:
     def __call__(self, rows: int) -> None:
         self._rows += rows
         self._goes_on()
-        now = time.monotonic()
-        if now >= self._due:
-            seconds = now - self._began
+        now_s = time.monotonic()
+        if now_s >= self._due:
+            seconds = now_s - self._began
             self._say(RowProgress(self._name, self._rows, self._total).line(seconds))
-            self._due = now + min(max(FIRST_LINE_S, seconds / 10), LONGEST_PAUSE_S)
+            self._due = now_s + min(max(FIRST_LINE_S, seconds / 10), LONGEST_PAUSE_S)
 
 
 def main() -> int:

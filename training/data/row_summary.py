@@ -116,9 +116,9 @@ class RowSummary:
     def add_line(self, file: Path, line: int) -> None:
         """Read the row at a line, or of a number. Bad rows before it are passed over."""
         nearest: Place | None = None
-        others = BadRows(UNLIMITED)
-        for number, place, sample in placed_samples(Slice(file), self._format(file), others):
-            self._check_bad(others, file, line)
+        bad_rows = BadRows(UNLIMITED)
+        for number, place, sample in placed_samples(Slice(file), self._format(file), bad_rows):
+            self._check_bad(bad_rows, file, line)
             if place.number == line:
                 self._add([self._placed(place, sample, number, self._passes(file))], 1)
                 return
@@ -126,7 +126,7 @@ class RowSummary:
                 nearest = nearest or place
                 break
             nearest = place
-        self._check_bad(others, file, line)
+        self._check_bad(bad_rows, file, line)
         if nearest is None:
             raise DataError(f"{file}: found no row that can be read")
         kind = "line" if nearest.is_line else "number"
@@ -166,12 +166,12 @@ class RowSummary:
         times, is_held_out = _uses(number, passes)
         return _Placed(str(place), sample, self._encoder.render(sample), is_held_out, times)
 
-    def _check_bad(self, others: BadRows, file: Path, line: int) -> None:
+    def _check_bad(self, bad_rows: BadRows, file: Path, line: int) -> None:
         """Raise the error of the row at the line."""
-        for error in others.errors:
+        for error in bad_rows.errors:
             if error.startswith((f"{file}:{line}:", f"{file}: element {line}:")):
                 raise DataError(error)
-        others.errors.clear()
+        bad_rows.errors.clear()
 
     def _add(self, batch: Sequence[_Placed], num_shown: int) -> None:
         encoded = self._encoder.encode_rendered([placed.rendered for placed in batch])

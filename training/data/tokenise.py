@@ -176,7 +176,7 @@ def job_of_part(
     sources = data_sources.of_part(recipe.data, tokens.data_format, tokens.row_counts, part)
     if not sources:
         return None
-    made = job(tokens, sources, folder, part)
+    planned = job(tokens, sources, folder, part)
     if sources[0].choice is None:
-        return made
-    return replace(made, row_offsets=data_units.row_offsets(made.units, goes_on))
+        return planned
+    return replace(planned, row_offsets=data_units.row_offsets(planned.units, goes_on))

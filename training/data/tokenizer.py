@@ -215,13 +215,13 @@ def difference(by_file: Any, by_auto: Any, texts: Iterable[str]) -> str | None:
             min(map(len, ids)),
         )
         tokens = [
-            each.convert_ids_to_tokens(own[first : first + 4])
-            for each, own in zip(readers, ids, strict=True)
+            each.convert_ids_to_tokens(ids_of_reader[first : first + 4])
+            for each, ids_of_reader in zip(readers, ids, strict=True)
         ]
         this = f"row {number} has {tokens[0]} by tokenizer.json, {tokens[1]} by AutoTokenizer"
         of_file, of_auto = (
-            _parts_of(each.decode(own, clean_up_tokenization_spaces=False))
-            for each, own in zip(readers, ids, strict=True)
+            _parts_of(each.decode(ids_of_reader, clean_up_tokenization_spaces=False))
+            for each, ids_of_reader in zip(readers, ids, strict=True)
         )
         expected = (of_file, _parts_of(text))
         fewest = min(map(len, expected))
@@ -258,14 +258,14 @@ def set_languages(tokenizer: Any, section: TokenizerSection, is_pair: bool) -> N
         codes = getattr(tokenizer, "lang_code_to_id", None) or tokenizer.extra_special_tokens
         names = [str(code).strip("_") for code in codes]
     for key, side in (("src_lang", "the inputs"), ("tgt_lang", "the answers")):
-        asked = getattr(section, key)
-        if not names and asked:
+        requested = getattr(section, key)
+        if not names and requested:
             raise ConfigError(
-                f"tokenizer.{key}: found {asked}, but this model's tokenizer ({kind}) has no"
+                f"tokenizer.{key}: found {requested}, but this model's tokenizer ({kind}) has no"
                 " language codes; leave it out"
             )
         # src_lang may be transformers' default where tgt_lang is missing
-        chosen = asked or (of_folder.get(key) if of_folder.get("tgt_lang") else None)
+        chosen = requested or (of_folder.get(key) if of_folder.get("tgt_lang") else None)
         if names and (chosen or "").strip("_") not in names:
             raise ConfigError(
                 f"tokenizer.{key}: found {chosen or 'none'}, expected the language of {side}:"
@@ -358,9 +358,9 @@ def train(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    made = _wrapped(tokenizer)
-    made.chat_template = CHAT_TEMPLATE
-    return made if config is None else read_beside(made, config)
+    trained = _wrapped(tokenizer)
+    trained.chat_template = CHAT_TEMPLATE
+    return trained if config is None else read_beside(trained, config)
 
 
 def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:

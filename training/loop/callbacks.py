@@ -213,11 +213,11 @@ class Reporter(TrainerCallback):
 
     def _count(self, kind: str, every: float) -> None:
         """Count the time of an evaluation or a save, which is not the next step's."""
-        now = time.monotonic()
+        now_s = time.monotonic()
         if self._second_step_at is not None:
-            self._between[kind].append(now - self._step_began)
+            self._between[kind].append(now_s - self._step_began)
         self._every[kind] = max(int(every), 1)
-        self._step_began = now
+        self._step_began = now_s
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -243,11 +243,11 @@ class Reporter(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        now = time.monotonic()
+        now_s = time.monotonic()
         self._meter.close_step(
             step=state.global_step,
             epoch=state.epoch,
-            seconds=now - self._step_began,
+            seconds=now_s - self._step_began,
             learning_rate=self._learning_rate,
             time=time.time(),
         )
@@ -255,10 +255,10 @@ class Reporter(TrainerCallback):
         self._peaks.begin("step")
         if self._steps == STEADY_STEP:
             self._write_second_step()
-            now = time.monotonic()
-        self._step_began = now
+            now_s = time.monotonic()
+        self._step_began = now_s
         if self._second_step_at is None and self._steps > 1:
-            self._second_step_at, self._scheduled = now, processes.scheduled()
+            self._second_step_at, self._scheduled = now_s, processes.scheduled()
         if self._steps == STEADY_STEP + 1:
             logging_steps = max(int(args.logging_steps), 1)
             self._say_time_left_early(state.global_step, state.max_steps, logging_steps)

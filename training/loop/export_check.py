@@ -99,11 +99,13 @@ def trained(
 
 
 def _rows(start: RankStart, tokens: Path, questions: Sequence[Conversation]) -> Rows:
-    recipe, made = start.recipe, start.tokens
-    of_training = sources.of_part(recipe.data, made.data_format, made.row_counts, "train")
+    recipe, token_cache = start.recipe, start.tokens
+    of_training = sources.of_part(
+        recipe.data, token_cache.data_format, token_cache.row_counts, "train"
+    )
     bad = BadRows(UNLIMITED)
     dataset = chain.from_iterable(source.read(bad) for source in of_training)
-    encoder = tokenise.job(made, of_training, tokens, "train").encoder
+    encoder = tokenise.job(token_cache, of_training, tokens, "train").encoder
     return Rows(encoder, list(islice(dataset, NUM_ROWS)), questions[:NUM_ROWS])
 
 
@@ -144,7 +146,7 @@ def check(
     rows = expected.rows
     loading = tokenizer.loading_of_recipe(recipe)
     _refuse(folder, chain(_of_tokenizer(folder, rows, loading), _of_generation(folder, rows)))
-    said = f"ids of {len(rows.dataset):,} rows"
+    checked = f"ids of {len(rows.dataset):,} rows"
     is_adapter = (folder / "adapter_config.json").is_file()
     is_merged = hasattr(network, "peft_config") and not is_adapter
     if is_merged:  # peft has merged it in place
@@ -167,11 +169,11 @@ def check(
         raise ExportError(f"{folder}: cannot be loaded ({str(error).splitlines()[0]})") from error
     if not is_adapter:
         _refuse(folder, _of_parameters(network, loaded))
-        said += f", names and shapes of {len(list(loaded.parameters())):,} weights"
+        checked += f", names and shapes of {len(list(loaded.parameters())):,} weights"
     if not fits:
         return (
-            f"{said}; the logits were not compared: a second copy of {needed_bytes / GIB:.1f} GiB"
-            f" does not fit in {max(free_bytes, 0) / GIB:.1f} GiB"
+            f"{checked}; the logits were not compared: a second copy of {needed_bytes / GIB:.1f}"
+            f" GiB does not fit in {max(free_bytes, 0) / GIB:.1f} GiB"
         )
     largest = expected.logits.abs().max().item() or 1.0  # all are 0 where kernels do nothing
     of_export = logits(loaded, rows.inputs, accelerator)
@@ -185,7 +187,7 @@ def check(
             f"{folder}: its logits of a row differ from those of the trained model by"
             f" {error:.1e} of the largest, expected at most {allowed:.0e}"
         )
-    return f"{said}, logits of a row (off by {error:.1e} of the largest)"
+    return f"{checked}, logits of a row (off by {error:.1e} of the largest)"
 
 
 def _refuse(folder: Path, problems: Iterator[str]) -> None:
@@ -213,11 +215,11 @@ def _of_tokenizer(folder: Path, rows: Rows, loading: TokenizerLoading) -> Iterat
             different = _first_difference(read, expected)
             yield f"row {number} has other ids than trained: {different}"
     if rows.questions:
-        asked, answered = (
+        trained_prompts, answered = (
             evaluate.prompts(each, rows.questions, encoder.encoder_decoder)
             for each in (trained, exported)
         )
-        if asked != answered:
+        if trained_prompts != answered:
             yield "held-out prompts have other ids than trained"
 
 
@@ -265,8 +267,8 @@ def _load(
 def _load_model(
     folder: Path, trained: Network, dtype: torch.dtype, device: torch.device
 ) -> Network:
-    network, said = _load(folder, trained, dtype, device, output_loading_info=True)
-    if faults := {key: sorted(map(str, names)) for key, names in said.items() if names}:
+    network, checked = _load(folder, trained, dtype, device, output_loading_info=True)
+    if faults := {key: sorted(map(str, names)) for key, names in checked.items() if names}:
         raise ExportError(f"{folder}: transformers says of its weights: {faults}")
     return network
 

@@ -56,9 +56,9 @@ class MemoryPeaks:
     def _read(self) -> None:
         if self.device.type != "cuda":
             return
-        now = (
+        newest = (
             torch.cuda.max_memory_allocated(self.device),
             torch.cuda.max_memory_reserved(self.device),
         )
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._highest[self._part] = list(map(max, self._highest[self._part], now))
+        self._highest[self._part] = list(map(max, self._highest[self._part], newest))

@@ -158,7 +158,7 @@ class NanGuard(TrainerCallback):
             for key in ("weights", "gradients")
         )
         if weights:
-            what = f"weights are not finite: {', '.join(weights)}"
+            fault = f"weights are not finite: {', '.join(weights)}"
             fix = (
                 "look at the folder of model.path, or go on from an older checkpoint with --resume"
                 " PATH"
@@ -169,22 +169,22 @@ class NanGuard(TrainerCallback):
                 f" (micro-batch {', '.join(str(int(i) + 1) for i in report['losses'])})"
                 for rank, report in culprits.items()
             )
-            what = f"the loss is {ranks}"
+            fault = f"the loss is {ranks}"
         else:
             of = f" (gradients of {', '.join(names)})" if names else ""
-            what = f"the gradient norm is {norm}{of}, every loss is finite; {len(reports)} rank(s)"
+            fault = f"the gradient norm is {norm}{of}, every loss is finite; {len(reports)} rank(s)"
         if self._fp16:
-            what += (
+            fault += (
                 f", {self._overflows} steps in a row, in fp16"
                 if self._overflows == MAX_OVERFLOWS
                 else ", in fp16"
             )
             fix = self._fp16_fix
         rows = {rank: report["rows"] for rank, report in (culprits or reports).items()}
-        file = self._write(step, what, rows)
+        file = self._write(step, fault, rows)
         listed = _listed([row for numbers in rows.values() for row in numbers])
         raise self._ended(
-            f"step {step}: {what}; rows {listed} of the tokenised data, shown in {file}", fix
+            f"step {step}: {fault}; rows {listed} of the tokenised data, shown in {file}", fix
         )
 
     def _ended(self, message: str, fix: str) -> NonFinite:
@@ -203,7 +203,7 @@ class NanGuard(TrainerCallback):
             " never)"
         )
 
-    def _write(self, step: int, what: str, rows: dict[int, list[int]]) -> Path:
+    def _write(self, step: int, fault: str, rows: dict[int, list[int]]) -> Path:
         """Write the texts of the trained rows, among which people find the bad row."""
         file = self._attempt / "nonfinite.json"
         if self.trainer.args.process_index == 0:
@@ -213,7 +213,7 @@ class NanGuard(TrainerCallback):
                 for rank, numbers in rows.items()
                 for row, (ids, *_) in zip(numbers, data.__getitems__(numbers), strict=True)
             ]
-            files.write_json(file, {"step": step, "what": what, "rows": shown})
+            files.write_json(file, {"step": step, "what": fault, "rows": shown})
         return file
 
     # ---- inside DeepSpeed's backward()

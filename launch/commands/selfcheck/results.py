@@ -41,8 +41,8 @@ class Results:
         }
 
     def with_finding(self, finding: Finding) -> Results:
-        others = (other for other in self.findings if other.name != finding.name)
-        return replace(self, findings=(*others, finding))
+        other_findings = (other for other in self.findings if other.name != finding.name)
+        return replace(self, findings=(*other_findings, finding))
 
 
 class ResultFiles:

@@ -39,9 +39,9 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
     """The exit code is 3 if a check failed, or this machine has no card for it."""
-    recipe_arguments.reject(arguments, others)
+    recipe_arguments.reject(arguments, unparsed)
     if arguments.minutes <= 0:
         raise ConfigError(f"--minutes={arguments.minutes:g}: expected more than 0")
     packages.refuse_old()

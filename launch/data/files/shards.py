@@ -233,17 +233,17 @@ class FileFacts:
                 if written["sha256"] == _seal(written["entries"]):
                     self._entries = written["entries"]
 
-    def get(self, path: Path, what: str, read: Callable[[], Any]) -> Any:
+    def get(self, path: Path, label: str, read: Callable[[], Any]) -> Any:
         """A fact of this file. `read` is called only if it is not remembered."""
         stamp, began = _stamp(path), time.time()
         entry = self._entries.get(str(path), {})
         if entry.get("stamp") != stamp:
             entry = {"stamp": stamp}
-        if what in entry:
-            return entry[what]
+        if label in entry:
+            return entry[label]
         value = read()
         if _stamp(path) == stamp and began - max(stamp[1:3]) / 1e9 > self._racy_s:
-            self._entries[str(path)] = {**entry, what: value}
+            self._entries[str(path)] = {**entry, label: value}
             self._is_new = True
         return value
 

@@ -121,12 +121,12 @@ def compare(plan: Plan, measured: SecondStep, host_budget_bytes: int) -> Compari
     lines, over = [], ""
     needs: dict[Literal["device", "host"], int] = {}
     shares = dict.fromkeys((name for name, *_ in pairs), 0.0)
-    for name, predicted, taken, planned_bytes, limit in pairs:
-        if not predicted or not taken or estimate.peak is None or taken <= predicted * (1 + UNDER):
+    for name, predicted, took, planned_bytes, limit in pairs:
+        if not predicted or not took or estimate.peak is None or took <= predicted * (1 + UNDER):
             continue
-        shares[name] = taken / predicted - 1
+        shares[name] = took / predicted - 1
         lines.append(
-            f"step 2: {name} {taken / GIB:.2f} GiB, predicted {predicted / GIB:.2f}"
+            f"step 2: {name} {took / GIB:.2f} GiB, predicted {predicted / GIB:.2f}"
             f" ({shares[name]:+.1%})"
         )
         if planned_bytes * (1 + shares[name]) > limit:
@@ -154,10 +154,10 @@ def margin(
     JASA 2018, section 2.2; Angelopoulos and Bates, arXiv:2107.07511, section 1.
     """
     newest = residuals(reversed(runs), quantity, device)
-    here = [residual for run, residual in newest if run.machine_key == machine_key]
+    of_machine = [residual for run, residual in newest if run.machine_key == machine_key]
     everywhere = [residual for _, residual in newest]
     for among, where in (
-        (here[:NEWEST], "this machine"),
+        (of_machine[:NEWEST], "this machine"),
         (everywhere[:NEWEST], f"every {device} machine in the ledger"),
     ):
         bound = conformal_bound(among, level)

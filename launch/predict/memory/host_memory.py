@@ -191,13 +191,15 @@ def tokenising_processes(
 ) -> int:
     """The number of processes that may tokenise at once: one for each CPU, as far as the host's RAM
     allows."""
-    others = (
+    reserved_bytes = (
         import_memory.launcher_bytes
         + LAUNCHED_BYTES
         + import_memory.prepare_bytes
         + import_memory.mapped_bytes
     )
-    return max(min(cpu_count, (budget_bytes - others) // _tokenising_bytes(data, import_memory)), 1)
+    return max(
+        min(cpu_count, (budget_bytes - reserved_bytes) // _tokenising_bytes(data, import_memory)), 1
+    )
 
 
 def _tokenising_bytes(data: DataSection, import_memory: Imports) -> int:

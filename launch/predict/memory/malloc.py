@@ -70,10 +70,10 @@ def replay(
         highest[part] = max(highest.get(part, 0), mapped + heap.resident)
         for block, size in events:
             if size >= 0 and block >= 0:  # else the cache of a card is emptied
-                taken = (size + ALIGNED_BYTES + 15) // 16 * 16
-                live[block] = heap.take(taken, size + SLACK_BYTES), taken
+                rounded = (size + ALIGNED_BYTES + 15) // 16 * 16
+                live[block] = heap.take(rounded, size + SLACK_BYTES), rounded
                 if live[block][0] == MAPPED:
-                    live[block] = MAPPED, written.get(size, taken)
+                    live[block] = MAPPED, written.get(size, rounded)
                     mapped += live[block][1]
                 if objects < objects_bytes:
                     heap.take(OBJECT_BYTES, OBJECT_BYTES)

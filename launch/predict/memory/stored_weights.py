@@ -42,13 +42,13 @@ class StoredWeights:
 
     def converted_bytes(self, dtype: Dtype) -> int:
         """Of all tensors that are loaded in another type than they are stored in."""
-        others = (count for stored, count in self.elements.items() if stored != dtype)
-        return DTYPE_BYTES[dtype] * sum(others)
+        counts = (count for stored, count in self.elements.items() if stored != dtype)
+        return DTYPE_BYTES[dtype] * sum(counts)
 
     def largest_converted_bytes(self, dtype: Dtype) -> int:
         """Of the largest tensor that is loaded in another type."""
-        others = (count for stored, count in self.largest.items() if stored != dtype)
-        return DTYPE_BYTES[dtype] * max(others, default=0)
+        counts = (count for stored, count in self.largest.items() if stored != dtype)
+        return DTYPE_BYTES[dtype] * max(counts, default=0)
 
     def growing_bytes(self, dtype: Dtype) -> tuple[int, int]:
         """(matrices with added rows, copies by which the mean of the others is computed), where

@@ -31,7 +31,10 @@ def test_a_row_agrees_with_itself(row):
     assert not row.tried or row.tried[0] == row.plain
     assert all(row.same(value) for value in row.tried if value)
     assert [row.saved(value) for value in row.tried] == sorted(map(row.saved, row.tried))
-    assert row.plain in (row.asked(recipe_of()), levers.asked(recipe_of()).__dict__[row.name])
+    assert row.plain in (
+        row.requested(recipe_of()),
+        levers.requested(recipe_of()).__dict__[row.name],
+    )
     if row.module:
         module = import_module(f"training.levers.{row.module}")
         assert hasattr(module, "arguments") or hasattr(module, "apply")
@@ -87,7 +90,7 @@ def test_the_keys_that_ask_for_values_are_those_of_a_recipe():
     keys = levers.typed(chosen)
     assert keys[levers.KWARGS] == {"every_n_layers": 2, "offload": True}
     training = {key.removeprefix("training."): value for key, value in keys.items()}
-    asked = levers.asked(recipe_of(training=training))
+    asked = levers.requested(recipe_of(training=training))
     assert asked == chosen
 
 

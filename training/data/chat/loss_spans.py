@@ -124,10 +124,10 @@ class ConversationRenderer:
         if kind not in self._calls_dropped:
             called = {"name": PROBE[2], "arguments": {"a": "b"}}
             call = {"type": "function", "id": "123456789", "function": called}
-            said = {} if content is None else {"content": kind[0]}
+            content_field = {} if content is None else {"content": kind[0]}
             talk = [
                 {"role": "user", "content": PROBE[0]},
-                {"role": "assistant", **said, "tool_calls": [call]},
+                {"role": "assistant", **content_field, "tool_calls": [call]},
                 {"role": "tool", "content": PROBE[3], "tool_call_id": "123456789"},
             ]
             try:
@@ -423,16 +423,16 @@ class _Talk:
             return None
         first: dict[int, int] = {}
         last: dict[int, int] = {}
-        seen: set[str] = set()
+        placed: set[str] = set()
         for place, character in enumerate(marked):
             message = followed.message_of.get(character)
             if message is None:
                 continue
-            if character in seen:
+            if character in placed:
                 if character in followed.names:  # the turn of a tool repeats it
                     continue
                 return None  # a content that is written twice
-            seen.add(character)
+            placed.add(character)
             first.setdefault(message, place)
             last[message] = place
         spans: list[Span] = []
@@ -556,8 +556,8 @@ def _weight(message: Mapping[str, Any], place: object) -> bool:
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
     """True for an answer that says nothing: it has no loss."""
-    said = (message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
-    return not any(part.strip() if isinstance(part, str) else part for part in said)
+    contents = (message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
+    return not any(part.strip() if isinstance(part, str) else part for part in contents)
 
 
 def _plain_messages(messages: Messages) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from transformers.utils import logging as transformers_logging
 from launch.plan import kernels
 from launch.recipe import training_arguments
 from launch.run_folder.layout import RunDir
-from launch.schema.levers import asked
+from launch.schema.levers import requested
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import HONOURED
@@ -92,7 +92,7 @@ def planned(**given: Any) -> tuple[Recipe, Plan]:
     """A recipe with these keys in its training section, and the plan of one without them."""
     plan = builders.plan()
     recipe = builders.recipe_of(training={"save_steps": 1000, "num_train_epochs": 1, **given})
-    levers = replace(asked(recipe), use_liger_kernel="liger_kernel_config" in given)
+    levers = replace(requested(recipe), use_liger_kernel="liger_kernel_config" in given)
     strategy = replace(
         plan.strategy,
         per_device_train_batch_size=1,
