@@ -6,9 +6,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -356,6 +359,64 @@ def test_a_folder_without_a_manifest_or_with_half_of_one_is_no_checkpoint(tmp_pa
     found, faults = manifest.newest_valid(tmp_path)
     assert found == good
     assert ["was not finished" in faults[1], "cannot be read" in faults[0]] == [True, True]
+
+
+@pytest.fixture
+def disk_calls(monkeypatch) -> list[str]:
+    """The syncs and renames of the test, in their order. Each is made."""
+    calls: list[str] = []
+
+    def record(name: str, shown: Callable[..., str]) -> None:
+        made = getattr(os, name)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            calls.append(re.sub(r"\.(.+)\.\d+\.tmp", r"\1 aside", shown(*args)))
+            return made(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, recorded)
+
+    record("fsync", lambda number: f"sync {Path(f'/proc/self/fd/{number}').readlink().name}")
+    for name in ("rename", "replace"):
+        record(name, lambda old, new: f"rename {Path(old).name} to {Path(new).name}")
+    return calls
+
+
+def test_a_checkpoint_is_on_the_disk_before_its_name_and_its_name_before_the_return(
+    tmp_path, disk_calls
+):
+    manifest.key()
+    staged = tmp_path / "tmp-1"
+    write(staged, "model.safetensors", "optimizer_0/.metadata", *OF_TRAINER)
+    disk_calls.clear()
+    commit_files(staged, tmp_path, 1, FACTS)
+    assert disk_calls == [
+        *("sync model.safetensors", "sync .metadata", "sync scheduler.pt"),
+        *("sync trainer_state.json", "sync manifest.json aside"),
+        *("rename manifest.json aside to manifest.json", "sync optimizer_0", "sync tmp-1"),
+        *("sync commits.json aside", "rename commits.json aside to commits.json"),
+        *("rename tmp-1 to checkpoint-000001", f"sync {tmp_path.name}"),
+    ]
+
+
+def test_a_checkpoint_that_is_removed_loses_its_name_first(tmp_path, disk_calls):
+    folder = committed(tmp_path, 1)
+    disk_calls.clear()
+    commit.discard(folder)
+    assert disk_calls == [
+        "rename checkpoint-000001 to tmp-trash-checkpoint-000001",
+        "sync commits.json aside",
+        "rename commits.json aside to commits.json",
+    ]
+    assert names(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_synced_leaves_no_checkpoint(tmp_path):
+    save = commit.Save(tmp_path, 1, rank=0, world_size=1)
+    write(save.staged, *OF_ONE_RANK)
+    (save.staged / "model.safetensors").symlink_to("/dev/null")  # readable, and not to be synced
+    with pytest.raises(StorageError, match=os.strerror(errno.EINVAL)):
+        save.on_all(lambda: commit.describe(save.staged, [*OF_ONE_RANK, "model.safetensors"]))
+    assert names(tmp_path) == []
 
 
 @pytest.mark.shows("F23", "F24", "folders dated in the year 2096, and a user's own checkpoint-best")
