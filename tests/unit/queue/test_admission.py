@@ -15,6 +15,7 @@ from launch.queue.admission import Supply
 from launch.queue.leases import Lease, Needs, Record, Taken
 from launch.schema.machine import GIB
 from launch.schema.phases import DeviceMemory, DevicePhases, HostMemory, HostPhases
+from launch.schema.plan import MemoryEstimate
 from tests.builders import gpu, machine, plan, recipe_of
 
 pytestmark = pytest.mark.unit
@@ -81,12 +82,18 @@ def test_limits_are_of_all_leases_together():
         (needs(4), [lease(1, host=6)], None),
         (needs(4), [lease(1, host=7)], "host RAM"),
         (needs(4), [lease(1, host=7, taken=2)], None),
+        (needs(6), [lease(1, host=7, taken=2)], "host RAM"),
         (needs(4, host_limit_bytes=7 * GIB), [lease(1, host=4, taken=4)], "host RAM"),
         (needs(0, num_cards=2, card_bytes=18 * GIB), [], None),
         (needs(0, num_cards=2, card_bytes=20 * GIB), [], "VRAM on 2 card(s)"),
         (needs(0, num_cards=3, card_bytes=1), [], "VRAM on 3 card(s)"),
         (needs(0, num_cards=1, card_bytes=18 * GIB), [on_card(1, "A", 19)], None),
         (needs(0, num_cards=2, card_bytes=18 * GIB), [on_card(1, "A", 19)], "VRAM on 2 card(s)"),
+        (
+            needs(0, num_cards=2, card_bytes=15 * GIB),
+            [on_card(1, "A", 10, taken=4)],
+            "VRAM on 2 card(s)",
+        ),
         (needs(0, num_cards=1, card_bytes=GIB, card_limit_bytes=GIB), [on_card(1, "A", 1)], None),
         (
             needs(0, num_cards=2, card_bytes=GIB, card_limit_bytes=GIB),
@@ -112,6 +119,23 @@ def test_a_start_fits_if_each_memory_has_its_bytes_beside_all_leases(asked, leas
     on = machine(cards=cards, host_available_bytes=10 * GIB)
     shortage = admission.shortage(asked, Supply(on, leases, {1: 8 * GIB}))
     assert (shortage and shortage.of) == refused
+
+
+@pytest.mark.parametrize(
+    ("asked", "leases", "refused"),
+    [
+        (needs(10), [lease(1, host=5, taken=5)], None),
+        (needs(11), [lease(1, host=5, taken=5)], "host RAM"),
+        (needs(10), [lease(1, host=5, taken=5), lease(2, host=1)], "host RAM"),
+        (needs(0, num_cards=1, card_bytes=20 * GIB), [on_card(1, "A", 5, taken=5)], None),
+        (needs(0, num_cards=1, card_bytes=21 * GIB), [on_card(1, "A", 5, taken=5)], "VRAM"),
+    ],
+)
+def test_a_lease_that_has_ended_leaves_no_more_than_the_machine_has(asked, leases, refused):
+    asked = replace(asked, vram_fraction=1.0)
+    on = supply(*leases, free=8, cards=(gpu(0, uuid="A"),))
+    shortage = admission.shortage(asked, on, {1})
+    assert (shortage and shortage.of.split(" on ")[0]) == refused
 
 
 def test_the_cards_with_the_most_memory_are_chosen():
@@ -198,6 +222,15 @@ def test_a_plan_needs_its_prediction_within_its_own_share_and_limits():
     assert asked.reserve_bytes == 2 * GIB
     # what a plan fits into, its lease fits into
     assert admission.shortage(asked, Supply(machine(2), [])) is None
+
+
+@pytest.mark.parametrize(("cards", "of_rank"), [(2, 7), (0, 7 + 1 + 2 + 3)])
+def test_a_plan_without_a_prediction_of_the_host_needs_the_states_of_its_ranks_there(
+    cards, of_rank
+):
+    recipe, on = recipe_of(launch={"num_processes": 2}), machine(cards)
+    chosen = replace(plan(recipe, on), estimate=MemoryEstimate(1, 2, 3, offloaded_bytes=7))
+    assert admission.needs_of(chosen, on, recipe, (0, 0)).host_bytes == 2 * of_rank
 
 
 def test_after_the_second_step_a_lease_is_what_was_measured_or_what_later_phases_need():
