@@ -82,7 +82,8 @@ def test_a_spike_is_told_from_the_median_once_enough_steps_are_known():
         spikes.remember(value)
     assert spikes.ratio(1e9) == 0
     spikes.remember(2.0)
-    spikes.remember(math.nan)
+    for value in (math.nan, math.inf) * 10:
+        spikes.remember(value)
     assert spikes.ratio(2000.0) == 1000
 
 
@@ -155,6 +156,45 @@ def test_an_overflow_of_fp16_is_counted_once_a_step(watched):
         assert not zero.step(math.inf, scale=65536.0)
     with pytest.raises(NonFinite, match="15 steps in a row, in fp16"):
         zero.step(math.inf, scale=65536.0)
+
+
+def test_a_finite_step_ends_a_series_of_overflows(watched):
+    zero = watched(True)
+    for _ in range(3):
+        for _ in range(nan_guard.MAX_OVERFLOWS - 1):
+            assert not zero.step(math.inf, scale=65536.0)
+        assert zero.step(1.0)
+
+
+def test_a_usual_step_ends_a_series_of_spikes_and_five_in_a_row_end_the_run(watched):
+    zero = watched(False)
+    for _ in range(3):
+        assert [zero.step(60.0) for _ in range(nan_guard.MAX_SPIKES - 1)] == [False] * 4
+        assert zero.step(1.0)
+    assert [zero.step(60.0) for _ in range(nan_guard.MAX_SPIKES - 1)] == [False] * 4
+    with pytest.raises(NonFinite, match="60 times the median of the last steps, 5 steps in a row"):
+        zero.step(60.0)
+
+
+@pytest.mark.parametrize("name", ["bias", "optimizer's exp_avg"])
+def test_no_checkpoint_holds_weights_or_states_that_are_not_finite(tmp_path, name):
+    network = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(network.parameters())
+    network(torch.ones(2)).sum().backward()
+    optimizer.step()
+    guard = nan_guard.NanGuard(SampleOrder(53, 3, 2, 1, 0, seed=7), tmp_path, None, False, 1e-4)
+    guard.trainer = SimpleNamespace(
+        state=SimpleNamespace(global_step=7),
+        args=SimpleNamespace(process_index=0, device="cpu"),
+        model=network,
+        optimizer=optimizer,
+        is_deepspeed_enabled=False,
+    )  # pyright: ignore[reportAttributeAccessIssue]
+    guard.check_checkpoint()
+    tensor = network.bias.data if name == "bias" else optimizer.state[network.bias]["exp_avg"]
+    tensor[1] = math.nan
+    with pytest.raises(NonFinite, match=f"step 7: not finite, so no checkpoint is written: {name}"):
+        guard.check_checkpoint()
 
 
 def test_what_is_not_finite_is_text_in_a_json_file(tmp_path):
