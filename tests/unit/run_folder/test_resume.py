@@ -3,6 +3,7 @@ same."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -13,17 +14,17 @@ from typing import Any
 import pytest
 
 from launch.base import files
-from launch.base.errors import CheckpointError, LockHeld
+from launch.base.errors import CheckpointError, LockHeld, ResourceError
 from launch.base.workspace import Workspace
 from launch.data import token_cache
 from launch.data.token_cache import TokenCache
 from launch.render import write
-from launch.run_folder import layout, resume
+from launch.run_folder import layout, manifest, resume
 from launch.run_folder.layout import RunDir
 from launch.schema.data_section import DataSection
-from launch.schema.model_sections import LoraSection
+from launch.schema.model_sections import LoraSection, QuantizationSection
 from launch.schema.recipe import Recipe
-from launch.schema.result import ExportedModel, Outcome, UsedTokens
+from launch.schema.result import Continues, ExportedModel, Outcome, UsedTokens
 from launch.schema.run_sections import ResumeSection
 from tests.builders import machine, plan, recipe_of
 
@@ -35,14 +36,16 @@ def recipe(out: Path, **training: float) -> Recipe:
     return recipe_of(output_dir=str(out), training={"learning_rate": 1e-3, **training})
 
 
-def trained(workspace: Path, asked: Recipe, day: int, is_complete: bool = False) -> RunDir:
+def trained(
+    workspace: Path, asked: Recipe, day: int, is_complete: bool = False, step: int = 0
+) -> RunDir:
     """A run with a checkpoint that nobody could load, which names it in what decide() says."""
     run = RunDir.create(workspace / "runs", asked.name, datetime(2026, 11, day))
     attempt = write.write_run(run, asked, machine(), plan(asked), Workspace(workspace))
     (run.checkpoints / "checkpoint-000004").mkdir()
     (run.checkpoints / "checkpoint-000004" / "manifest.json").write_text("{}")
     ended = "complete" if is_complete else "preempted"
-    files.write_json(attempt.outcome_file, Outcome(complete=is_complete, ended=ended))
+    files.write_json(attempt.outcome_file, Outcome(complete=is_complete, ended=ended, step=step))
     if is_complete:
         Path(asked.output_dir).mkdir(parents=True, exist_ok=True)
         files.write_json(Path(asked.output_dir) / "lowmem.json", ExportedModel(run.run_id))
@@ -73,6 +76,29 @@ def test_the_levers_of_the_run_that_goes_on_are_those_of_its_plan(tmp_path):
     longer = {"resume": ResumeSection(allow=("schedule",)), "output_dir": str(tmp_path / "b")}
     assert resume.begun_levers(runs, recipe(tmp_path / "b"), "auto") is None
     assert resume.begun_levers(runs, asked.model_copy(update=longer), "auto") == levers
+
+
+def sealed(run: RunDir) -> Path:
+    """The checkpoint of the run, whole: files, hashes and seal."""
+    folder = run.checkpoints / "checkpoint-000004"
+    names = ("model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt")
+    for name in (*names, "trainer_state.json"):
+        (folder / name).write_text(name)
+    described = {
+        **{"samples_seen": 128, "world_size": 1, "engine": "plain", "zero_stage": 0},
+        "mode": "cpu",
+        "versions": manifest.versions(),
+        "files": {
+            path.name: {
+                "bytes": path.stat().st_size,
+                "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            }
+            for path in folder.iterdir()
+            if path.name != manifest.FILE
+        },
+    }
+    files.write_json(folder / manifest.FILE, {**described, "seal": manifest.seal(described)})
+    return folder
 
 
 def goes_on_with(run: RunDir):
@@ -310,3 +336,79 @@ def test_a_run_whose_rows_an_earlier_version_tokenised_keeps_them(tmp_path, is_c
     assert other.folder == folder
     files.write_json(run.tokens_file, UsedTokens(folder, identity))
     assert rows_of("auto") == folder.name
+
+
+def test_a_checkpoint_that_another_run_takes_over_is_the_one_that_was_written(tmp_path):
+    checkpoint = sealed(trained(tmp_path, recipe(tmp_path / "a"), day=1))
+    start = decided(tmp_path, recipe(tmp_path / "b"), str(checkpoint))
+    continues = start.run.read_continues()
+    assert continues and (continues.checkpoint, continues.samples_seen) == (checkpoint, 128)
+    (checkpoint / "optimizer.pt").write_text("optimizer.pT")  # a flipped bit
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt was changed after it was written"):
+        decided(tmp_path, recipe(tmp_path / "b"), str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        (None, {"load_in_4bit": True}, "quantization added"),
+        (
+            {"load_in_4bit": True},
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+            "quantization.bnb_4bit_quant_type nf4 -> fp4",
+        ),
+    ],
+)
+def test_other_bits_of_the_weights_are_refused_unless_another_model_is_allowed(
+    tmp_path, before, now, text
+):
+    def asked(section: dict[str, Any] | None, **keys: Any) -> Recipe:
+        quantization = section and QuantizationSection(**section)
+        keys |= {"lora": LoraSection(r=4), "quantization": quantization}
+        return recipe(tmp_path / "a").model_copy(update=keys)
+
+    run = trained(tmp_path, asked(before), day=1)
+    with pytest.raises(CheckpointError, match=rf"\({text}\).*--resume.allow=\[model\]"):
+        decided(tmp_path, asked(now))
+    with goes_on_with(run):
+        decided(tmp_path, asked(now, resume=ResumeSection(allow=("model",))))
+
+
+def test_a_run_that_has_trained_goes_on_and_not_a_newer_one_that_has_not(tmp_path):
+    first = trained(tmp_path, recipe(tmp_path / "a"), day=1)
+    newer = trained(tmp_path, recipe(tmp_path / "a"), day=2)
+    checkpoint = newer.checkpoints / "checkpoint-000004"
+    (checkpoint / "manifest.json").unlink()
+    checkpoint.rmdir()
+    files.write_json(newer.continues_file, Continues(first.checkpoints / checkpoint.name, 128, 32))
+    with goes_on_with(first):
+        decided(tmp_path, recipe(tmp_path / "a"))
+
+
+def test_a_finished_run_does_not_stand_for_an_unfinished_one_that_trains_otherwise(tmp_path):
+    trained(tmp_path, recipe(tmp_path / "a"), day=1, is_complete=True)
+    unfinished = trained(tmp_path, recipe(tmp_path / "a", learning_rate=2e-3), day=2)
+    message = f"{unfinished.root}: this unfinished run cannot be continued"
+    with pytest.raises(CheckpointError, match=message):
+        decided(tmp_path, recipe(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("max_steps", [4, 8])
+def test_a_finished_run_is_not_made_longer_by_fewer_steps_or_as_many(tmp_path, max_steps):
+    trained(tmp_path, recipe(tmp_path / "a", max_steps=9), day=1, is_complete=True, step=8)
+    asked = recipe(tmp_path / "a", max_steps=max_steps)
+    assert "resume.allow" not in decided(tmp_path, asked).line
+    allowed = asked.model_copy(update={"resume": ResumeSection(allow=("schedule",))})
+    assert decided(tmp_path, allowed).line.startswith("starting a new run: changed since")
+
+
+@pytest.mark.parametrize("from_run", ["auto", "never"])
+def test_a_key_that_cannot_seal_checkpoints_ends_a_start_before_it_has_a_run(
+    tmp_path, monkeypatch, from_run
+):
+    key = tmp_path / "key"
+    key.write_bytes(b"short")
+    monkeypatch.setenv("LOWMEM_KEY", str(key))
+    with pytest.raises(ResourceError, match=f"{key}: found 5 bytes, expected 32"):
+        decided(tmp_path, recipe(tmp_path / "a"), from_run)
+    assert not (tmp_path / "runs").exists()
