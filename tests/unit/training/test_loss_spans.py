@@ -289,6 +289,21 @@ def test_calls_of_tools_are_targets_and_their_results_are_not():
     ]
 
 
+def test_a_name_that_the_turn_of_a_tool_repeats_is_followed_where_it_was_called():
+    template = "{% set last = namespace(name='') %}" + GPT_OSS.replace(
+        "{{ '<|start|>assistant to=", "{% set last.name = call.name %}{{ '<|start|>assistant to="
+    ).replace("functions to=assistant", "functions.' + last.name + ' to=assistant")
+    tokenizer = made(template, "<|return|>")
+    (row,) = rows(tokenizer, [*WITH_TOOL, *turns("who?", "Bob.")])
+    called, *answers = targets(tokenizer, row)
+    assert "functions.look to=assistant" in tokenizer.decode(row["input_ids"])
+    assert called.startswith(" to=functions.look<|channel|>") and called.endswith("<|call|>")
+    assert answers == [
+        "<|channel|>final<|message|>Here.<|end|>",
+        "<|channel|>final<|message|>Bob.<|return|>",
+    ]
+
+
 def test_a_call_without_arguments_is_a_target_up_to_its_own_end():
     tokenizer = made(GPT_OSS.replace("{% set call", "{{ message.thinking }}<|end|>{% set call"))
     called = {
@@ -373,6 +388,28 @@ def test_each_answer_has_an_end_token_if_the_template_writes_none():
     ]
     assert [targets(tokenizer, row) for row in encoded] == [["It is Ann.\n</s>"], [f"{LAST}\n</s>"]]
     assert rows(tokenizer, TALK[:3]) == encoded[:1]  # a question follows
+
+
+@pytest.mark.parametrize("answer", ["Ann", 'It is "Ann"', "Ann\n\n", "It is <b>Ann</b>"])
+def test_the_end_of_an_answer_is_a_target_where_its_characters_are_followed(answer):
+    """Newlines, quotes and tags are not followed."""
+    template = (
+        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: hm, ' }}{% else %}{{ ' done' }}{% endif %}"
+    )
+    tokenizer = made(template, "</s>")
+    (row,) = rows(tokenizer, turns("who?", answer))
+    (target,) = targets(tokenizer, row)
+    assert target.lstrip() == f"{answer}</s>"
+
+
+def test_a_second_end_token_behind_a_marked_answer_is_no_target():
+    template = MARKED_LINE.replace("{{ '<|im_end|>\n' }}", "{{ '<|im_end|>' }}", 1)
+    template = template.replace("{% endgeneration %}", "{% endgeneration %}{{ eos_token }}")
+    tokenizer = made(template, "<|endoftext|>")
+    (row,) = rows(tokenizer, TALK)
+    assert "<|im_end|><|endoftext|>" in tokenizer.decode(row["input_ids"])
+    assert targets(tokenizer, row) == ["It is Ann.<|im_end|>", f"{LAST}<|im_end|>"]
 
 
 @pytest.mark.parametrize("talk", [TALK, TALK[:3], [*TALK[:3], {**TALK[3], "weight": 0}]])

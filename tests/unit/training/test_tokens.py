@@ -133,14 +133,43 @@ def test_t5_refuses_an_answer_to_nothing_and_counts_messages_behind_the_last_ans
     assert f"{mean:.0f} tokens on average and {answer:.0f} of an answer, longest" in line
 
 
-def test_pretraining_learns_every_token_of_a_text_in_pieces(cut):
-    (rows,) = encoder(cut, task="pretrain", max_length=10).encode(["the end of a sentence"])
-    assert [len(row["input_ids"]) for row in rows] == [10, 10, 2]
-    assert rows[-1]["input_ids"][-1] == cut.eos_token_id
+@pytest.mark.parametrize(
+    ("max_length", "lengths"), [(10, [10, 10, 2]), (22, [22]), (21, [21]), (7, [7, 7, 7])]
+)
+def test_pretraining_learns_every_token_of_a_text_in_pieces(cut, max_length, lengths):
+    """A piece of a single token has no target."""
+    made = encoder(cut, task="pretrain", max_length=max_length)
+    (rows,) = made.encode(["the end of a sentence"])
+    assert [len(row["input_ids"]) for row in rows] == lengths
+    has_end = sum(lengths) == 22
+    assert (rows[-1]["input_ids"][-1] == cut.eos_token_id) == has_end
     assert all(
         row["labels"][0] == data_rows.IGNORED and row["labels"][1:] == row["input_ids"][1:]
         for row in rows
     )
+
+
+def test_a_text_that_ends_with_the_end_token_gets_no_second_one(cut):
+    for text in ("two", "two<|end|>"):
+        ((row,),) = encoder(cut, task="pretrain").encode([text])
+        assert cut.decode(row["input_ids"]) == "two<|end|>"
+
+
+def test_a_row_whose_only_target_is_its_end_token_is_left_out(cut):
+    talk = turns("two", "二")
+    for max_length, count in ((2, 0), (3, 1)):
+        options = {"max_length": max_length, "truncation_side": "left"}
+        (rows,) = encoder(cut, **options).encode([talk])
+        assert len(rows) == count
+
+
+def test_few_long_texts_are_tokenised_at_once(cut, tmp_path, monkeypatch):
+    monkeypatch.setattr(encode, "BATCH_CHARACTERS", 100)
+    batches: list[int] = []
+    texts = ["two " * 15] * 5 + ["three"] * 3 + ["two " * 50]
+    made = encoder(cut, task="pretrain")
+    encode.write_cache(iter(texts), made, tmp_path / "a.arrow", None, batches.append, None)
+    assert batches == [2, 2, 5]
 
 
 def test_a_folder_without_an_end_token_is_refused(tmp_path, cut):
@@ -332,6 +361,23 @@ def test_a_row_of_exactly_max_length_is_not_truncated(cut, is_pair, side):
         counts = encode.CacheCounts()
         counts.add(rows[0])
         assert (counts.rows, counts.truncated) == (1, is_cut)
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_row_has_its_end_token_where_it_fits(cut, is_pair, side):
+    """An answer that is cut from the right does not learn to stop there."""
+    talk = turns("two three end", "the end of a sentence")
+    ((whole,),) = encoder(cut, encoder_decoder=is_pair).encode([talk])
+    length = len(whole["labels"])
+    for max_length in (length - 1, length, length + 1):
+        options = {"encoder_decoder": is_pair, "max_length": max_length, "truncation_side": side}
+        ((row,),) = encoder(cut, **options).encode([talk])
+        is_cut_left = side == "left" and not is_pair
+        part = slice(-max_length, None) if is_cut_left else slice(max_length)
+        assert row["labels"][1:] == whole["labels"][part][1:]
+        has_end = row["labels"][-1] == cut.eos_token_id
+        assert has_end == (is_cut_left or max_length >= length)
 
 
 def test_a_pretraining_text_in_several_pieces_loses_nothing_and_is_not_truncated(cut):
