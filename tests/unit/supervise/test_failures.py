@@ -66,6 +66,22 @@ def test_ranks_that_were_stopped_behind_a_failed_rank_do_not_hide_it():
     assert found is not None and found.kind == "stopped"
 
 
+def test_ranks_that_stopped_before_their_first_checkpoint_are_stopped_unless_one_was_killed():
+    loading = Outcome(complete=False, ended="preempted")
+    for log, kind in (("", "stopped"), (KILLED, "killed")):
+        found = failures.classify(evidence(log_tail=log, preempted=loading))
+        assert found is not None and found.kind == kind
+
+
+def test_an_error_counts_until_training_has_gone_on_for_two_steps():
+    """The first line may be of another rank, which was in that step already."""
+    log = CUDA
+    for number, kind in enumerate(("device_oom", "device_oom", "unknown")):
+        found = failures.classify(evidence(log_tail=log))
+        assert found is not None and (number, found.kind) == (number, kind)
+        log += f"\n  step {number + 6}/90  epoch 0.06"
+
+
 # A real report of torchrun (torch 2.13): rank 1 got SIGKILL; rank 0, which took no SIGTERM, was
 # ended after it.
 TWO_ENDS = """E1122 13:14:45.339000 14429 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 14440) of binary: /venv/bin/python

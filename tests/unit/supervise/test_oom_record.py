@@ -14,7 +14,7 @@ from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Peak
 from launch.schema.result import Failure, RunResult
 from launch.supervise import oom_record
-from tests.builders import changed, facts_of, machine, plan, recipe_of
+from tests.builders import changed, facts_of, gpu, machine, plan, recipe_of
 
 STRATEGY = plan().strategy
 HALF = replace(STRATEGY, per_device_train_batch_size=STRATEGY.per_device_train_batch_size // 2)
@@ -210,6 +210,31 @@ def test_what_others_took_is_no_evidence_against_the_plan(tmp_path):
     assert shortage(tmp_path, 3 * mib, 3 * mib, left=2 * mib, before=2 * mib).is_own, (
         "the plan never fitted"
     )
+
+
+def test_a_shortage_has_the_most_memory_that_was_free_before_or_after_it(tmp_path):
+    assert shortage(tmp_path, 1, 1, before=1 << 60).available_bytes == 1 << 60
+    assert shortage(tmp_path, 1, 1, before=1).available_bytes > 1, "the test's machine has some"
+
+
+@pytest.mark.parametrize(
+    ("kind", "cards", "limit_gib"),
+    [
+        ("device_oom", (10, 8), 8),  # of the smallest card
+        ("host_oom", (10, 8), 16),
+        ("pinned_oom", (10, 8), 16),
+        ("host_oom", (), 16),
+        ("device_oom", (), 16),
+    ],
+)
+def test_the_limit_of_a_shortage_is_of_the_memory_that_ran_out(tmp_path, kind, cards, limit_gib):
+    gpus = (gpu(i, total_bytes=size * GIB) for i, size in enumerate(cards))
+    on, run = machine(cards=tuple(gpus)), RunDir(tmp_path)
+    run.new_attempt()
+    failure = Failure(kind, 6, "it ran out", "proof", "fix")
+    result = RunResult("", 6, None, 1.0, 1)
+    event = oom_record.of_attempt(run, failure, plan(on=on), on, result)
+    assert event.limit_bytes == limit_gib * GIB
 
 
 def test_a_shortage_counts_until_there_is_clearly_more_memory():
