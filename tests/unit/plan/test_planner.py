@@ -16,6 +16,7 @@ from launch.predict import budgets, estimate
 from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import traced_steps
 from launch.predict.memory.allocator_config import EXPANDABLE, AllocatorConfig
+from launch.predict.oom_history import OomHistory
 from launch.probe import architectures
 from launch.probe.import_memory import ASSUMED
 from launch.render import command
@@ -629,3 +630,46 @@ def test_splits_by_tokens_share_the_trace_of_the_longest_rows_and_short_rows_are
     assert asked.lengths == {(128, 128)}
     estimate.judge(facts, ways[-1])
     assert asked.lengths == {(128, 128), (16, 16)}
+
+
+def test_a_recipe_whose_plans_are_used_up_is_not_planned_again_in_this_start():
+    recipe = recipe_of()
+    used_up = r"all plans of this start took more memory than there is, each less than the one"
+    with pytest.raises(DoesNotFit, match=f"{used_up} before; the same line again tries a smaller"):
+        plan(recipe, oom=OomHistory(spent=(recipe,)))
+    recipe = recipe_of(data={"max_length": 128}, allow=["data.max_length"])
+    spent = [recipe]
+    for length in (96, 64):  # the next one that may be given up
+        facts = facts_of(recipe, machine(), oom=OomHistory(spent=tuple(spent)))
+        chosen = planner.choose(facts).recipe
+        assert chosen.data.max_length == length
+        spent.append(chosen)
+    with pytest.raises(DoesNotFit, match=rf"{used_up}(.*\n)*Nor does it fit with all that allow"):
+        plan(recipe, oom=OomHistory(spent=tuple(spent)))
+
+
+@pytest.mark.parametrize(
+    ("is_on", "kwargs", "cards", "refusal"),
+    [
+        (False, {"every_n_layers": 2}, 1, "but activation_checkpointing is false; leave one out"),
+        (True, {"offload": True}, 0, "but on a CPU activations are in host RAM; leave offload out"),
+        (True, {"every_n_layers": 2}, 1, "but it is old; leave every_n_layers and offload out"),
+        (True, {"offload": True}, 1, "but it is old; leave every_n_layers and offload out"),
+        (True, {"every_n_layers": 1}, 1, None),
+        (True, {}, 0, None),
+    ],
+)
+def test_keywords_of_checkpointing_that_would_do_nothing_are_refused(is_on, kwargs, cards, refusal):
+    checkpointing = {"activation_checkpointing": is_on, "activation_checkpointing_kwargs": kwargs}
+    recipe = recipe_of(training=checkpointing)
+    if refusal is None:
+        assert plan(recipe, machine(cards), no_every_n_layers="it is old").strategy
+        return
+    with pytest.raises(ConfigError, match=rf"activation_checkpointing_kwargs: .*{refusal}"):
+        plan(recipe, machine(cards), no_every_n_layers="it is old")
+
+
+def test_a_lever_that_the_model_cannot_have_ends_the_plan():
+    tiled = {"tiled_mlp_num_shards": 4, "torch_compile": True}
+    with pytest.raises(ConfigError, match="tiled_mlp_num_shards: 4, but torch"):
+        plan(recipe_of(training=tiled))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from launch.plan import planner
 from launch.predict import estimate, sharding
 from launch.predict.estimate import Judged
 from launch.predict.history import calibration
@@ -28,6 +29,7 @@ from launch.schema.plan import PAGED, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.recorded_step import Passes
 from launch.schema.result import SecondStep
+from launch.schema.run_sections import LaunchSection
 from tests.builders import changed, facts_of, gpu, machine, plan, recipe_of
 
 RECORDED = Path(__file__).parents[2] / "data" / "traces" / "gpt2-small-512.json"
@@ -264,6 +266,38 @@ def test_partial_sums_are_those_that_pytorch_had():
     assert {shape: partial_sums_bytes(*shape, 108, 1536) for shape in shapes} == shapes
     # torch 2.11 on an H200: Adafactor's mean over the rows of an embedding
     assert partial_sums_bytes(32768, 896, 132, 2048) == 138_543_104
+
+
+@pytest.mark.parametrize(("multiprocessors", "size"), [(2, 8 << 20), (1, 0)])
+def test_partial_sums_are_made_until_all_columns_fill_the_card(multiprocessors, size):
+    """4,096 columns are 32 blocks of threads, of which a multiprocessor takes 16."""
+    assert partial_sums_bytes(4096, 4096, multiprocessors, 2048) == size
+
+
+class Fetched(Recorded):
+    """The same, which nobody can have before it is fetched."""
+
+    recorded = ()
+    is_fetched = False
+
+    def is_recorded(self, question: Question) -> bool:
+        return True
+
+    def price(self, question: Question) -> Trace | None:
+        return None
+
+    def fetch(self, questions: Sequence[Question]) -> None:
+        self.is_fetched |= bool(questions)
+
+    def get(self, question: Question) -> Trace | None:
+        return self._trace if self.is_fetched else None
+
+
+def test_the_limit_of_vram_is_without_what_a_rank_takes_outside_its_allocator():
+    recipe = asked().model_copy(update={"launch": LaunchSection(vram_limit_gib=16)})
+    chosen = planner.choose(changed(facts_of(recipe, CARD), traces=Fetched())).plan
+    assert chosen.estimate.outside_bytes > 0
+    assert chosen.allocator_limit_bytes == 16 * GIB - chosen.estimate.outside_bytes
 
 
 def test_a_larger_evaluation_is_counted_and_changes_nothing_of_the_step():

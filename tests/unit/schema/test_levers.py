@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from launch.schema import levers
-from launch.schema.levers import LEVERS, PLAIN, ROWS, Levers
+from launch.schema.levers import LEVERS, PLAIN, ROWS, Around, Levers
 from launch.schema.modes import LAUNCH_MODES
 from launch.schema.plan import ForwardFacts, ModelFamily, Strategy
 from launch.schema.recipe_keys import affected_by
@@ -114,3 +114,16 @@ def test_what_a_training_cannot_have_is_refused_by_the_key_that_asks_for_it():
     refuse = ROWS["tiled_mlp_num_shards"].mode_refusal
     refusing = {name for name, mode in LAUNCH_MODES.items() if refuse(mode, 2)}
     assert refusing == {"deepspeed_zero3", "deepspeed_zero3_offload", "fsdp2"}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_layers_are_checkpointed_one_by_one_only_where_transformers_can(device):
+    def tried(name: str, refusal: str | None) -> list[object]:
+        around = Around(device, 4, 512, False, refusal)
+        row = ROWS[name]
+        return [value for value in row.tried if row.tries(value, Levers(every_n_layers=1), around)]
+
+    assert tried("every_n_layers", None) == [0, 4, 2, 1]
+    assert tried("every_n_layers", "it is old") == [0, 1]
+    assert tried("activation_offloading", None) == ([False, True] if device == "cuda" else [])
+    assert tried("activation_offloading", "it is old") == []

@@ -77,6 +77,14 @@ def test_a_model_of_a_shape_moves_to_the_card_before_zero3_divides_it(built):
     assert ended(events) == MIB + (64 * MIB if built else 0)
 
 
+def test_zero3_loads_blocks_that_are_not_trained_and_builds_its_head_last():
+    births = Births([(0, 5 * MIB), (1, 2 * MIB), (2, 4 * MIB)], [(3, MIB)], {1}, {2})
+    events = loading.zero3(births, built=(2 * MIB,), head_bytes=(64 * MIB, 32 * MIB), gathered=())
+    assert ended(events) == (5 + 2 + 4 + 1) * MIB
+    # the head, and a copy of it, beside the part and what is not trained
+    assert replayed(events).peak_allocated_bytes == (64 + 32 + 2 + 5) * MIB
+
+
 def test_fsdp2_has_a_layer_whole_while_it_is_divided_and_the_ends_together():
     layer = [4 * MIB] * 4 + [11 * MIB] * 3  # llama of 1024 features, whole, in float32
     head = 125 * MIB
