@@ -63,10 +63,11 @@ class RankWatcher:
         host_limit_bytes: int,
         check: Callable[[SecondStep], bool],
         hold: Callable[[int], bool],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run, self._attempt, self._screen, self._signals = run, attempt, screen, signals
         self._launch, self._host_limit_bytes = launch, host_limit_bytes
-        self._check, self._hold = check, hold
+        self._check, self._hold, self._clock = check, hold, clock
         self._ended = Ended()
         self._signalled: set[int] = set()  # pids of ranks that know they are to stop
         self._is_checked = False
@@ -75,7 +76,7 @@ class RankWatcher:
         self._hanging_since: float | None = None
         self._alone_since: float | None = None
         self._progress = Progress()
-        self._looked_s = self._woke_s = time.monotonic()
+        self._looked_s = self._woke_s = clock()
 
     def until_end(self, child: subprocess.Popen[bytes]) -> Ended:
         """Watch until the launcher and its ranks have ended, or nothing can end them."""
@@ -85,7 +86,7 @@ class RankWatcher:
         try:
             while not is_forced and not self._is_over(child):
                 self._screen.update()
-                now_s, beats = time.monotonic(), self._beats()
+                now_s, beats = self._clock(), self._beats()
                 self._measure(now_s, beats)
                 is_forced = (
                     self._refuted()
@@ -111,7 +112,7 @@ class RankWatcher:
     def _beats(self) -> list[Beat]:
         """Beats of the ranks that are alive. Where this process has been stopped too (Ctrl-Z, a
         paused container), they begin when it goes on."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s - self._looked_s > STOOD_S:
             self._woke_s = now_s
         self._looked_s = now_s
