@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from launch.predict.memory import loading
+from launch.predict.memory.allocator import FREED
 from launch.predict.memory.allocator_config import TORCH_DEFAULTS
-from launch.predict.memory.phases import RunEvents
+from launch.predict.memory.phases import RunEvents, allocated_bytes
 from launch.predict.traces import Trace
 from tests.unit.predict.test_estimate import RECORDED, recorded_trace
 
@@ -57,6 +58,24 @@ def test_less_memory_than_it_takes_is_another_replay(trace):
         most = max(replay.peak_reserved_bytes for _, replay in limited)
         retries = sum(replay.retries for _, replay in limited)
         assert retries or most == highest.peak_reserved_bytes
+
+
+def test_a_run_that_does_not_fit_counts_what_it_would_like(trace):
+    events = run(trace)
+    unlimited = events.replays(TORCH_DEFAULTS, UNLIMITED)
+    for available_bytes in (0, max(events.allocated_bytes.values()) // 2):
+        assert events.replays(TORCH_DEFAULTS, available_bytes) == unlimited
+
+
+def test_each_part_of_a_run_holds_what_the_parts_before_have_left():
+    parts = [
+        ("load", [(1, 10), (2, 5), (2, FREED)]),
+        ("step", [(3, 2), (3, FREED)]),
+        ("save", []),
+        ("step", [(3, 4), (1, FREED), (3, FREED)]),
+        ("save", []),
+    ]
+    assert allocated_bytes(parts) == {"load": 15, "step": 14, "save": 10}
 
 
 def test_a_damaged_file_is_made_again(trace):
