@@ -44,6 +44,7 @@ VERBS = {
     "merge": "model.merge",
     "download": "model.download",
     "export": "model.export",
+    "evaluate": "model.evaluate",
     "keys": "recipe_keys",
 }
 CLOSED = {errno.EROFS, errno.EACCES}  # errors of places that are closed to writes

@@ -30,6 +30,14 @@ def shown(text: str) -> str:
     return visible(without_secrets(text))
 
 
+def cause(error: BaseException) -> str:
+    """The first line of an error that says what is wrong: torch puts headings above it, as in
+    "Error(s) in loading state_dict for ...:"."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = (line for line in lines if not line.endswith(":"))
+    return next(said, lines[0] if lines else type(error).__name__)
+
+
 def from_here(path: Path) -> str:
     """The path as a command in the current folder takes it."""
     working_folder = Path.cwd()

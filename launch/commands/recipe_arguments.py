@@ -175,6 +175,13 @@ def read(
     return RecipeArguments(names[0], batch == AUTO, overrides, wishes, arguments.download)
 
 
+def read_keys(arguments: Namespace, unparsed: Sequence[str]) -> list[str]:
+    """The keys of a verb that takes no recipe. Raises ConfigError for other arguments."""
+    key_flags, names = _split(arguments, unparsed)
+    reject(arguments, names)
+    return key_flags
+
+
 def reject(arguments: Namespace, unparsed: Sequence[str]) -> None:
     """Refuse arguments that the verb does not take. Raises ConfigError."""
     for word in unparsed:

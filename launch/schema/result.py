@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launch.schema.machine import GIB
-from launch.schema.model_sections import TokenizerLoading
+from launch.schema.model_sections import Dtype, TokenizerLoading
 from launch.schema.plan import ModelFamily
 
 
@@ -390,3 +390,39 @@ class ConvertedAnswers:
     other_ids: str = ""  # a text whose ids differ, of a rule that the converter knows
     prompts: tuple[tuple[int, ...], ...] = ()  # ids as llama.cpp renders each
     answers: tuple[tuple[int, ...], ...] = ()  # tokens in the place of the expected ones
+
+
+@dataclass(frozen=True)
+class FinishedModel:
+    """The folders of a finished model, and how it is loaded."""
+
+    folder: Path
+    base: Path  # of an adapter; of another model its own folder
+    tokenizer: Path
+    dtype: Dtype  # of the weights in memory
+    quantization: Mapping[str, Any] | None = None  # of the base's linear weights
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.folder != self.base
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures of a model on the rows of a file: `evaluate --json`. Shares are from 0 to 1."""
+
+    model: str
+    file: str
+    device: str
+    rows: int  # of the file
+    rows_left_out: int  # without a target within data.max_length
+    rows_truncated: int  # at data.max_length
+    target_tokens: int
+    loss: float  # the mean over the target tokens
+    perplexity: float
+    questions: int  # rows with an answer, which the model was asked
+    rows_at_once: int
+    exact_match: float | None = None  # None: there is no question
+    bleu: float | None = None
+    rouge_l: float | None = None
+    notes: tuple[str, ...] = ()

@@ -15,7 +15,7 @@ from typing import Any
 
 from launch.base import files, modules, processes
 from launch.base.errors import LaunchError, ResourceError
-from launch.base.text import shown
+from launch.base.text import cause, shown
 from launch.base.workspace import Workspace
 from launch.data import sources, token_cache
 from launch.data.conversation import Conversation, Sample, text_of
@@ -163,7 +163,7 @@ def load(folder: Path) -> Reference:
             use_safetensors=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise ResourceError(f"{folder}: cannot be loaded ({str(error).splitlines()[0]})") from error
+        raise ResourceError(f"{folder}: cannot be loaded ({cause(error)})") from error
     renderer = ConversationRenderer(tokenizer)
     listed: Any = model.generation_config.eos_token_id
     listed = listed if isinstance(listed, list) else [listed]

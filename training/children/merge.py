@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from launch.base import files, modules, processes
 from launch.base.errors import LaunchError, ResourceError, StorageError
-from launch.base.text import shown
+from launch.base.text import cause, shown
 from launch.schema.result import ExportedModel
 
 if TYPE_CHECKING:
@@ -53,16 +53,12 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         build.take_generation(base_model, merged_tokenizer, adapter)
         adapted = PeftModel.from_pretrained(base_model, adapter, local_files_only=True)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ResourceError(
-            f"{adapter} on {base}: cannot be loaded ({str(error).splitlines()[0]})"
-        ) from error
+        raise ResourceError(f"{adapter} on {base}: cannot be loaded ({cause(error)})") from error
     expected = merging.logits(adapted, merged_tokenizer)
     try:
         merged = merging.merged(adapted, partial(adapted.merge_and_unload, safe_merge=True))
     except ValueError as error:  # values that are not finite
-        raise ResourceError(
-            f"{adapter}: {str(error).splitlines()[0]}; take another checkpoint"
-        ) from error
+        raise ResourceError(f"{adapter}: {cause(error)}; take another checkpoint") from error
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         aside.mkdir(parents=True)

@@ -90,9 +90,10 @@ def greedy_answers(
     conversations: Sequence[Conversation],
     max_new_tokens: int,
     device: torch.device | None = None,
+    **options: Any,
 ) -> list[str]:
     """Greedy answers to a batch, computed on `device` or on the model's device. The model's mode
-    does not change."""
+    does not change. `options` are of generate(), and may draw the tokens instead."""
     rows = prompts(tokenizer, conversations, model.config.is_encoder_decoder)
     width = max(map(len, rows))
     padded = torch.full((len(rows), width), int(tokenizer.pad_token_id))  # pyright: ignore
@@ -108,9 +109,7 @@ def greedy_answers(
             input_ids=padded.to(device),
             attention_mask=mask.to(device),
             max_new_tokens=max_new_tokens,
-            do_sample=False,
-            num_beams=1,
-            use_cache=True,
+            **{"do_sample": False, "num_beams": 1, "use_cache": True, **options},
         )
     model.train(was_training)
     if not model.config.is_encoder_decoder:
@@ -126,9 +125,11 @@ def scores(
     device: torch.device,
     between_batches: Callable[[], None],
     batch_size: int,
+    watch: Callable[[str, str], object] = lambda text, reference: None,
 ) -> dict[str, float]:
     """exact_match, the share of prompts with exactly the right answer, and bleu, both from 0 to 1.
-    Ranks divide the work, and all call `between_batches` before each batch.
+    Ranks divide the work, and all call `between_batches` before each batch. `watch` is called with
+    each answer of this rank and the right one.
 
     Collective if there are several ranks."""
     rank, world_size = 0, 1
@@ -146,6 +147,7 @@ def scores(
         for text, (_, reference) in zip(answers, batch, strict=False):
             num_exact += text.strip() == reference.strip()
             counts += overlap(text, reference)
+            watch(text, reference)
     total = torch.tensor(
         [num_exact, *(counts[key] for key in COUNTED)], dtype=torch.long, device=device
     )
@@ -202,3 +204,21 @@ def bleu(counts: Mapping[str, int]) -> float:
             logs.append(math.log(same / of))
     brevity = min(0.0, 1 - counts["reference"] / counts["answer"])
     return math.exp(brevity + sum(logs) / len(logs))
+
+
+# ---- ROUGE-L
+# ---------------------------------------------------------------------------
+
+
+def rouge_l(text: str, reference: str) -> float:
+    """ROUGE-L of an answer from 0 to 1: the F1 of its longest common subsequence with the
+    reference, in the tokens of BLEU. Source: Lin 2004."""
+    tokens, right = TOKEN.findall(text), TOKEN.findall(reference)
+    lengths = [0] * (len(right) + 1)  # of the longest one with each beginning of the reference
+    for token in tokens:
+        before = lengths
+        lengths = [0]
+        for i, other in enumerate(right):
+            longer = before[i] + 1 if token == other else max(before[i + 1], lengths[i])
+            lengths.append(longer)
+    return 2 * lengths[-1] / max(len(tokens) + len(right), 1)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from launch.base.errors import ExportError
+from launch.base.text import cause
 from launch.data import sources
 from launch.data.conversation import Conversation, Sample
 from launch.data.rows import UNLIMITED, BadRows
@@ -166,7 +167,7 @@ def check(
         elif fits:
             loaded = _load_adapter(folder, recipe, network, expected.dtype, accelerator)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ExportError(f"{folder}: cannot be loaded ({str(error).splitlines()[0]})") from error
+        raise ExportError(f"{folder}: cannot be loaded ({cause(error)})") from error
     if not is_adapter:
         _refuse(folder, _of_parameters(network, loaded))
         checked += f", names and shapes of {len(list(loaded.parameters())):,} weights"
@@ -202,7 +203,7 @@ def _of_tokenizer(folder: Path, rows: Rows, loading: TokenizerLoading) -> Iterat
     try:
         exported = reader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        yield f"its tokenizer cannot be loaded ({str(error).splitlines()[0]})"
+        yield f"its tokenizer cannot be loaded ({cause(error)})"
         return
     for name in ("eos_token_id", "bos_token_id", "pad_token_id", "chat_template"):
         value, expected = getattr(exported, name), getattr(trained, name)

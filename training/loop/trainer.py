@@ -24,7 +24,7 @@ from launch.schema.levers import PLAIN, Levers
 from launch.schema.plan import Strategy
 from training import levers as training_levers
 from training.checkpoints import best, commit, convert, names
-from training.compat import bitsandbytes_private, deepspeed_private, transformers_private
+from training.compat import bitsandbytes_private, deepspeed_private
 from training.compat.python_private import end_what_cannot_send
 from training.compat.transformers_private import Network, OpenTrainer
 from training.control.stop_callback import StopCallback
@@ -38,6 +38,7 @@ from training.levers.offloading import Offloading
 from training.loop import data_worker_memory, nan_guard
 from training.loop.callbacks import StepMeter
 from training.loop.memory_peaks import MemoryPeaks
+from training.model import evaluation
 
 logger = logging.getLogger("lowmem")
 
@@ -119,7 +120,7 @@ class LowMemTrainer(OpenTrainer):
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         targets = self._targets(inputs, inputs["labels"], self.args.label_smoothing_factor)
-        with targets, self._masks(inputs):
+        with targets, evaluation.known_masks(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _targets(
@@ -128,13 +129,6 @@ class LowMemTrainer(OpenTrainer):
         """Give the head the targets of a micro-batch, which are no inputs of the model."""
         named = {name: inputs.pop(name) for name in TARGET_TENSORS if name in inputs}
         return self.head.for_loss(labels, named, smoothing) if self.head else nullcontext()
-
-    def _masks(self, inputs: dict[str, Any]) -> AbstractContextManager[None]:
-        """Tell transformers what the collator knows of the mask; a trace has no collator."""
-        is_padded = inputs.pop("is_padded", None)
-        if is_padded is None:
-            return nullcontext()
-        return transformers_private.known_padding(is_padded)
 
     def _loss_sum(
         self, logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0
@@ -263,12 +257,11 @@ class LowMemTrainer(OpenTrainer):
                 self.stop_callback.between_batches()
             batch = self._prepare_inputs(inputs)
             labels = batch.pop("labels")
-            with torch.no_grad(), eagerly(self.args), self.compute_loss_context_manager():
-                with self._targets(batch, labels), self._masks(batch):
-                    logits = model(**batch).logits
-                    sums.append(self._loss_sum(logits, labels))
+            loss_sum = partial(self._loss_sum, labels=labels)
+            with eagerly(self.args), self.compute_loss_context_manager():
+                with self._targets(batch, labels):
+                    sums.append(evaluation.summed_loss(model, batch, loss_sum))
                 totals[0] += sums[-1]
-                del logits  # free them before the next batch's are computed
             totals[1] += (labels != IGNORED).sum()
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(totals)

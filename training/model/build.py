@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from launch.base.errors import ConfigError, ResourceError
+from launch.base.text import cause
 from launch.schema.model_sections import (
     AttnImplementation,
     LoraSection,
@@ -87,11 +88,10 @@ def folder_config(folder: str | Path) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        cause = str(error).strip().splitlines()[0]
         raise ResourceError(
             f"{folder}/config.json: transformers {transformers.__version__} cannot read it"
-            f" ({cause}); code that comes with a model is never run: use a model_type and values"
-            " that transformers has itself"
+            f" ({cause(error)}); code that comes with a model is never run: use a model_type and"
+            " values that transformers has itself"
         ) from error
 
 
@@ -154,8 +154,9 @@ def from_folder(
     section: ModelSection,
     quantization: QuantizationSection | None,
     device: torch.device,
-    attention: AttnImplementation = "sdpa",
+    attention: AttnImplementation | None = "sdpa",
 ) -> PreTrainedModel:
+    """Load the model of a folder. `attention` None: that which its type prefers."""
     assert section.path is not None
     config = folder_config(section.path)
     family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -187,7 +188,7 @@ def from_folder(
             )
     except (OSError, ValueError) as error:
         raise ResourceError(
-            f"{section.path}: the model cannot be loaded ({str(error).splitlines()[0]})"
+            f"{section.path}: the model cannot be loaded ({cause(error)})"
         ) from error
     except (TypeError, KeyError, AttributeError) as error:  # a value of another kind
         raise ResourceError(

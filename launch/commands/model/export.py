@@ -92,7 +92,7 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
         return _merged(model, out, arguments.type)
     conversion = Conversion(
         model=model,
-        run=_run_of(arguments.source, model),
+        run=run_of(arguments.source, model),
         out=out,
         file_type=arguments.type or "f16",
         prompts=arguments.prompts,
@@ -120,7 +120,7 @@ def _merged(model: Path, out: Path, file_type: str | None) -> int:
     return exit_code
 
 
-def _run_of(source: Path, model: Path) -> Path | None:
+def run_of(source: Path, model: Path) -> Path | None:
     """The folder of the run that trained a model, if it is still there."""
     if RunDir(source).plan_file.exists():
         return source.absolute()

@@ -1,4 +1,4 @@
-"""BLEU of answers, against figures computed by hand; the questions that a model is asked."""
+"""BLEU and ROUGE-L of answers, against figures computed by hand; questions for a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.data.rows import read_samples
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
 from training.data import tokenizer
-from training.loop.evaluate import COUNTED, TOKEN, bleu, overlap, questions
+from training.loop.evaluate import COUNTED, TOKEN, bleu, overlap, questions, rouge_l
 
 
 def corpus(*pairs: tuple[str, str]) -> float:
@@ -112,3 +112,20 @@ def test_rows_that_the_model_does_not_take_are_not_asked(tmp_path):
     assert len(asked(tmp_path, (talk, None), (refused, None), template=template)) == 1
     of_t5 = asked(tmp_path, (talk, None), (talk, TOOLS), ([USER, CALLS], TOOLS), is_pair=True)
     assert [reference for _, reference in of_t5] == ["12"]
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "score"),
+    [
+        ("the cat sat on a mat", "the cat sat on the mat", 10 / 12),  # 5 words in order
+        ("police kill the gunman", "police killed the gunman", 6 / 8),  # the example of Lin 2004
+        ("the gunman kill police", "police killed the gunman", 4 / 8),  # of "the gunman"
+        ("今天天气好", "今天的天气很好", 2 * 5 / 12),  # by character
+        ("c b a", "a b c", 2 / 6),
+        ("same", "same", 1),
+        ("", "a", 0),
+        ("", "", 0),
+    ],
+)
+def test_rouge_l_is_the_f1_of_the_longest_common_subsequence(given, wanted, score):
+    assert rouge_l(given, wanted) == rouge_l(wanted, given) == pytest.approx(score)

@@ -1,0 +1,205 @@
+"""`python -m launch evaluate`: loss, exact match, BLEU and ROUGE-L of a finished model on the rows
+of a file, computed by a child; or tasks of lm-evaluation-harness, which is then called."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from launch.base import compile_caches, files
+from launch.base.errors import ConfigError, ResourceError
+from launch.base.text import shown, size
+from launch.base.workspace import FILES, Workspace
+from launch.commands import recipe_arguments
+from launch.commands.model import export, finished, merge
+from launch.data import chat_templates, columns, token_cache
+from launch.data.token_cache import TokenCache
+from launch.predict import model_config
+from launch.probe import machine as probe_machine
+from launch.recipe import load, paths
+from launch.run_folder.layout import RunDir
+from launch.schema.machine import Machine
+from launch.schema.plan import DataFormat, ModelSize
+from launch.schema.recipe import Recipe
+from launch.schema.result import Evaluation, FinishedModel
+
+# keys of a run's data section that are of its other files, or of the order of its rows
+OF_TRAINING = {"validation_file", "validation_size", "max_train_samples", "max_validation_samples"}
+OF_TRAINING |= {"streaming", "shuffle_buffer_mib", "group_by_length", "batch_by_tokens"}
+OF_TOKENS = {"split_special_tokens", "src_lang", "tgt_lang"}  # of its tokenizer section
+INSTALL = 'python -m pip install "lm-eval[hf]"'
+
+
+def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
+    text = "loss, exact match, BLEU and ROUGE-L of a finished model on the rows of a file"
+    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
+    parser.epilog = (
+        "Keys of a recipe replace those of the run, or their defaults:"
+        " --data.prompt_column=question --data.max_length=1024 --evaluation.max_new_tokens=128"
+    )
+    parser.add_argument("source", type=Path, help="the folder of a model, an adapter or a run")
+    parser.add_argument("--file", help="rows, as data.train_file takes them")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tasks", help="instead: tasks of lm-evaluation-harness, as it takes them")
+    return parser
+
+
+def main(arguments: Namespace, others: Sequence[str]) -> int:
+    overrides = recipe_arguments.read_keys(arguments, others)
+    if (arguments.file is None) == (arguments.tasks is None):
+        raise ConfigError("evaluate: expected either --file FILE or --tasks NAME,NAME")
+    compile_caches.settle()
+    model = finished.find(arguments.source)
+    if arguments.tasks is not None:
+        return subprocess.run(_harness(model, arguments.tasks), check=False).returncode
+    own, flags = None, ["--precision", "no", *["--quiet"] * arguments.json]
+    if run := export.run_of(arguments.source, model.folder):
+        own, strategy = RunDir(run).read_recipe(), RunDir(run).read_plan().strategy
+        flags += ["--precision", strategy.mixed_precision]
+        flags += ["--fuses"] * (strategy.levers.fused_adapters and model.is_adapter)
+    tokens = _tokens(model, _recipe(model, own, arguments.file, overrides), is_run=own is not None)
+    model = replace(model, dtype=tokens.recipe.model.dtype)
+    with TemporaryDirectory() as folder:
+        exit_code = _run_child(tokens, model, Path(folder), flags)
+        evaluation = files.read(Path(folder) / "evaluation.json", Evaluation)
+    if exit_code or evaluation is None:
+        return exit_code or 1
+    evaluation = replace(evaluation, notes=tuple(_notes(tokens, evaluation)))
+    print(files.to_json(vars(evaluation), 1) if arguments.json else shown(_text(evaluation)))
+    return 0
+
+
+def _harness(model: FinishedModel, tasks: str) -> list[str]:
+    """The command line of lm-evaluation-harness. Raises ResourceError where it is not
+    installed."""
+    program = shutil.which("lm_eval")
+    if program is None and find_spec("lm_eval") is None:
+        raise ResourceError(f"--tasks: lm-evaluation-harness is not installed here; type {INSTALL}")
+    described = {"pretrained": model.base, "tokenizer": model.tokenizer, "dtype": model.dtype}
+    described |= {"peft": model.folder} if model.is_adapter else {}
+    described |= {"load_in_4bit": True} if model.quantization else {}
+    text = ",".join(f"{key}={value}" for key, value in described.items())
+    command = [program] if program else [sys.executable, "-m", "lm_eval"]
+    command += ["--model", "hf", "--model_args", text, "--tasks", tasks]
+    print(shown(shlex.join(command)), file=sys.stderr)
+    return command
+
+
+def _recipe(
+    model: FinishedModel, own: Recipe | None, file: str, overrides: Sequence[str]
+) -> Recipe:
+    """A recipe that reads the file as a run did, or as a recipe does by default. Raises
+    ConfigError."""
+    content: dict[str, Any] = {
+        "name": "evaluate",
+        "task": own.task if own else "sft",
+        "model": {"path": str(model.base), "dtype": own.model.dtype if own else model.dtype},
+        "tokenizer": {"path": str(model.tokenizer)},
+        "data": {"train_file": file},
+        "output_dir": str(model.folder),
+    }
+    if own:
+        content["tokenizer"] |= own.tokenizer.model_dump(include=OF_TOKENS, exclude_unset=True)
+        content["data"] = own.data.model_dump(exclude_unset=True, exclude=OF_TRAINING)
+        content["data"]["train_file"] = file
+        content["evaluation"] = own.evaluation
+    recipe = Recipe.model_validate(content)
+    with TemporaryDirectory() as folder:
+        written = Path(folder) / "evaluate.yaml"
+        written.write_text(load.dump(recipe), encoding="utf-8")
+        recipe, _ = load.load(str(written), list(map(paths.absolute_override, overrides)), False)
+    return paths.with_absolute_paths(recipe, Path.cwd())
+
+
+def _tokens(model: FinishedModel, recipe: Recipe, is_run: bool) -> TokenCache:
+    """The rows of the file as they will be tokenised, with notes on them. Raises DataError and
+    ResourceError."""
+    workspace = Workspace.here()
+    config, _, family = model_config.read(recipe.model, root=FILES, cache=workspace.cache)
+    model_config.check_tokenizer(Path(str(recipe.tokenizer.path)))
+    data_format = columns.detect(
+        recipe.data, workspace.root, token_cache.known_files(workspace.cache)
+    )
+    if data_format.kind == "text" and not is_run:
+        recipe = recipe.model_copy(update={"task": "pretrain"})
+    notes = _notes_on_format(recipe, data_format, family.is_encoder_decoder)
+    data_format = replace(data_format, notes=(*data_format.notes, *notes))
+    if model.is_adapter:  # it may have added tokens
+        config = {**config, "vocab_size": None}
+    model_size = ModelSize(str(model.folder), config, 0, 0, family=family)
+    return token_cache.token_cache(workspace.cache, recipe, model_size, data_format)
+
+
+def _notes_on_format(recipe: Recipe, data_format: DataFormat, is_pair: bool) -> Iterator[str]:
+    is_text = data_format.kind == "text"
+    template = chat_templates.describe(recipe, is_pair, is_text)
+    if is_text:
+        yield f"{recipe.data.train_file} holds texts, and no questions: the loss is all there is"
+    elif " has none: " in template:
+        yield f"chat template: {template}; --tokenizer.chat_template=chatml names another one"
+
+
+def _run_child(tokens: TokenCache, model: FinishedModel, folder: Path, flags: Sequence[str]) -> int:
+    """Let a child write evaluation.json into a folder; its exit code. Raises ResourceError for
+    weights that do not fit."""
+    machine = probe_machine.machine(run_dir=Workspace.here().root)
+    beside_weights = free_bytes(model, machine)
+    files.write_json(folder / "tokens.json", tokens)
+    files.write_json(folder / "model.json", model)
+    argv = ["-P", "-m", "training.children.evaluate", "--folder", str(folder)]
+    argv += ["--device", "cuda" if machine.gpus else "cpu", "--free-bytes", str(beside_weights)]
+    return merge.run_child(sys.executable, *argv, *flags)
+
+
+def _notes(tokens: TokenCache, figures: Evaluation) -> Iterator[str]:
+    yield from tokens.data_format.notes
+    if figures.rows_truncated:
+        yield (
+            f"{figures.rows_truncated:,} rows are longer than data.max_length"
+            f" {tokens.recipe.data.max_length} and were truncated; --data.max_length=N raises it"
+        )
+    if figures.rows_left_out:
+        yield (
+            f"{figures.rows_left_out:,} rows have no target within data.max_length"
+            f" {tokens.recipe.data.max_length}, and no part in the loss"
+        )
+
+
+def free_bytes(model: FinishedModel, machine: Machine) -> int:
+    """The free memory of the first card, or of the host, beside the weights. Raises
+    ResourceError."""
+    where, free = "of host RAM", machine.host_available_bytes
+    if machine.gpus:
+        where, free = f"on {machine.gpus[0].name}", machine.gpus[0].free_bytes
+    needed = finished.weights_bytes(model)
+    if needed >= free:
+        raise ResourceError(
+            f"{model.folder}: its weights take {size(needed)}, and {size(free)} {where} are free;"
+            " end other programs, or evaluate it on a larger machine"
+        )
+    return free - needed
+
+
+def _text(figures: Evaluation) -> str:
+    """The lines of a screen."""
+    lines = [
+        f"{figures.model} on {figures.file}, on {figures.device}, {figures.rows_at_once} rows at"
+        " once",
+        f"loss {figures.loss:.6f}, perplexity {figures.perplexity:,.2f}: {figures.rows:,} rows,"
+        f" {figures.target_tokens:,} target tokens",
+    ]
+    if figures.exact_match is not None and figures.bleu is not None:
+        lines.append(
+            f"exact match {figures.exact_match:.1%} of {figures.questions:,} questions, BLEU"
+            f" {100 * figures.bleu:.1f}, ROUGE-L {100 * (figures.rouge_l or 0):.1f}"
+        )
+    return "\n".join([*lines, *figures.notes])

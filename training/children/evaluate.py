@@ -1,0 +1,215 @@
+"""Evaluate a finished model on the rows of a file, as a run evaluates itself on its held-out rows.
+`python -m launch evaluate` starts it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.base import files, modules, processes
+from launch.base.errors import LaunchError, ResourceError
+from launch.base.text import shown, size
+from launch.data import sources, token_cache
+from launch.data.conversation import Conversation
+from launch.data.rows import IGNORED, BadRows
+from launch.data.token_cache import TokenCache
+from launch.schema.result import Evaluation, FinishedModel
+
+MOST_ROWS = 64  # at once: more are hardly faster
+# float32 values of a token, in units of the hidden size: states, queries, keys, values and the MLP
+WIDTHS = 24
+LOGITS = 3  # copies of the logits in float32: the model's, the loss's, and their softmax
+
+Pairs = Sequence[tuple[Conversation, str]]  # (conversation before the last answer, that answer)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A loaded model, and the rows that it is evaluated on."""
+
+    tokens: TokenCache
+    model: Any
+    tokenizer: Any
+    device: torch.device
+    dtype: torch.dtype | None  # of the autocast
+    rows_at_once: int
+    say: Callable[[str], None]
+
+    @property
+    def is_pair(self) -> bool:
+        return self.model.config.is_encoder_decoder
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
+
+
+def token_bytes(model: Any) -> int:
+    """An upper bound for the bytes of a token of a batch: its logits, the values of a layer, and
+    the keys and values of all layers."""
+    config = model.config.get_text_config()
+    of_layers = config.hidden_size * (WIDTHS + 2 * config.num_hidden_layers)
+    return 4 * (LOGITS * model.get_output_embeddings().weight.shape[0] + of_layers)
+
+
+def rows_at_once(row_bytes: int, free_bytes: int, num_rows: int, file: str) -> int:
+    """The rows of a batch: as many as half of the free memory takes, of the longest row each.
+    Raises ResourceError."""
+    if row_bytes > free_bytes:
+        raise ResourceError(
+            f"{file}: its longest row takes up to {size(row_bytes)} beside the weights, and"
+            f" {size(free_bytes)} are free; lower --data.max_length or --evaluation.max_new_tokens"
+        )
+    return max(1, min(MOST_ROWS, num_rows, free_bytes // 2 // row_bytes))
+
+
+def questions(tokens: TokenCache, tokenizer: Any) -> Pairs:
+    """The rows of the file that have an answer."""
+    from training.loop import evaluate
+
+    data = tokens.recipe.data
+    of_file = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
+    dataset = chain.from_iterable(source.read(BadRows(data.max_bad_rows)) for source in of_file)
+    limit = data.max_train_samples or sys.maxsize
+    return evaluate.questions(dataset, limit, tokenizer, tokens.model.is_encoder_decoder)
+
+
+def mean_loss(work: Work) -> tuple[float, int]:
+    """(mean loss over the target tokens, their number)."""
+    from training.data.batches import Collator, TokenRows
+    from training.levers.logits import target_loss_sum
+    from training.model import evaluation
+
+    recipe, count = work.tokens.recipe, work.rows_at_once
+    rows = TokenRows(*token_cache.token_files(work.tokens.folder, "train"))
+    start = work.model.config.decoder_start_token_id if work.is_pair else None
+    collator = Collator(work.tokenizer.pad_token_id, start, is_packed=recipe.data.packing)
+    order = rows.lengths().sum(axis=1).argsort(kind="stable").tolist()
+    work.say(f"the loss of {len(rows):,} rows, {count} at once")
+    totals = torch.zeros(2, dtype=torch.float64, device=work.device)
+    for begin in range(0, len(rows), count):
+        batch = collator(rows.__getitems__(order[begin : begin + count]))
+        for name, value in batch.items():
+            batch[name] = value.to(work.device) if isinstance(value, torch.Tensor) else value
+        labels = batch.pop("labels")
+        loss_sum = partial(target_loss_sum, labels=labels, shift=not work.is_pair)
+        with work.autocast():
+            # with a cache, transformers keeps packed documents not apart
+            batch["use_cache"] = False
+            totals[0] += evaluation.summed_loss(work.model, batch, loss_sum)
+        totals[1] += (labels != IGNORED).sum()
+    return (totals[0] / totals[1]).item(), int(totals[1])
+
+
+def scores(work: Work, pairs: Pairs) -> dict[str, float]:
+    """exact_match, bleu and rouge_l of greedy answers; {} without questions."""
+    from training.loop import evaluate
+
+    if not pairs:
+        return {}
+    overlaps: list[float] = []
+
+    def watch(text: str, reference: str) -> None:
+        overlaps.append(evaluate.rouge_l(text, reference))
+
+    new_tokens = work.tokens.recipe.evaluation.max_new_tokens
+    work.say(f"greedy answers to {len(pairs):,} questions, of up to {new_tokens} tokens")
+    with work.autocast():
+        shares = evaluate.scores(
+            *(work.model, work.tokenizer, pairs, new_tokens, work.device),
+            *(lambda: None, work.rows_at_once, watch),
+        )
+    return {**shares, "rouge_l": sum(overlaps) / len(overlaps)}
+
+
+def evaluate_rows(
+    tokens: TokenCache,
+    finished: FinishedModel,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    fuses: bool,
+    free_bytes: int,
+    say: Callable[[str], None],
+) -> Evaluation:
+    """The figures of a model. `dtype` is that of the training's autocast; `fuses`: the adapters are
+    computed with their layers, as in training. Raises LaunchError."""
+    with modules.uncollected():
+        from training.data import prepare
+        from training.data import tokenizer as data_tokenizer
+        from training.levers import adapters
+        from training.model import finished as finished_model
+
+    prepare.ensure(tokens, say)
+    counts = (files.read(tokens.folder / token_cache.TOKENS_READY, dict[str, Any]) or {})["train"]
+    tokenizer, recipe = data_tokenizer.load(tokens.folder / "tokenizer"), tokens.recipe
+    pairs = questions(tokens, tokenizer)
+    model, file = finished_model.load(finished, tokenizer, device), recipe.data.train_names
+    if fuses:
+        adapters.fuse(model)
+    new_tokens = recipe.evaluation.max_new_tokens if pairs else 0
+    most_tokens = counts["longest_input"] + max(counts["longest_target"], new_tokens)
+    count = rows_at_once(most_tokens * token_bytes(model), free_bytes, counts["rows"], file)
+    work = Work(tokens, model, tokenizer, device, dtype, count, say)
+    (loss, target_tokens), of_answers = mean_loss(work), scores(work, pairs)
+    return Evaluation(
+        model=str(finished.folder),
+        file=file,
+        device="the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        rows=counts["samples"],
+        rows_left_out=counts["dropped"],
+        rows_truncated=counts["truncated"],
+        target_tokens=target_tokens,
+        loss=loss,
+        perplexity=math.inf if loss >= 700 else math.exp(loss),
+        questions=len(pairs),
+        rows_at_once=count,
+        exact_match=of_answers.get("exact_match"),
+        bleu=of_answers.get("bleu"),
+        rouge_l=of_answers.get("rouge_l"),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="of the files of the verb")
+    for name in ("device", "precision"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--free-bytes", type=int, required=True)
+    for name in ("fuses", "quiet"):
+        parser.add_argument(f"--{name}", action="store_true")
+    arguments = parser.parse_args()
+    processes.settle_process()
+    tokens = files.read(arguments.folder / "tokens.json", TokenCache)
+    finished = files.read(arguments.folder / "model.json", FinishedModel)
+    assert tokens is not None and finished is not None
+    used = {"peft": finished.is_adapter, "bitsandbytes": finished.quantization}
+    modules.leave_out(package for package in modules.OPTIONAL if not used.get(package))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.precision)
+
+    def say(line: str) -> None:
+        if not arguments.quiet:
+            print(shown(line), flush=True)
+
+    try:
+        device = torch.device(arguments.device)
+        evaluation = evaluate_rows(
+            *(tokens, finished, device, dtype, arguments.fuses, arguments.free_bytes, say)
+        )
+    except LaunchError as error:
+        print(f"error: {shown(str(error))}", file=sys.stderr)
+        return error.exit_code
+    files.write_json(arguments.folder / "evaluation.json", evaluation)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

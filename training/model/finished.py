@@ -1,0 +1,42 @@
+"""Load a finished model: a folder of weights, or an adapter on its base."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from launch.base.errors import ResourceError
+from launch.base.text import cause
+from launch.schema.model_sections import ModelSection, QuantizationSection
+from launch.schema.result import FinishedModel
+from training.compat.transformers_private import Network
+from training.model import build
+
+
+def load(finished: FinishedModel, tokenizer: Any, device: torch.device) -> Network:
+    """The model with the types of its training, 4 bits too, ready to answer with its tokenizer.
+
+    Raises ResourceError."""
+    transformers_logging.disable_progress_bar()
+    # bitsandbytes warns of an optional package for 4-bit weights on CPUs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    section = ModelSection(path=str(finished.base), dtype=finished.dtype)
+    quantization = None
+    if finished.quantization:
+        quantization = QuantizationSection.model_validate(finished.quantization)
+    try:
+        model: Network = build.from_folder(section, quantization, device, attention=None)
+        if finished.is_adapter:
+            from peft import PeftModel
+
+            build.grow_vocabulary(model, len(tokenizer))  # rows that the adapter trained
+            build.take_generation(model, tokenizer, finished.folder)
+            model = PeftModel.from_pretrained(model, finished.folder, local_files_only=True)
+        else:
+            build.set_special_tokens(model, tokenizer, keeps_ids=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ResourceError(f"{finished.folder}: cannot be loaded ({cause(error)})") from error
+    return model.to(device).eval()
