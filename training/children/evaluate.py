@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,6 @@ from launch.base import files, modules, processes
 from launch.base.errors import LaunchError, ResourceError
 from launch.base.text import shown, size
 from launch.data import sources, token_cache
-from launch.data.conversation import Conversation
 from launch.data.rows import IGNORED, BadRows
 from launch.data.token_cache import TokenCache
 from launch.schema.result import Evaluation, FinishedModel
@@ -29,8 +28,6 @@ MOST_ROWS = 64  # at once: more are hardly faster
 # float32 values of a token, in units of the hidden size: states, queries, keys, values and the MLP
 WIDTHS = 24
 LOGITS = 3  # copies of the logits in float32: the model's, the loss's, and their softmax
-
-Pairs = Sequence[tuple[Conversation, str]]  # (conversation before the last answer, that answer)
 
 
 @dataclass(frozen=True)
@@ -44,10 +41,6 @@ class Work:
     dtype: torch.dtype | None  # of the autocast
     rows_at_once: int
     say: Callable[[str], None]
-
-    @property
-    def is_pair(self) -> bool:
-        return self.model.config.is_encoder_decoder
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
@@ -72,27 +65,18 @@ def rows_at_once(row_bytes: int, free_bytes: int, num_rows: int, file: str) -> i
     return max(1, min(MOST_ROWS, num_rows, free_bytes // 2 // row_bytes))
 
 
-def questions(tokens: TokenCache, tokenizer: Any) -> Pairs:
-    """The rows of the file that have an answer."""
-    from training.loop import evaluate
-
-    data = tokens.recipe.data
-    of_file = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
-    dataset = chain.from_iterable(source.read(BadRows(data.max_bad_rows)) for source in of_file)
-    limit = data.max_train_samples or sys.maxsize
-    return evaluate.questions(dataset, limit, tokenizer, tokens.model.is_encoder_decoder)
-
-
 def mean_loss(work: Work) -> tuple[float, int]:
     """(mean loss over the target tokens, their number)."""
     from training.data.batches import Collator, TokenRows
     from training.levers.logits import target_loss_sum
     from training.model import evaluation
 
-    recipe, count = work.tokens.recipe, work.rows_at_once
+    is_pair, count = work.tokens.model.is_encoder_decoder, work.rows_at_once
     rows = TokenRows(*token_cache.token_files(work.tokens.folder, "train"))
-    start = work.model.config.decoder_start_token_id if work.is_pair else None
-    collator = Collator(work.tokenizer.pad_token_id, start, is_packed=recipe.data.packing)
+    start = work.model.config.decoder_start_token_id if is_pair else None
+    collator = Collator(
+        work.tokenizer.pad_token_id, start, is_packed=work.tokens.recipe.data.packing
+    )
     order = rows.lengths().sum(axis=1).argsort(kind="stable").tolist()
     work.say(f"the loss of {len(rows):,} rows, {count} at once")
     totals = torch.zeros(2, dtype=torch.float64, device=work.device)
@@ -101,7 +85,7 @@ def mean_loss(work: Work) -> tuple[float, int]:
         for name, value in batch.items():
             batch[name] = value.to(work.device) if isinstance(value, torch.Tensor) else value
         labels = batch.pop("labels")
-        loss_sum = partial(target_loss_sum, labels=labels, shift=not work.is_pair)
+        loss_sum = partial(target_loss_sum, labels=labels, shift=not is_pair)
         with work.autocast():
             # with a cache, transformers keeps packed documents not apart
             batch["use_cache"] = False
@@ -110,30 +94,31 @@ def mean_loss(work: Work) -> tuple[float, int]:
     return (totals[0] / totals[1]).item(), int(totals[1])
 
 
-def scores(work: Work, pairs: Pairs) -> dict[str, float]:
-    """exact_match, bleu and rouge_l of greedy answers; {} without questions."""
+def scores(work: Work) -> dict[str, Any]:
+    """The number of questions of the file, and exact_match, bleu and rouge_l of greedy answers."""
     from training.loop import evaluate
 
+    tokens, data, overlaps = work.tokens, work.tokens.recipe.data, list[float]()
+    of_file = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
+    dataset = chain.from_iterable(source.read(BadRows(data.max_bad_rows)) for source in of_file)
+    limit, is_pair = data.max_train_samples or sys.maxsize, tokens.model.is_encoder_decoder
+    pairs = evaluate.questions(dataset, limit, work.tokenizer, is_pair)
     if not pairs:
-        return {}
-    overlaps: list[float] = []
-
-    def watch(text: str, reference: str) -> None:
-        overlaps.append(evaluate.rouge_l(text, reference))
-
-    new_tokens = work.tokens.recipe.evaluation.max_new_tokens
+        return {"questions": 0}
+    new_tokens = tokens.recipe.evaluation.max_new_tokens
     work.say(f"greedy answers to {len(pairs):,} questions, of up to {new_tokens} tokens")
     with work.autocast():
         shares = evaluate.scores(
             *(work.model, work.tokenizer, pairs, new_tokens, work.device),
-            *(lambda: None, work.rows_at_once, watch),
+            *(lambda: None, work.rows_at_once),
+            lambda text, right: overlaps.append(evaluate.rouge_l(text, right)),
         )
-    return {**shares, "rouge_l": sum(overlaps) / len(overlaps)}
+    return {"questions": len(pairs), **shares, "rouge_l": sum(overlaps) / len(overlaps)}
 
 
 def evaluate_rows(
     tokens: TokenCache,
-    finished: FinishedModel,
+    source: FinishedModel,
     device: torch.device,
     dtype: torch.dtype | None,
     fuses: bool,
@@ -143,25 +128,23 @@ def evaluate_rows(
     """The figures of a model. `dtype` is that of the training's autocast; `fuses`: the adapters are
     computed with their layers, as in training. Raises LaunchError."""
     with modules.uncollected():
-        from training.data import prepare
-        from training.data import tokenizer as data_tokenizer
+        from training.data import prepare, tokenizer
         from training.levers import adapters
-        from training.model import finished as finished_model
+        from training.model import finished
 
     prepare.ensure(tokens, say)
     counts = (files.read(tokens.folder / token_cache.TOKENS_READY, dict[str, Any]) or {})["train"]
-    tokenizer, recipe = data_tokenizer.load(tokens.folder / "tokenizer"), tokens.recipe
-    pairs = questions(tokens, tokenizer)
-    model, file = finished_model.load(finished, tokenizer, device), recipe.data.train_names
+    recipe, loaded = tokens.recipe, tokenizer.load(tokens.folder / "tokenizer")
+    model, file = finished.load(source, loaded, device), recipe.data.train_names
     if fuses:
         adapters.fuse(model)
-    new_tokens = recipe.evaluation.max_new_tokens if pairs else 0
-    most_tokens = counts["longest_input"] + max(counts["longest_target"], new_tokens)
-    count = rows_at_once(most_tokens * token_bytes(model), free_bytes, counts["rows"], file)
-    work = Work(tokens, model, tokenizer, device, dtype, count, say)
-    (loss, target_tokens), of_answers = mean_loss(work), scores(work, pairs)
+    most_targets = max(counts["longest_target"], recipe.evaluation.max_new_tokens)
+    row_bytes = (counts["longest_input"] + most_targets) * token_bytes(model)
+    count = rows_at_once(row_bytes, free_bytes, counts["rows"], file)
+    work = Work(tokens, model, loaded, device, dtype, count, say)
+    loss, target_tokens = mean_loss(work)
     return Evaluation(
-        model=str(finished.folder),
+        model=str(source.folder),
         file=file,
         device="the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
         rows=counts["samples"],
@@ -170,11 +153,8 @@ def evaluate_rows(
         target_tokens=target_tokens,
         loss=loss,
         perplexity=math.inf if loss >= 700 else math.exp(loss),
-        questions=len(pairs),
         rows_at_once=count,
-        exact_match=of_answers.get("exact_match"),
-        bleu=of_answers.get("bleu"),
-        rouge_l=of_answers.get("rouge_l"),
+        **scores(work),
     )
 
 

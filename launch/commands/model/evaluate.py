@@ -33,8 +33,10 @@ from launch.schema.recipe import Recipe
 from launch.schema.result import Evaluation, FinishedModel
 
 # keys of a run's data section that are of its other files, or of the order of its rows
-OF_TRAINING = {"validation_file", "validation_size", "max_train_samples", "max_validation_samples"}
-OF_TRAINING |= {"streaming", "shuffle_buffer_mib", "group_by_length", "batch_by_tokens"}
+OF_TRAINING = {
+    *("validation_file", "validation_size", "max_train_samples", "max_validation_samples"),
+    *("streaming", "shuffle_buffer_mib", "group_by_length", "batch_by_tokens"),
+}
 OF_TOKENS = {"split_special_tokens", "src_lang", "tgt_lang"}  # of its tokenizer section
 INSTALL = 'python -m pip install "lm-eval[hf]"'
 
@@ -84,12 +86,11 @@ def _harness(model: FinishedModel, tasks: str) -> list[str]:
     program = shutil.which("lm_eval")
     if program is None and find_spec("lm_eval") is None:
         raise ResourceError(f"--tasks: lm-evaluation-harness is not installed here; type {INSTALL}")
-    described = {"pretrained": model.base, "tokenizer": model.tokenizer, "dtype": model.dtype}
-    described |= {"peft": model.folder} if model.is_adapter else {}
-    described |= {"load_in_4bit": True} if model.quantization else {}
-    text = ",".join(f"{key}={value}" for key, value in described.items())
+    described = [f"pretrained={model.base},tokenizer={model.tokenizer},dtype={model.dtype}"]
+    described += [f"peft={model.folder}"] * model.is_adapter
+    described += ["load_in_4bit=True"] * (model.quantization is not None)
     command = [program] if program else [sys.executable, "-m", "lm_eval"]
-    command += ["--model", "hf", "--model_args", text, "--tasks", tasks]
+    command += ["--model", "hf", "--model_args", ",".join(described), "--tasks", tasks]
     print(shown(shlex.join(command)), file=sys.stderr)
     return command
 
