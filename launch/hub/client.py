@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from launch.base.errors import ConfigError, LaunchError, NetworkError, ResourceError
 from launch.hub.names import HubName
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 HUGGING_FACE = "https://huggingface.co"
 ANSWER_S = 10.0  # for a connection, and for the beginning of an answer
@@ -78,11 +81,8 @@ def page(name: HubName) -> str:
 
 def listing(name: HubName) -> Listing:
     """The files of a repository. Raises ConfigError, ResourceError and NetworkError."""
-    _check_network()
-    headers = _connected()
-    from huggingface_hub import HfApi
-
-    api = HfApi(endpoint=endpoint(), token=False, headers=headers)
+    check_network()
+    api = api_of_hub()
     ask = api.dataset_info if name.is_data else api.model_info
     try:
         with _refusals(name):
@@ -139,8 +139,16 @@ def _origin(url: str) -> tuple[str, str, int]:
         return "", "", 0
 
 
+def api_of_hub(answer_s: float = ANSWER_S) -> HfApi:
+    """The library's client, which waits so long for an answer."""
+    headers = _connected(answer_s)
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint=endpoint(), token=False, headers=headers)
+
+
 @cache
-def _connected() -> dict[str, str]:
+def _connected(answer_s: float = ANSWER_S) -> dict[str, str]:
     """The headers of our requests; the library's connections take the token out of those to
     another host."""
     # its telemetry asks the hub for a list of agents with each request
@@ -155,7 +163,8 @@ def _connected() -> dict[str, str]:
 
     def client() -> httpx2.Client:
         hooks = {"request": [guard]}
-        return httpx2.Client(event_hooks=hooks, follow_redirects=True, timeout=ANSWER_S)
+        seconds = httpx2.Timeout(answer_s, connect=ANSWER_S)
+        return httpx2.Client(event_hooks=hooks, follow_redirects=True, timeout=seconds)
 
     set_client_factory(client)
     constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
@@ -165,7 +174,7 @@ def _connected() -> dict[str, str]:
     return headers | {"Accept-Encoding": "identity"}
 
 
-def _check_network() -> None:
+def check_network() -> None:
     """Raise NetworkError where the hub cannot be reached, within ANSWER_S: looking up a name and
     trying each of its addresses may take minutes."""
     from multiprocessing import TimeoutError as PoolTimeout

@@ -245,6 +245,19 @@ class Downloaded:
         return f"{self.name} at commit {self.commit[:12]}, licence: {licence}"
 
 
+EXPORTED = ".exported"  # a file in the folder of a finished export
+
+
+@dataclass(frozen=True)
+class ExportedFrom:
+    """The source of a finished export: the file EXPORTED in its folder."""
+
+    model: str
+    weights: str  # weight_files.weights_fingerprint()
+    to: str
+    file_type: str  # of a GGUF file; "": none
+
+
 @dataclass(frozen=True)
 class Xid:
     """An error that the NVIDIA driver reported of a card."""

@@ -59,7 +59,7 @@ def test_the_quick_starts_model_answers_alike(quick_start, tmp_path, file_type):
     assert exit_code == 0, said
     assert "20 prompts (held-out rows):" in said
     name = f"sft_fast-{file_type}.gguf"
-    assert {path.name for path in out.iterdir()} == {name, "Modelfile", "README.md"}
+    assert {path.name for path in out.glob("[!.]*")} == {name, "Modelfile", "README.md"}
     assert 'PARAMETER stop "<|end|>"' in (out / "Modelfile").read_text()
     assert "- data: sft_train_small_train.parquet" in (out / "README.md").read_text()
     argv = [sys.executable, builders.CODE / "scripts/chat.py", model, "498 km in m"]

@@ -16,17 +16,26 @@ from typing import Any
 
 from launch.base import compile_caches, files
 from launch.base.errors import ConfigError, ExportError, ResourceError
-from launch.base.text import from_here, shown
+from launch.base.text import from_here, shown, size
 from launch.base.workspace import CODE, FILES, Workspace
 from launch.commands import recipe_arguments
 from launch.commands.model import converted, merge
+from launch.hub import names, upload
+from launch.hub.names import HubName
 from launch.predict import model_config, weight_files
 from launch.run_folder import layout
 from launch.run_folder.layout import RunDir
-from launch.schema.result import ConvertedAnswers, ExpectedAnswers, ExportedModel
+from launch.schema.result import (
+    EXPORTED,
+    ConvertedAnswers,
+    ExpectedAnswers,
+    ExportedFrom,
+    ExportedModel,
+)
 
 # a virtual environment that make export-tools makes
 TOOLS = Path(os.environ.get("LOWMEM_EXPORT_TOOLS") or CODE / ".cache" / "export_tools")
+FOLDER = "folder"  # the model's own, pushed as it is
 Q4 = "q4_k_m"  # made of f16 by llama.cpp's llama-quantize
 BYTES = {"f16": 2, "bf16": 2, "q8_0": 34 / 32, Q4: 2 + 0.62}  # of a weight
 REST = 1.02  # with the weights that stay in float32
@@ -44,7 +53,7 @@ class Conversion:
     file_type: str
     prompts: Path | None
     quantizer: str | None  # llama-quantize
-    for_ollama: bool
+    to: str
 
     @property
     def is_adapter(self) -> bool:
@@ -73,51 +82,99 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     text = "write a trained model for other programs: merged, GGUF, Ollama"
     parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
     parser.add_argument("source", type=Path, help="the folder of a model, an adapter or a run")
-    parser.add_argument("--to", choices=("merged", "gguf", "ollama"), required=True)
+    parser.add_argument("--to", choices=("merged", "gguf", "ollama", FOLDER), required=True)
     parser.add_argument("--type", choices=BYTES, help="of a GGUF file's weights (default f16)")
     parser.add_argument("--out", type=Path, help="a new folder (default: beside the model)")
     parser.add_argument(
         "--prompts", type=Path, help="a text file with a question a line, instead of held-out rows"
     )
     parser.add_argument("--llama-quantize", metavar="PROGRAM", help=f"of llama.cpp, for {Q4}")
+    parser.add_argument(
+        "--push", metavar="OWNER/NAME", help="upload the folder to this repository, a private one"
+    )
+    parser.add_argument("--public", action="store_true", help="a public one")
+    parser.add_argument("--dry-run", action="store_true", help="show what --push would upload")
     return parser
 
 
 def main(arguments: Namespace, others: Sequence[str]) -> int:
     recipe_arguments.reject(arguments, others)
     compile_caches.settle()
+    conversion, repository = _conversion(arguments), _repository(arguments)
+    if repository and not arguments.dry_run:
+        upload.check(repository, arguments.public)  # before a conversion takes its minutes
+    origin = _origin(conversion)
+    there = files.read_or_none(conversion.out / EXPORTED, ExportedFrom)
+    is_there = repository is not None and (arguments.to == FOLDER or there == origin)
+    if not is_there and (exit_code := _export(conversion, origin)):
+        return exit_code
+    if repository:
+        _push(conversion, repository, arguments.public, arguments.dry_run)
+    return 0
+
+
+def _push(conversion: Conversion, repository: HubName, is_public: bool, is_dry_run: bool) -> None:
+    """Show the files of an export, and upload them unless it is a dry run."""
+    folder, model = conversion.out, conversion.model
+    named = {str(path): path.name for path in (model, folder)}
+    contents = upload.leaving(folder, conversion.base(), named)
+    print(f"{folder.name} to {repository} ({'public' if is_public else 'private'}):")
+    for name, content in contents.items():
+        count = len(content) if isinstance(content, bytes) else content.stat().st_size
+        print(f"  {name}  {size(count)}")
+    if is_dry_run:
+        print("nothing was sent: --dry-run")
+    else:
+        print(f"pushed: {upload.push(repository, is_public, contents)}")
+
+
+def _repository(arguments: Namespace) -> HubName | None:
+    """The repository of --push. Raises ConfigError for flags that need it."""
+    name = names.parse(arguments.push, is_data=False) if arguments.push else None
+    if name and str(name) != name.repo:
+        raise ConfigError(f"--push {name}: expected OWNER/NAME alone")
+    flags = {"--public": arguments.public, "--dry-run": arguments.dry_run}
+    flags[f"--to {FOLDER}"] = arguments.to == FOLDER
+    for flag in (flag for flag, is_typed in flags.items() if is_typed and not name):
+        raise ConfigError(f"{flag}: expected --push OWNER/NAME beside it")
+    return name
+
+
+def _conversion(arguments: Namespace) -> Conversion:
     model = layout.left_in(arguments.source).absolute()
-    out = (arguments.out or model.with_name(f"{model.name}-{arguments.to}")).absolute()
-    if arguments.to == "merged":
-        return _merged(model, out, arguments.type)
-    conversion = Conversion(
+    file_type = arguments.type or "f16"
+    if arguments.type and arguments.to in ("merged", FOLDER):
+        raise ConfigError(f"--type {file_type}: is of a GGUF file; leave it out beside --to merged")
+    ending = f"-{arguments.to}" + (f"-{file_type}" if file_type != "f16" else "")
+    out = arguments.out or model.with_name(f"{model.name}{ending}")
+    return Conversion(
         model=model,
         run=run_of(arguments.source, model),
-        out=out,
-        file_type=arguments.type or "f16",
+        out=model if arguments.to == FOLDER else out.absolute(),
+        file_type=file_type,
         prompts=arguments.prompts,
         quantizer=_quantizer(arguments) if arguments.type == Q4 else None,
-        for_ollama=arguments.to == "ollama",
+        to=arguments.to,
     )
-    check(conversion)
-    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+
+
+def _origin(conversion: Conversion) -> ExportedFrom:
+    weights = weight_files.weights_fingerprint(conversion.model)
+    return ExportedFrom(str(conversion.model), weights, conversion.to, conversion.file_type)
+
+
+def _export(conversion: Conversion, origin: ExportedFrom) -> int:
+    """Write the export under another name and put it in its place; the exit code."""
+    merge.check_new(conversion.out)
+    if conversion.to != "merged":
+        check(conversion)
+    aside = conversion.out.with_name(f".{conversion.out.name}.{os.getpid()}.tmp")
     try:
         aside.mkdir(parents=True)
-        return _convert(conversion, aside)
+        files.write_json(aside / EXPORTED, origin)
+        return (_merge if conversion.to == "merged" else _convert)(conversion, aside)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _merged(model: Path, out: Path, file_type: str | None) -> int:
-    if file_type:
-        raise ConfigError(f"--type {file_type}: is of a GGUF file; leave it out beside --to merged")
-    exit_code = merge.merge_and_say(model, out)
-    if not exit_code:
-        figures = "the logits of a row, with those of the adapter on its base"
-        ask = f"python scripts/chat.py {from_here(out)}"
-        text = converted.readme(out.name, model, str(merge.base_of(model)), figures, ask)
-        files.write_atomic(out / "README.md", text)
-    return exit_code
 
 
 def run_of(source: Path, model: Path) -> Path | None:
@@ -166,6 +223,21 @@ def check(conversion: Conversion) -> None:
     disk_bytes = int(count * BYTES[conversion.file_type] * REST) + SPARE_BYTES
     disk_bytes += stored.total_bytes if conversion.is_adapter else 0
     merge.check_sizes(folder, conversion.out, 4 * count, disk_bytes)  # answers are in float32
+
+
+def _merge(conversion: Conversion, aside: Path) -> int:
+    """Merge an adapter in the folder `aside`; the exit code."""
+    merged, out = aside / "model", conversion.out
+    if exit_code := merge.merge(conversion.model, merged):
+        return exit_code
+    figures = "the logits of a row, with those of the adapter on its base"
+    ask = f"python scripts/chat.py {from_here(out)}"
+    text = converted.readme(out.name, conversion.model, conversion.base(), figures, ask)
+    files.write_atomic(merged / "README.md", text)
+    (aside / EXPORTED).rename(merged / EXPORTED)
+    _place(merged, out)
+    print(f"merged into {shown(str(out))}")
+    return 0
 
 
 def _convert(conversion: Conversion, aside: Path) -> int:
@@ -226,13 +298,10 @@ def _finish(
         faults = list(converted.problems(expected, answers, conversion.file_type))
     if faults:
         file = file.rename(file.with_name(f"{file.name}.unchecked"))
+        file.with_name(EXPORTED).unlink()
     else:
         _write_texts(conversion, file, expected, figures)
-    files.sync_all(file.parent)
-    merge.check_new(conversion.out)  # another export may have written there meanwhile
-    if conversion.out.exists():
-        conversion.out.rmdir()
-    file.parent.rename(conversion.out)
+    _place(file.parent, conversion.out)
     written = shown(str(conversion.out / file.name))
     if faults:
         line = shown(faults[0][:MOST_CHARACTERS])
@@ -241,12 +310,21 @@ def _finish(
     return 0
 
 
+def _place(folder: Path, out: Path) -> None:
+    """Give a finished folder its name."""
+    files.sync_all(folder)
+    merge.check_new(out)  # another export may have written there meanwhile
+    if out.exists():
+        out.rmdir()
+    folder.rename(out)
+
+
 def _write_texts(
     conversion: Conversion, file: Path, expected: ExpectedAnswers, figures: str
 ) -> None:
     """Write what stands beside a GGUF file."""
     name, ask = conversion.model.name, f"llama-cli -m {file.name}"
-    if conversion.for_ollama:
+    if conversion.to == "ollama":
         ask = f"ollama create {name} -f Modelfile\nollama run {name}"
         text = converted.modelfile(file.name, expected, conversion.config)
         files.write_atomic(file.with_name("Modelfile"), text)

@@ -1,7 +1,9 @@
-"""A hub on the loopback: the part of huggingface.co's API that downloads use, and its faults."""
+"""A hub on the loopback: the part of huggingface.co's API that downloads and uploads use, and its
+faults."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -18,6 +20,14 @@ from urllib.parse import unquote, urlsplit
 
 COMMIT = "7ae557604adf67be50417f59c2c2f167def9a775"
 LARGE_BYTES = 1000  # from here on a file is a large one (LFS), with a sha256
+UPLOADS = ("create", "validate-yaml", "preupload", "stored", "commit", "batch")
+
+
+def oid(content: bytes) -> str:
+    """The id by which a hub knows a file: sha256 of a large one, git's of another."""
+    if len(content) >= LARGE_BYTES:
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @dataclass
@@ -28,6 +38,7 @@ class Repository:
     card: dict[str, Any] = field(default_factory=dict)
     commit: str = COMMIT
     num_bytes: dict[str, int] = field(default_factory=dict)  # that are listed, where they are wrong
+    is_private: bool = False
 
     def listing(self, name: str) -> dict[str, Any]:
         siblings = []
@@ -39,7 +50,9 @@ class Repository:
                 sha256 = hashlib.sha256(content).hexdigest()
                 entry["lfs"] = {"size": size, "sha256": sha256, "pointerSize": 130}
             siblings.append(entry)
-        return {"id": name, "sha": self.commit, "siblings": siblings, "cardData": self.card}
+        return {"id": name, "sha": self.commit, "siblings": siblings, "cardData": self.card} | {
+            "private": self.is_private
+        }
 
 
 @dataclass
@@ -66,6 +79,9 @@ class Hub:
     storage: str = ""  # the host that large files are redirected to
     moved: dict[str, str] = field(default_factory=dict)  # repositories: old name, new name
     body: bytes | None = None  # of every answer
+    owners: list[str] = field(default_factory=lambda: ["me"])  # that the token may write for
+    stored: dict[str, bytes] = field(default_factory=dict)  # large files by sha256
+    commits: list[str] = field(default_factory=list)  # the repository of each
     port: int = 0
 
     @property
@@ -89,16 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub, path = self.hub, unquote(urlsplit(self.path).path)
-        headers = self.headers
-        hub.requests.append(
-            Request(
-                self.command,
-                headers["Host"],
-                path,
-                headers.get("Authorization"),
-                headers.get("Range"),
-            )
-        )
+        self.note(path)
         last = path.rsplit("/", 1)[1]
         if hub.body is not None:
             return self.send(200, hub.body)
@@ -109,11 +116,15 @@ class _Handler(BaseHTTPRequestHandler):
         for old, new in hub.moved.items():
             if old in path:
                 return self.send(307, b"", {"Location": self.path.replace(old, new)})
-        if match := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/revision/(.+)", path):
+        match = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/(.+))?", path)
+        if match:
             repository = hub.repositories.get(f"{match[1]}/{match[2]}")
-            if repository is None:
+            hidden = (
+                repository and repository.is_private and match[2].split("/")[0] not in hub.owners
+            )
+            if repository is None or hidden:
                 return self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
-            if match[3] not in ("main", repository.commit):
+            if (match[3] or "main") not in ("main", repository.commit):
                 return self.send(404, b"", {"X-Error-Code": "RevisionNotFound"})
             return self.send(200, json.dumps(repository.listing(match[2])).encode())
         match = re.fullmatch(r"/(storage/)?(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
@@ -125,12 +136,103 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send(302, b"", {"Location": f"{hub.storage}/storage{path}"})
         return self.send_file(hub.contents.get(last, content), last)
 
+    def note(self, path: str) -> None:
+        headers = self.headers
+        token, span = headers.get("Authorization"), headers.get("Range")
+        self.hub.requests.append(Request(self.command, headers["Host"], path, token, span))
+
+    def do_PUT(self) -> None:
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        """An upload: repos/create, validate-yaml, preupload, objects/batch, stored/SHA, commit."""
+        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        self.note(path)
+        kind = next(word for word in UPLOADS if f"/{word}" in path)
+        if hub.cuts.get(kind):
+            self.rfile.read(hub.cuts[kind].pop(0))
+            self.close_connection = True
+            return self.connection.shutdown(socket.SHUT_RDWR)
+        stall = hub.stalls.get(kind)
+        if stall is not None:
+            self.rfile.read(stall)
+            time.sleep(60)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if hub.statuses.get(kind):
+            status, more = hub.statuses[kind].pop(0)
+            return self.send(status, b'{"errors": [{"message": "a reason"}]}', more)
+        if kind == "stored":
+            sha256 = path.rsplit("/", 1)[1]
+            assert hashlib.sha256(body).hexdigest() == sha256
+            hub.stored[sha256] = body
+            return self.send(200, b"")
+        match = re.search(r"/([^/]+/[^/]+?)(?:\.git/info|/preupload|/commit)/", path)
+        answer = getattr(self, kind.replace("-", "_"))(match[1] if match else "", body)
+        if isinstance(answer, int):
+            return self.send(answer, b"")
+        return self.send(200, json.dumps(answer).encode())
+
+    def create(self, name: str, body: bytes) -> Any:
+        asked = json.loads(body)
+        name = f"{asked['organization']}/{asked['name']}"
+        if asked["organization"] not in self.hub.owners:
+            return 403
+        if f"models/{name}" in self.hub.repositories:
+            return 409
+        is_private = asked["visibility"] == "private"
+        self.hub.repositories[f"models/{name}"] = Repository({}, is_private=is_private)
+        return {"url": f"{self.hub.address}/{name}"}
+
+    def validate_yaml(self, name: str, body: bytes) -> Any:
+        return {"errors": [], "warnings": []}
+
+    def preupload(self, name: str, body: bytes) -> Any:
+        if name.split("/")[0] not in self.hub.owners:
+            return 403
+        there = self.hub.repositories[f"models/{name}"].files
+        return {
+            "files": [
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["size"] >= LARGE_BYTES else "regular",
+                    "shouldIgnore": False,
+                    "oid": oid(there[file["path"]]) if file["path"] in there else None,
+                }
+                for file in json.loads(body)["files"]
+            ]
+        }
+
+    def batch(self, name: str, body: bytes) -> Any:
+        stored = f"{self.hub.storage or self.hub.address}/stored"
+        return {
+            "objects": [
+                each
+                | (
+                    {}
+                    if each["oid"] in self.hub.stored
+                    else {"actions": {"upload": {"href": f"{stored}/{each['oid']}"}}}
+                )
+                for each in json.loads(body)["objects"]
+            ]
+        }
+
+    def commit(self, name: str, body: bytes) -> Any:
+        repository = self.hub.repositories[f"models/{name}"]
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                repository.files[value["path"]] = base64.b64decode(value["content"])
+            if line["key"] == "lfsFile":
+                repository.files[value["path"]] = self.hub.stored[value["oid"]]
+        self.hub.commits.append(name)
+        return {"commitUrl": f"{self.hub.address}/{name}/commit/{COMMIT}", "commitOid": COMMIT}
+
     def send(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body if self.command == "GET" else b"")
+        self.wfile.write(b"" if self.command == "HEAD" else body)
 
     def send_file(self, content: bytes, last: str) -> None:
         hub, begin = self.hub, 0

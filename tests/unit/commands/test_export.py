@@ -57,7 +57,7 @@ def conversion(model: Path, **values: Any) -> export.Conversion:
         file_type="f16",
         prompts=None,
         quantizer=None,
-        for_ollama=False,
+        to="gguf",
     )
     return replace(start, **values)
 
