@@ -35,6 +35,17 @@ def write_atomic(path: Path, text: str) -> None:
         raise ResourceError(f"{path}: is a folder, expected a file; move it away") from error
 
 
+def lines_of_text(path: Path) -> list[str]:
+    """The lines of a text file that are not blank. Raises ResourceError, also where it has none."""
+    try:
+        lines = regular_bytes(path).decode("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ResourceError(f"{path}: cannot be read as text ({error})") from error
+    if not (filled := [line for line in lines if line.strip()]):
+        raise ResourceError(f"{path}: is empty, expected a line of text")
+    return filled
+
+
 def sync(path: Path) -> None:
     """Make a file's content, or the names in a folder, survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

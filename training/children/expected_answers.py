@@ -97,14 +97,7 @@ def rows_of_run(folder: Path) -> tuple[list[Sample], list[Sample]]:
 
 def read_prompts(file: Path) -> list[Sample]:
     """A question a line. Raises ResourceError."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ResourceError(f"{file}: cannot be read as text ({error})") from error
-    questions = [line for line in lines if line.strip()]
-    if not questions:
-        raise ResourceError(f"{file}: is empty, expected a question a line")
-    return [_question(line) for line in questions]
+    return [_question(line) for line in files.lines_of_text(file)]
 
 
 def _question(text: str) -> Conversation:

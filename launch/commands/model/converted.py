@@ -15,6 +15,9 @@ from launch.schema.result import ConvertedAnswers, ExpectedAnswers
 # 8 bits of a weight, as q8_0 does.
 MARGINS = {"f16": 0.1, "bf16": 0.5, "q8_0": 0.5}
 EQUAL = 19 / 20  # of all tokens. SmolLM2-135M-Instruct on 20 questions: f16 532 of 533, q8_0 510
+# lines of a model's README.md, of an export's too, that the one of a new export takes over
+FACT = re.compile("- (?!base:|licence:|compared:)")
+OF_FOLDER = re.compile("; (this folder holds|to merge it into) .*")  # ends of such lines
 NUM_CTX = 4096  # of Ollama, where the model was not made for less
 
 
@@ -79,7 +82,8 @@ def readme(name: str, model: Path, base: str, figures: str, ask: str) -> str:
     """The README.md of an export: base, licence, the lines of the model's own README.md, what was
     compared, how to ask it."""
     is_ours = (model / "lowmem.json").is_file()
-    facts = [line for line in _card(model).splitlines() if is_ours and line.startswith("- ")]
+    facts = [line for line in _card(model).splitlines() if is_ours and FACT.match(line)]
+    facts = [OF_FOLDER.sub("", line) for line in facts]
     licence = (_licence(Path(base)) if base else "") or _licence(model)
     front = ["---", f"license: {licence}", "---"] if licence else []
     return "\n".join(

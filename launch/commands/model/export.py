@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
@@ -16,12 +17,11 @@ from typing import Any
 
 from launch.base import compile_caches, files
 from launch.base.errors import ConfigError, ExportError, ResourceError
-from launch.base.text import from_here, shown, size
+from launch.base.text import from_here, shown
 from launch.base.workspace import CODE, FILES, Workspace
 from launch.commands import recipe_arguments
-from launch.commands.model import converted, merge
-from launch.hub import names, upload
-from launch.hub.names import HubName
+from launch.commands.model import converted, merge, push
+from launch.hub import upload
 from launch.predict import model_config, weight_files
 from launch.run_folder import layout
 from launch.run_folder.layout import RunDir
@@ -35,7 +35,8 @@ from launch.schema.result import (
 
 # a virtual environment that make export-tools makes
 TOOLS = Path(os.environ.get("LOWMEM_EXPORT_TOOLS") or CODE / ".cache" / "export_tools")
-FOLDER = "folder"  # the model's own, pushed as it is
+SCRIPTS = FILES / "scripts" / "export_tools"
+ASK = ".cache/export_tools/bin/python scripts/export_tools/ask_gguf.py"
 Q4 = "q4_k_m"  # made of f16 by llama.cpp's llama-quantize
 BYTES = {"f16": 2, "bf16": 2, "q8_0": 34 / 32, Q4: 2 + 0.62}  # of a weight
 REST = 1.02  # with the weights that stay in float32
@@ -82,7 +83,7 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     text = "write a trained model for other programs: merged, GGUF, Ollama"
     parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
     parser.add_argument("source", type=Path, help="the folder of a model, an adapter or a run")
-    parser.add_argument("--to", choices=("merged", "gguf", "ollama", FOLDER), required=True)
+    parser.add_argument("--to", choices=("merged", "gguf", "ollama", push.FOLDER), required=True)
     parser.add_argument("--type", choices=BYTES, help="of a GGUF file's weights (default f16)")
     parser.add_argument("--out", type=Path, help="a new folder (default: beside the model)")
     parser.add_argument(
@@ -100,57 +101,31 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
 def main(arguments: Namespace, others: Sequence[str]) -> int:
     recipe_arguments.reject(arguments, others)
     compile_caches.settle()
-    conversion, repository = _conversion(arguments), _repository(arguments)
+    conversion, repository = _conversion(arguments), push.repository(arguments)
     if repository and not arguments.dry_run:
         upload.check(repository, arguments.public)  # before a conversion takes its minutes
     origin = _origin(conversion)
     there = files.read_or_none(conversion.out / EXPORTED, ExportedFrom)
-    is_there = repository is not None and (arguments.to == FOLDER or there == origin)
+    is_there = repository is not None and (arguments.to == push.FOLDER or there == origin)
     if not is_there and (exit_code := _export(conversion, origin)):
         return exit_code
     if repository:
-        _push(conversion, repository, arguments.public, arguments.dry_run)
+        named = {str(path): path.name for path in (conversion.model, conversion.out)}
+        push.push(conversion.out, conversion.base(), named, repository, arguments)
     return 0
-
-
-def _push(conversion: Conversion, repository: HubName, is_public: bool, is_dry_run: bool) -> None:
-    """Show the files of an export, and upload them unless it is a dry run."""
-    folder, model = conversion.out, conversion.model
-    named = {str(path): path.name for path in (model, folder)}
-    contents = upload.leaving(folder, conversion.base(), named)
-    print(f"{folder.name} to {repository} ({'public' if is_public else 'private'}):")
-    for name, content in contents.items():
-        count = len(content) if isinstance(content, bytes) else content.stat().st_size
-        print(f"  {name}  {size(count)}")
-    if is_dry_run:
-        print("nothing was sent: --dry-run")
-    else:
-        print(f"pushed: {upload.push(repository, is_public, contents)}")
-
-
-def _repository(arguments: Namespace) -> HubName | None:
-    """The repository of --push. Raises ConfigError for flags that need it."""
-    name = names.parse(arguments.push, is_data=False) if arguments.push else None
-    if name and str(name) != name.repo:
-        raise ConfigError(f"--push {name}: expected OWNER/NAME alone")
-    flags = {"--public": arguments.public, "--dry-run": arguments.dry_run}
-    flags[f"--to {FOLDER}"] = arguments.to == FOLDER
-    for flag in (flag for flag, is_typed in flags.items() if is_typed and not name):
-        raise ConfigError(f"{flag}: expected --push OWNER/NAME beside it")
-    return name
 
 
 def _conversion(arguments: Namespace) -> Conversion:
     model = layout.left_in(arguments.source).absolute()
     file_type = arguments.type or "f16"
-    if arguments.type and arguments.to in ("merged", FOLDER):
+    if arguments.type and arguments.to in ("merged", push.FOLDER):
         raise ConfigError(f"--type {file_type}: is of a GGUF file; leave it out beside --to merged")
     ending = f"-{arguments.to}" + (f"-{file_type}" if file_type != "f16" else "")
     out = arguments.out or model.with_name(f"{model.name}{ending}")
     return Conversion(
         model=model,
         run=run_of(arguments.source, model),
-        out=model if arguments.to == FOLDER else out.absolute(),
+        out=model if arguments.to == push.FOLDER else out.absolute(),
         file_type=file_type,
         prompts=arguments.prompts,
         quantizer=_quantizer(arguments) if arguments.type == Q4 else None,
@@ -206,6 +181,8 @@ def check(conversion: Conversion) -> None:
             f"{TOOLS}: the converter is not installed; type this once, in the folder of lowmem:"
             " make export-tools"
         )
+    if conversion.prompts:
+        files.lines_of_text(conversion.prompts)  # before a model is loaded
     folder = conversion.weights
     model_config.check_folder(folder)
     model_config.check_tokenizer(conversion.model)
@@ -230,10 +207,7 @@ def _merge(conversion: Conversion, aside: Path) -> int:
     merged, out = aside / "model", conversion.out
     if exit_code := merge.merge(conversion.model, merged):
         return exit_code
-    figures = "the logits of a row, with those of the adapter on its base"
-    ask = f"python scripts/chat.py {from_here(out)}"
-    text = converted.readme(out.name, conversion.model, conversion.base(), figures, ask)
-    files.write_atomic(merged / "README.md", text)
+    merge.write_readme(conversion.model, conversion.weights, merged, out)
     (aside / EXPORTED).rename(merged / EXPORTED)
     _place(merged, out)
     print(f"merged into {shown(str(out))}")
@@ -280,7 +254,7 @@ def _run_tools(
     conversion: Conversion, folder: Path, file: Path, expected_file: Path, out: Path
 ) -> int:
     """Write the file and let llama.cpp answer from it, with the Python of the tools."""
-    argv = [str(TOOLS / "bin" / "python"), str(FILES / "scripts" / "export_tools" / "to_gguf.py")]
+    argv = [str(TOOLS / "bin" / "python"), str(SCRIPTS / "to_gguf.py")]
     argv += ["--folder", str(folder), "--file", str(file), "--type", conversion.file_type]
     argv += ["--expected", str(expected_file), "--out", str(out)]
     argv += ["--llama-quantize", conversion.quantizer] if conversion.quantizer else []
@@ -307,6 +281,8 @@ def _finish(
         line = shown(faults[0][:MOST_CHARACTERS])
         raise ExportError(f"{written}: {line}; {figures}; do not use this file")
     print(f"{figures}\nwritten: {written}")
+    tools = (TOOLS / "bin" / "python", SCRIPTS / "ask_gguf.py", conversion.out / file.name)
+    print(f"ask it: {shlex.join(map(from_here, tools))} QUESTION")
     return 0
 
 
@@ -323,7 +299,8 @@ def _write_texts(
     conversion: Conversion, file: Path, expected: ExpectedAnswers, figures: str
 ) -> None:
     """Write what stands beside a GGUF file."""
-    name, ask = conversion.model.name, f"llama-cli -m {file.name}"
+    name = conversion.model.name
+    ask = f"llama-cli -m {file.name}\n{ASK} {file.name} QUESTION  # in the folder of lowmem"
     if conversion.to == "ollama":
         ask = f"ollama create {name} -f Modelfile\nollama run {name}"
         text = converted.modelfile(file.name, expected, conversion.config)

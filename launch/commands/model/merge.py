@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from typing import Any
 
 from launch.base import compile_caches, environment, files
 from launch.base.errors import ConfigError, ResourceError
-from launch.base.text import shown, size
+from launch.base.text import from_here, shown, size
 from launch.base.workspace import CODE
 from launch.commands import recipe_arguments
+from launch.commands.model import converted
 from launch.predict import model_config, weight_files
 from launch.probe import machine
 from launch.run_folder import layout
@@ -44,11 +46,20 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
 
 
 def merge_and_say(source: Path, out: Path, base: Path | None = None) -> int:
-    """merge(), with a line that names the new folder."""
+    """merge(), with a README.md and a line that names the new folder."""
     exit_code = merge(source, out, base)
     if not exit_code:
+        write_readme(source, base or base_of(source), out, out)
         print(f"merged into {shown(str(out))}")
     return exit_code
+
+
+def write_readme(adapter: Path, base: Path, folder: Path, out: Path) -> None:
+    """Write the README.md of a merged model into `folder`, whose name is `out` in the end."""
+    figures = "the logits of a row, with those of the adapter on its base"
+    ask = f"python scripts/chat.py {from_here(out)}"
+    text = converted.readme(out.name, adapter, str(base), figures, ask)
+    files.write_atomic(folder / "README.md", text)
 
 
 def merge(source: Path, out: Path, base: Path | None = None) -> int:
@@ -118,10 +129,13 @@ def check_sizes(model: Path, out: Path, ram_bytes: int, disk_bytes: int) -> None
 def run_child(*argv: str) -> int:
     """The exit code of a child that finds our code and downloads nothing. Its errors are shown
     where it fails, else libraries' warnings and bars would be."""
-    variables = environment.passed(os.environ) | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"}
+    quiet = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    variables = environment.passed(os.environ) | quiet
+    variables |= {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(argv, env=variables, stderr=subprocess.PIPE, check=False)
     if done.returncode:
-        os.write(2, done.stderr)
+        error = re.search(rb"^error: .*\n", done.stderr, re.MULTILINE)
+        os.write(2, error[0] if error else done.stderr)
     return done.returncode
 
 

@@ -4,6 +4,7 @@ and the texts beside a file."""
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,48 @@ def test_the_readme_names_base_licence_data_figures_and_how_to_ask(tmp_path):
     )
     unnamed = converted.readme("base", tmp_path, "", "", "")
     assert "base: none, trained from random weights\n- licence: not named\n" in unnamed
+
+
+def test_the_readme_of_a_merged_model_gives_its_facts_on_and_not_those_of_its_folder(tmp_path):
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    for folder in (adapter, merged):
+        folder.mkdir()
+        (folder / "lowmem.json").write_text(json.dumps({"run": "a-20260101-000000"}))
+    facts = "- recipe: lora (sft)\n- model: /m, 8 parameters; this folder holds a LoRA adapter\n"
+    facts += "- trained on linear weights of 4 bits (nf4); to merge it into /m: python -m\n"
+    (adapter / "README.md").write_text(facts)
+    merge.write_readme(adapter, tmp_path, merged, merged)
+    text = converted.readme("x", merged, "/models/b", "20 answers equal", "ask")
+    assert text == (
+        "# x\n\n- base: /models/b\n- licence: not named by the base\n- recipe: lora (sft)\n"
+        "- model: /m, 8 parameters\n- trained on linear weights of 4 bits (nf4)\n"
+        "- compared: 20 answers equal\n\nAsk it:\n\n```\nask\n```\n"
+    )
+
+
+@pytest.mark.parametrize("text", [None, "\n \n"])
+def test_a_file_without_questions_is_refused_before_anything_is_loaded(tmp_path, tools, text):
+    model, file = folder_of(tmp_path / "m"), tmp_path / "typed.txt"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ResourceError, match=r"typed.txt: (cannot be read|is empty)"):
+        export.check(conversion(model, prompts=file))
+
+
+def test_the_folder_of_another_type_has_it_in_its_name(tmp_path, tools, capsys):
+    model = folder_of(tmp_path / "m")
+    (tmp_path / "m-gguf-q8_0").mkdir()
+    (tmp_path / "m-gguf-q8_0" / "x").touch()
+    with pytest.raises(ConfigError, match="m-gguf-q8_0: found something there"):
+        exported(str(model), "--to", "gguf", "--type", "q8_0")
+
+
+def test_the_line_of_a_childs_error_is_shown_without_warnings_and_bars(capfd):
+    said = "print('a warning', file=sys.stderr); print('error: why', file=sys.stderr); sys.exit(3)"
+    assert merge.run_child(sys.executable, "-c", f"import sys; {said}") == 3
+    assert capfd.readouterr().err == "error: why\n"
+    merge.run_child(sys.executable, "-c", "raise ValueError('a fault of ours')")
+    assert "Traceback" in capfd.readouterr().err
 
 
 def test_the_base_of_a_model_is_that_which_its_training_began_with(tmp_path):
