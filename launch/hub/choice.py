@@ -56,6 +56,13 @@ def of_data(
     config = having[0] if name.part is None and having else name.part
     if config not in having:
         there = [f"{config}:{split}" for config, of_config in splits.items() for split in of_config]
+        if name.split == "validation":
+            there = [text for text in there if not text.endswith(":train")]
+            if not there and splits:
+                raise DataError(
+                    f"{name}: has no split but train, whose rows are trained; hold some of them out"
+                    " with --data.validation_size=100 in its place"
+                )
         raise DataError(
             f"{name}: found {', '.join(there[:12]) or 'no data'}, expected one of them by its name:"
             f" hf:{name.repo}/{there[0] if there else 'CONFIG:SPLIT'}; of other files"

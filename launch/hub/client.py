@@ -40,6 +40,8 @@ class RemoteFile:
 
     def is_in(self, path: Path) -> bool:
         """True if a file here has this content."""
+        if not path.is_file() or path.stat().st_size != self.num_bytes:
+            return False
         git_id = partial(hashlib.sha1, b"blob %d\0" % path.stat().st_size)
         with path.open("rb") as file:
             kind = hashlib.sha256 if len(self.digest) == 64 else git_id

@@ -6,11 +6,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from launch.base import files, locks
-from launch.base.errors import DataError, LockHeld, ResourceError
+from launch.base.errors import DataError, Interrupted, LaunchError, LockHeld, ResourceError
 from launch.base.text import duration, size
 from launch.hub import choice, client, names
 from launch.hub.client import RemoteFile
@@ -27,6 +28,7 @@ def find(name: HubName, root: Path, say: Say | None) -> Path:
     is the folder that a model's name would be as a path. Raises DataError for a data set that is
     not here."""
     if folder := names.downloaded(name, root):
+        names.check_sizes(name, folder)
         return folder
     if say is not None:
         return folder_of(name, root, say)
@@ -52,6 +54,13 @@ def folder_of(name: HubName, root: Path, say: Say, refresh: bool = False) -> Pat
             if not has_waited:
                 say(f"waiting: {error}")
             has_waited = True
+        except LaunchError:
+            if [*folder.iterdir()] == [folder / "lock"]:  # of a name that is nowhere
+                (folder / "lock").unlink()
+                folder.rmdir()
+                with suppress(OSError):
+                    folder.parent.rmdir()
+            raise
         time.sleep(POLL_S)
 
 
@@ -64,12 +73,24 @@ def _newest(name: HubName, root: Path, say: Say) -> Path:
     else:
         selection, local = part or name.repo_name, choice.of_model(name, [*listing.files])
     target = name.folder(root) / listing.commit / selection
-    if not (target / DOWNLOADED).is_file():
-        chosen = {here: listing.files[path] for here, path in local.items()}
-        record = Downloaded(str(name), listing.commit, listing.licence)
+    chosen = {here: listing.files[path] for here, path in local.items()}
+    wrong = [file for file, remote in chosen.items() if not remote.is_in(target / file)]
+    if wrong or not (target / DOWNLOADED).is_file():
+        sizes = {file: remote.num_bytes for file, remote in chosen.items()}
+        record = Downloaded(str(name), listing.commit, listing.licence, sizes)
+        if target.is_dir():
+            say(f"{target}: not what was downloaded, so fetched again: {', '.join(wrong)}")
+            part = target.rename(_part(target))
+            for file in wrong:
+                (part / file).unlink(missing_ok=True)
         _download(name, record, chosen, target, say)
     names.remember(name, root, target, replace(name, part=part, revision=listing.commit))
     return target
+
+
+def _part(target: Path) -> Path:
+    """The folder of a download that is not finished."""
+    return target.with_name(f"{target.name}.part")
 
 
 def _download(
@@ -81,7 +102,7 @@ def _download(
 ) -> None:
     """Write the chosen files, go on where an earlier start was cut off, and give the folder its
     name once all of them are right. Raises NetworkError and ResourceError."""
-    began, part = time.monotonic(), target.with_name(f"{target.name}.part")
+    began, part = time.monotonic(), _part(target)
     part.mkdir(parents=True, exist_ok=True)
     for file, remote in chosen.items():
         path = part / file
@@ -90,7 +111,11 @@ def _download(
     there = [path.stat().st_size for file in chosen if (path := part / file).exists()]
     _check_sizes(record, [*chosen.values()], sum(there), part, say)
     for file, remote in chosen.items():
-        client.fetch(name, record.commit, remote, part / file)
+        try:
+            client.fetch(name, record.commit, remote, part / file)
+        except Interrupted:
+            say("the same line again goes on from the bytes that are here")
+            raise
         if not remote.is_in(part / file):
             (part / file).unlink()
             raise ResourceError(

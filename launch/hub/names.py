@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.base import files
-from launch.base.errors import ConfigError
-from launch.data.files.folders import SPLITS
-from launch.schema.result import DOWNLOADED
+from launch.base.errors import ConfigError, ResourceError
+from launch.data.files.folders import SPLITS, SUFFIXES, suffix
+from launch.schema.result import DOWNLOADED, Downloaded
 
 PREFIX = "hf:"
 MAIN = "main"  # the revision that a name without one means
@@ -68,6 +68,11 @@ def is_model(text: str) -> bool:
     return match is not None and not match["part"] and not match["split"]
 
 
+def is_data(text: str) -> bool:
+    """True for a text without an ending of data files that names a data set if `hf:` is added."""
+    return _NAME.fullmatch(text) is not None and suffix(Path(text)) not in SUFFIXES
+
+
 def downloaded(name: HubName, root: Path) -> Path | None:
     """The folder that holds all files of the name; None if they were not downloaded here."""
     folder = name.folder(root)
@@ -75,6 +80,19 @@ def downloaded(name: HubName, root: Path) -> Path | None:
     if selection is None or not (folder / selection / DOWNLOADED).is_file():
         return None
     return folder / selection
+
+
+def check_sizes(name: HubName, folder: Path) -> None:
+    """Raise ResourceError for a file of a download that has another size than came."""
+    record = files.read(folder / DOWNLOADED, Downloaded)
+    for file, num_bytes in record.sizes.items() if record else ():
+        path = folder / file
+        there = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
+        if there != f"{num_bytes} bytes":
+            raise ResourceError(
+                f"{path}: is not what was downloaded: found {there}, expected {num_bytes}; mend it"
+                f" with python -m launch download {name}"
+            )
 
 
 def remember(name: HubName, root: Path, target: Path, pinned: HubName) -> None:

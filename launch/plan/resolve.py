@@ -192,7 +192,8 @@ def _model(
     folder. Raises ResourceError for a folder that cannot be read."""
     if recipe.tokenizer.path and not Path(recipe.tokenizer.path).is_dir():
         raise ResourceError(
-            f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it out"
+            f"tokenizer.path: there is no folder {recipe.tokenizer.path}; give one, or leave it"
+            " out; of a model on a hub, python -m launch download OWNER/NAME names the folder"
         )
     config, parameters, family = model_config.read(recipe.model, root=FILES, cache=workspace.cache)
     recipe = as_packed(recipe)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from launch.base import files
+from launch.base.errors import DataError
 from launch.base.files import expanded
 from launch.data import chat_templates
 from launch.hub import names
@@ -57,6 +58,17 @@ def with_downloads(
             if record := files.read_or_none(folder / DOWNLOADED, Downloaded):
                 changes.append(Change(dotted, str(name), str(folder), f"downloaded: {record}"))
     return Recipe.model_validate(raw), changes
+
+
+def pinned(recipe: Recipe, changes: Sequence[Change]) -> list[str]:
+    """Keys that name the folders of what with_downloads() has replaced, for a later start."""
+    replaced = {change.key for change in changes if change.reason.startswith("downloaded: ")}
+    raw = recipe.model_dump(mode="json", exclude_unset=True)
+    values = {key: raw[key.split(".")[0]][key.split(".")[1]] for key in HUB_KEYS if key in replaced}
+    return [
+        f"--{key}={value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+        for key, value in values.items()
+    ]
 
 
 def use_existing_model(recipe: Recipe) -> tuple[Recipe, list[Change]]:
@@ -154,6 +166,12 @@ def _of_key(dotted: str, value: Any, base: Path) -> Any:
     """The paths of a key, absolute; a name on a hub, and that of a chat template, as it is."""
     if dotted == "tokenizer.chat_template" and not chat_templates.is_file(value):
         return value
+    is_missing = _is_path(value) and not (base / expanded(value)).exists()
+    if dotted.startswith("data.") and is_missing and names.is_data(value):
+        raise DataError(
+            f"{dotted}: there is no such file or folder: {value}; of a data set on a hub, type"
+            f" --{dotted}={names.PREFIX}{value} --download"
+        )
     if dotted == "model.path" and names.is_model(value) and not (base / value).exists():
         return names.PREFIX + value.removeprefix(names.PREFIX)
     if dotted in HUB_KEYS and isinstance(value, str) and not _is_path(value):

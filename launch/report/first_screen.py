@@ -15,7 +15,18 @@ from launch.schema.plan import Change, Plan
 from launch.schema.recipe import Recipe
 
 LINES, LABEL = 14, 13
-SHOWN = ("model", "data", "sources", "tokens", "batch", "mode", "memory", "host RAM", "time")
+SHOWN = (
+    "model",
+    "data",
+    "sources",
+    "licence",
+    "tokens",
+    "batch",
+    "mode",
+    "memory",
+    "host RAM",
+    "time",
+)
 SHOWN_OF_A_CAUSE = 3  # changes; a preset makes a dozen
 VALUE_COLUMNS = 24  # width of a requested or effective value; a longer one is shortened
 

@@ -73,6 +73,10 @@ def facts(
         rows = ", ".join(f"{name} {source.rows:,}" for name, source in named)
         each = (f"{part.path}: weight {part.weight:g}, {part.rows:,} rows" for part in plan.sources)
         yield Fact("sources", f"rows an epoch: {rows}", tuple(each))
+    marked = (change.reason.partition(", licence: ") for change in plan.changes)
+    licences = [f"{licence} ({of.split()[1]})" for of, mark, licence in marked if mark]
+    if licences:
+        yield Fact("licence", "; ".join(licences))
     parts = [] if plan.target_share is None else [f"{plan.target_share:.0%} have a loss"]
     parts += [f"template {data.template}"] if data.template else []
     if parts:

@@ -145,7 +145,8 @@ class Recipe(Section):
         # a lora section that contains a mistake is missing here
         if info.data.get("lora", value) is None:
             raise ValueError(
-                "4-bit weights cannot be trained; add LoRA (--lora.r=16), or leave load_in_4bit out"
+                "4-bit weights cannot be trained; add LoRA (--lora.r=16), or take a model in 16 or"
+                " 32 bits without load_in_4bit"
             )
         return value
 

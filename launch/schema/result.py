@@ -239,6 +239,7 @@ class Downloaded:
     name: str
     commit: str
     licence: str  # as its card names it; "": it names none
+    sizes: Mapping[str, int] = field(default_factory=dict)  # bytes of each file
 
     def __str__(self) -> str:
         licence = self.licence or "none in its card"

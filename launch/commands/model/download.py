@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from launch.base.errors import LaunchError
+from launch.base.text import shown
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments
 from launch.hub import download, names
@@ -26,10 +29,19 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
 def main(arguments: Namespace, others: Sequence[str]) -> int:
     """Download each name, or what is new of it since; show the keys that take it."""
     recipe_arguments.reject(arguments, others)
-    root, say = Workspace.here().root, recipe_arguments.say
+    exit_code = 0
     for text in arguments.name:
-        name = names.parse(text, is_data=text.startswith(names.PREFIX))
-        folder = download.folder_of(name, root, say, refresh=True)
-        key = "data.train_file" if name.is_data else "model.path"
-        say(f"{folder}" if str(name).endswith(".gguf") else f"{folder}\n--{key}={name}")
-    return 0
+        try:
+            _download(text)
+        except LaunchError as error:  # the other names are fetched all the same
+            print(f"error: {shown(str(error))}", file=sys.stderr)
+            exit_code = exit_code or error.exit_code
+    return exit_code
+
+
+def _download(text: str) -> None:
+    root, say = Workspace.here().root, recipe_arguments.say
+    name = names.parse(text, is_data=text.startswith(names.PREFIX))
+    folder = download.folder_of(name, root, say, refresh=True)
+    key = "data.train_file" if name.is_data else "model.path"
+    say(f"{folder}" if str(name).endswith(".gguf") else f"{folder}\n--{key}={name}")

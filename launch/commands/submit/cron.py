@@ -14,6 +14,7 @@ from launch.base.workspace import Workspace
 from launch.commands.recipe_arguments import say
 from launch.commands.submit import asked, crontab, job
 from launch.commands.submit.job import JobDir
+from launch.recipe.paths import pinned
 from launch.recipe.strict_yaml import show
 
 
@@ -36,7 +37,8 @@ def main(workspace: Workspace, others: Sequence[str], environ: Mapping[str, str]
 
 def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str, str]) -> None:
     typed, _ = asked.read(argv)
-    recipe = asked.facts_here(typed).recipe
+    facts = asked.facts_here(typed)
+    recipe, argv = facts.recipe, [*argv, *pinned(facts.recipe, facts.changes)]
     jobs = job.all_jobs(workspace)
     same = [
         each.name

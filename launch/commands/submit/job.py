@@ -39,7 +39,7 @@ from launch.commands.recipe_arguments import AUTO, RecipeArguments
 from launch.predict import weight_files
 from launch.predict.facts import Facts
 from launch.recipe import load
-from launch.recipe.paths import absolute_override
+from launch.recipe.paths import absolute_override, pinned
 from launch.schema.recipe import Recipe
 
 # an installed package has configs/ and scripts/ in launch/
@@ -181,6 +181,7 @@ def freeze(
     recipe = load.find(typed.recipe)
     shutil.copyfile(recipe, job_dir.recipe_file)
     overrides = [absolute_override(text) for text in typed.overrides]
+    overrides += pinned(facts.recipe, facts.changes)
     batch = [AUTO] if typed.is_auto else []
     argv = (str(job_dir.recipe_file), *batch, *overrides, f"--resume={resume}")
     # the paths of a recipe of configs/ are relative to the workspace

@@ -131,7 +131,11 @@ def test_a_stop_signal_during_the_imports_ends_with_a_documented_exit_code(
         (["--bogus"], 2, "--bogus: no such flag or key; python -m launch keys lists the keys"),
         (["-training.seed=3"], 2, "-training.seed: flags have two dashes; write --training.seed=3"),
         (["-n"], 2, "-n: flags have two dashes; see python -m launch run --help"),
-        (["--tokenizer.path=/nowhere"], 3, "tokenizer.path: there is no folder /nowhere"),
+        (
+            ["--tokenizer.path=/nowhere"],
+            3,
+            "/nowhere; give one, or leave it out; of a model on a hub, python -m launch download",
+        ),
         (["--training.lr_scheduler_type=foo"], 2, "lr_scheduler_type"),
         (["4", "--training.per_device_train_batch_size=7"], 2, "both given"),
         (["--model.shape=t5-tny"], 2, "t5-tiny"),

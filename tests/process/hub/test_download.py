@@ -197,7 +197,9 @@ def wait_for(path: Path, num_bytes: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(9, -9), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(9, -9), (signal.SIGTERM, 75), (signal.SIGINT, 130)]
+)
 def test_a_start_that_is_ended_in_the_middle_leaves_nothing_whole_and_the_next_goes_on(
     tmp_path, hub, number, exit_code
 ):
@@ -207,6 +209,8 @@ def test_a_start_that_is_ended_in_the_middle_leaves_nothing_whole_and_the_next_g
     wait_for(part, 1 << 18)
     os.kill(child.pid, number)
     assert child.wait(60) == exit_code
+    assert child.stdout is not None
+    assert ("the same line again goes on" in child.stdout.read()) == (exit_code != -9)
     assert not folder(tmp_path).exists()
     line = launch(tmp_path, hub, "plan", "sft", "--model.path=Qwen/Tiny")
     assert "there is no folder" in is_one_line(line, 3)
@@ -299,6 +303,43 @@ def test_of_two_starts_at_once_one_downloads_and_the_other_waits(tmp_path, hub):
     assert len(hub.asked("/api/models")) == 1
     assert len(hub.asked("config.json")) == 1
     assert folder(tmp_path).is_dir()
+
+
+# ---- damage after a download
+# ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "there"),
+    [
+        (lambda path: os.truncate(path, 7), "found 7 bytes, expected 900000"),
+        (lambda path: path.unlink(), "found no file, expected 900000"),
+        (lambda path: path.write_bytes(WEIGHTS[::-1]), ""),
+    ],
+)
+def test_a_file_that_was_damaged_later_is_named_and_download_mends_it(tmp_path, hub, damage, there):
+    assert download(tmp_path, hub).returncode == 0
+    damage(folder(tmp_path) / "model.safetensors")
+    if there:
+        line = is_one_line(launch(tmp_path, hub, "plan", "sft", "--model.path=Qwen/Tiny"), 3)
+        assert f"model.safetensors: is not what was downloaded: {there}; mend it with" in line
+        assert line.endswith("python -m launch download Qwen/Tiny")
+    hub.requests.clear()
+    done = download(tmp_path, hub)
+    assert "fetched again: model.safetensors" in done.stdout
+    assert {path.name: path.read_bytes() for path in folder(tmp_path).glob("[!.]*")} == FILES
+    assert len(hub.asked("/resolve/")) == 1
+
+
+def test_names_behind_a_wrong_one_are_fetched_and_a_wrong_one_leaves_nothing(tmp_path, hub):
+    done = launch(tmp_path, hub, "download", "Nobody/Nope", "hf:Qwen/Tiny", "Qwen/Tiny", "a b")
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert [line.split(":")[1] for line in errors] == [" Nobody/Nope", " hf", " 'a b'"]
+    assert (folder(tmp_path) / "model.safetensors").read_bytes() == WEIGHTS
+    below = tmp_path / "data" / "hub"
+    assert sorted(path.name for path in below.glob("*/*")) == ["Qwen"]
+    assert not (below / "datasets" / "Qwen").exists()
 
 
 # ---- refusals of the hub
@@ -485,6 +526,14 @@ def test_of_several_configurations_one_is_named(tmp_path, hub, data):
     ]
     here = tmp_path / "data/hub/datasets/openai/gsm8k" / COMMIT / "gsm8k-main-test"
     assert (here / "main--test.jsonl").read_bytes() == ROWS
+
+
+def test_a_name_on_the_hub_without_its_prefix_is_no_file(tmp_path, hub):
+    words = ("plan", "sft", "--data.train_file=openai/gsm8k/main")
+    line = is_one_line(launch(tmp_path, hub, *words), 4)
+    assert "no such file or folder: openai/gsm8k/main; of a data set on a hub, type" in line
+    assert line.endswith("--data.train_file=hf:openai/gsm8k/main --download")
+    assert hub.requests == []
 
 
 def test_data_is_shown_by_its_name_and_only_downloaded_where_it_is_allowed(tmp_path, hub, data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -12,6 +13,8 @@ from launch.__main__ import main
 from launch.base import files
 from launch.base.workspace import Workspace
 from launch.commands.submit import crontab, job
+from launch.hub import names
+from launch.schema.result import DOWNLOADED, Downloaded
 from tests import builders
 
 
@@ -81,6 +84,21 @@ def test_a_job_whose_data_changed_is_refused_and_its_status_says_so(
     assert f"job {job.name}: data.validation_file changed since it was submitted" in started.stderr
     assert '"exit_code": 4' in (job / "status.json").read_text()
     assert not list((workspace / "runs").glob("*/2*"))
+
+
+def test_a_job_stays_with_the_commit_of_a_name_on_a_hub(capsys, tmp_path, workspace, sbatch):
+    path = builders.recipe(tmp_path, launch={"num_processes": 1})
+    name = names.parse("hf:tiny/rows", is_data=True)
+    target = name.folder(workspace) / ("a" * 40) / "rows-default-train"
+    target.mkdir(parents=True)
+    (tmp_path / "train.parquet").rename(target / "train.parquet")
+    files.write_json(target / DOWNLOADED, Downloaded(str(name), "a" * 40, "mit"))
+    names.remember(name, workspace, target, name)
+    code, said = submit(capsys, "slurm", str(path), "--data.train_file=hf:tiny/rows")
+    assert code == 0, said
+    (stored,) = workspace.glob("submitted/tiny-*/job.json")
+    argv = json.loads(stored.read_text())["argv"]
+    assert argv[-2] == f"--data.train_file={target}"
 
 
 def test_a_job_that_slurm_refuses_leaves_nothing(capsys, tmp_path, workspace):

@@ -66,6 +66,8 @@ def test_two_names_are_downloaded_and_trained_and_a_second_start_asks_for_nothin
         done = builders.launch(*line, "--download", **extra)
         assert done.returncode == 0, done.stderr
         assert "Tiny/Llama at commit 7ae557604adf, licence: mit" in done.stdout
+        licences = "mit (Tiny/Llama); cc0-1.0 (hf:tiny/rows); cc0-1.0 (hf:tiny/rows:validation)"
+        assert f"  licence    {licences}\n" in done.stdout
         assert not hub.asked(".bin") and not hub.asked(".py")
         assert len(hub.asked("/api/")) == 3
         num_requests = len(hub.requests)

@@ -51,9 +51,16 @@ def test_a_configuration_is_a_folder_and_a_split_a_word_of_the_name():
     assert data("hf:a/b", ["data/train-0.csv", "data/validation-0.csv"])[1] == ["data/train-0.csv"]
     assert data("hf:a/b", ["one.jsonl", "two.jsonl"]) == ("default", ["one.jsonl", "two.jsonl"])
     assert data("hf:a/b", ["train.jsonl", "more.jsonl"])[1] == ["train.jsonl"]
-    for text in ("hf:a/b", "hf:a/b/none", "hf:a/b/main:validation"):
+    for text in ("hf:a/b", "hf:a/b/none"):
         with pytest.raises(DataError, match="main:test, main:train, socratic:train, expected one"):
             data(text, GSM8K)
+
+
+def test_trained_rows_are_not_offered_in_the_place_of_a_validation_split():
+    with pytest.raises(DataError, match="found main:test, expected one of them by its name: hf:a"):
+        data("hf:a/b/main:validation", GSM8K)
+    with pytest.raises(DataError, match=r"has no split but train, .*validation_size=100"):
+        data("hf:a/b:validation", ["rows.jsonl"])
 
 
 CONFIGS = [

@@ -966,7 +966,8 @@ def test_4_bit_weights_want_lora_and_false_is_off(write):
     assert (section.bnb_4bit_quant_type, section.bnb_4bit_use_double_quant) == ("fp4", True)
     assert load.load(file, ["--quantization.load_in_4bit=false"])[0].quantization is None
     with pytest.raises(
-        ConfigError, match=r"quantization: 4-bit weights cannot be trained; add LoRA"
+        ConfigError,
+        match=r"quantization: 4-bit weights cannot be trained; add LoRA .*, or take a model in 16",
     ):
         load.load(file, ["lora=null"])
     with pytest.raises(ConfigError, match=r"load_in_4bits.*did you mean load_in_4bit\?"):
