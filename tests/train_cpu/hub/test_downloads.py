@@ -94,3 +94,34 @@ def test_two_names_are_downloaded_and_trained_and_a_second_start_asks_for_nothin
     written = [path for path in (tmp_path / "workspace").rglob("*") if path.is_file()]
     assert not [path for path in written if TOKEN.encode() in path.read_bytes()]
     assert TOKEN not in done.stdout + done.stderr
+
+
+def test_a_merged_model_is_pushed_without_paths_and_trains_again_by_its_name(tmp_path):
+    source = model_folder(tmp_path / "source")
+    files = {path.name: path.read_bytes() for path in source.iterdir()}
+    training = {"max_steps": 1, "save_steps": 1}
+    recipe = builders.recipe(tmp_path, lora={"r": 2}, training=training)
+    content = yaml.safe_load(recipe.read_text())
+    content["model"] = {"path": "Tiny/Llama"}
+    recipe.write_text(yaml.safe_dump(content))
+    with server.hub() as hub:
+        hub.repositories["models/Tiny/Llama"] = server.Repository(files, {"license": "mit"})
+        extra = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
+        workspace = tmp_path / "workspace"
+        done = builders.launch(workspace, "run", str(recipe), "--download", **extra)
+        assert done.returncode == 0, done.stderr
+        line = ("export", str(tmp_path / "model"), "--to", "merged", "--push", "me/merged")
+        dry = builders.launch(workspace, *line, "--dry-run")
+        assert dry.returncode == 0, dry.stderr
+        written = (tmp_path / "model-merged" / "model.safetensors").stat().st_mtime_ns
+        pushed = builders.launch(workspace, *line, **extra)
+        assert pushed.returncode == 0, pushed.stderr
+        # nothing was merged again
+        assert (tmp_path / "model-merged" / "model.safetensors").stat().st_mtime_ns == written
+        sent = hub.repositories["models/me/merged"].files
+        assert not [name for name, text in sent.items() if str(tmp_path).encode() in text]
+        assert b"- base: Tiny/Llama\n" in sent["README.md"]
+        other = (tmp_path / "other", "run", str(recipe), "--model.path=me/merged", "--download")
+        again = builders.launch(*other, **extra)
+        assert again.returncode == 0, again.stderr
+        assert "me/merged at commit 7ae557604adf" in again.stdout
