@@ -65,7 +65,7 @@ class StorageError(LaunchError):
 
 
 class NetworkError(LaunchError):
-    """Machines or ranks cannot reach each other, or a download its hub."""
+    """Machines or ranks cannot reach each other, or a download or an upload the hub."""
 
     exit_code = 11
 

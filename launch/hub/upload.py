@@ -31,6 +31,9 @@ BESIDE = re.compile(
     r"(tokenizer|special_tokens_map|added_tokens|vocab)\.json|chat_template\.jinja|Modelfile"
     r"|(tokenizer|spiece|sentencepiece\.bpe)\.model|(merges|vocab)\.txt"
 )
+# a path in our own texts; no address, and no "and/or"
+ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:[^\s/\"'`,;]+/)+([^\s/\"'`,;]+)")
+OURS = ("README.md", "lowmem.json")
 # keys in which a library may write the folder that a model came from
 CAME_FROM = re.compile(r'(name_or_path": ")/[^"]*?([^"/]+)/?"')
 ANSWER_S = 60.0  # for the answer to the bytes of a file, and to a commit
@@ -59,7 +62,9 @@ def leaving(folder: Path, base: str, others: Mapping[str, str]) -> dict[str, Pat
     contents: dict[str, Path | bytes] = {}
     for path in sorted(folder.iterdir()):
         if TEXTS.fullmatch(path.name):
-            contents[path.name] = _without_paths(path.read_text(encoding="utf-8"), names).encode()
+            text = _without_paths(path.read_text(encoding="utf-8"), names)
+            text = ABSOLUTE.sub(r"\1", text) if path.name in OURS else text
+            contents[path.name] = text.encode()
         elif WEIGHTS.fullmatch(path.name) or BESIDE.fullmatch(path.name):
             contents[path.name] = path
     if not any(map(WEIGHTS.fullmatch, contents)):

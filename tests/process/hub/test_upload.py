@@ -48,8 +48,9 @@ def model(tmp_path: Path) -> Path:
         each.mkdir(parents=True)
     files.write_json(base / DOWNLOADED, Downloaded("Tiny/Llama", COMMIT, "mit"))
     contents = {
-        "README.md": f"---\nlicense: mit\n---\n- model: {base}, 8 parameters\n- a: {folder}/x\n",
-        "lowmem.json": json.dumps({"run": f"merge of {folder}", "base": str(base)}),
+        "README.md": f"---\nlicense: mit\n---\n- model: {base}, 8 parameters\n- a: {folder}/x\n"
+        "- b: /mnt/disk/alice/b, https://host/a/b, and/or\n",
+        "lowmem.json": json.dumps({"run": "merge of /mnt/alice/its", "base": str(base)}),
         "config.json": '{"_name_or_path": "/home/alice/models/base/"}',
         "generation_config.json": "{}",
         "tokenizer.json": '{"added": "/root/of/a/token"}',
@@ -90,8 +91,11 @@ def test_the_files_of_a_model_are_pushed_without_paths_of_this_machine(tmp_path,
     assert hub.commits == ["me/it"]
     leaked = [name for name, content in contents.items() if str(tmp_path).encode() in content]
     assert leaked == []
-    assert b"- model: Tiny/Llama, 8 parameters\n- a: model/x\n" in contents["README.md"]
-    assert json.loads(contents["lowmem.json"]) == {"run": "merge of model", "base": "Tiny/Llama"}
+    assert (
+        b"- model: Tiny/Llama, 8 parameters\n- a: model/x\n- b: b, https://host/a/b, and/or\n"
+        in contents["README.md"]
+    )
+    assert json.loads(contents["lowmem.json"]) == {"run": "merge of its", "base": "Tiny/Llama"}
     assert json.loads(contents["config.json"]) == {"_name_or_path": "base"}
     assert json.loads(contents["tokenizer_config.json"]) == {"name_or_path": "Tiny/Llama"}
     assert contents["tokenizer.json"] == (model / "tokenizer.json").read_bytes()
@@ -175,6 +179,8 @@ def test_the_token_goes_to_the_hub_alone_and_stands_nowhere(tmp_path, hub, model
         ("create", 409, 2, r"\(409: .*it exists and is not yours"),
         ("preupload", 403, 3, r"\(403: .*the name of a repository of your own"),
         ("validate-yaml", 400, 2, r"\(400: .*a reason\); mend what it names"),
+        ("preupload", 404, 2, r"\(404: .*there is no such repository for this token"),
+        ("create", 503, 11, r"\(503: .*the same line again goes on"),
         ("batch", 413, 3, r"\(413: .*no file of this size"),
         ("stored", 413, 3, r"\(413: .*push a smaller type"),
         ("stored", 507, 3, r"\(507: .*it has no room left"),
