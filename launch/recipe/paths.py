@@ -166,8 +166,8 @@ def _of_key(dotted: str, value: Any, base: Path) -> Any:
     """The paths of a key, absolute; a name on a hub, and that of a chat template, as it is."""
     if dotted == "tokenizer.chat_template" and not chat_templates.is_file(value):
         return value
-    is_missing = _is_path(value) and not (base / expanded(value)).exists()
-    if dotted.startswith("data.") and is_missing and names.is_data(value):
+    is_name = dotted.startswith("data.") and _is_path(value) and names.is_data(value)
+    if is_name and not (base / value).exists():
         raise DataError(
             f"{dotted}: there is no such file or folder: {value}; of a data set on a hub, type"
             f" --{dotted}={names.PREFIX}{value} --download"
