@@ -34,7 +34,6 @@ from launch.schema.model_sections import (
 from launch.schema.plan import ModelSize
 from training.compat import (
     deepspeed_private,
-    generation_private,
     peft_private,
     transformers_private,
 )
@@ -249,6 +248,14 @@ def decoder_start(config: PreTrainedConfig, pad_token_id: Any) -> int:
     return start
 
 
+class _AsLoaded(GenerationConfig):
+    """Settings that are saved as they are: a base may come with settings that have a fault, with
+    which transformers refuses to save a model."""
+
+    def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
+        pass
+
+
 def set_special_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, keeps_ids: bool = False
 ) -> None:
@@ -281,7 +288,7 @@ def set_special_tokens(
             ids for ids in generation.bad_words_ids if ids not in [[end] for end in ends]
         ] or None
     set_target_language(model, tokenizer)
-    generation_private.take_as_loaded(model)
+    model.generation_config = _AsLoaded.from_dict(generation.to_dict())
 
 
 def set_target_language(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

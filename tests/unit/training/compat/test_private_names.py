@@ -178,7 +178,6 @@ SET_BY = [
     ("whole_shape", "deepspeed.runtime.zero:partition_parameters", "ds_shape"),
     ("hold_to_one_gpu", "transformers:TrainingArguments", "_n_gpu"),
     ("attention", "transformers:PreTrainedConfig", "_attn_implementation"),
-    ("take_as_loaded", "transformers:GenerationConfig", "_original_object_hash"),
 ]
 
 
