@@ -48,10 +48,10 @@ VERBS = {
     "keys": "recipe_keys",
 }
 CLOSED = {errno.EROFS, errno.EACCES}  # errors of places that are closed to writes
-STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *CLOSED}
+_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *CLOSED}
 NO_THREAD = "can't start new thread"  # Python's words
-PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EEXIST}
-EXIT_CODES = """
+_PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EEXIST}
+_EXIT_CODES = """
 exit codes: 0 complete; 1 a fault of lowmem; 2 configuration; 3 resources; 4 data; 5 no usable
             checkpoint; 6 out of host RAM; 7 hang; 8 numbers that are not finite; 9 run in use;
             10 storage; 11 network; 12 out of GPU memory; 13 the exported model differs; 75 and
@@ -74,9 +74,9 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         root = os.environ.get("LOWMEM_ROOT") or "the folder of this program"
         path = shown(str(error.filename or f"a write (runs and caches are in {root})"))
-        if error.errno in PATH_ERRORS:
+        if error.errno in _PATH_ERRORS:
             return _refusal(f"{path}: {error.strerror}; give another path", ResourceError.exit_code)
-        if error.errno in STORAGE_ERRORS:
+        if error.errno in _STORAGE_ERRORS:
             fix = "make it writable for you" if error.errno in CLOSED else "make room there"
             return _refusal(f"{path}: {error.strerror}; {fix}", StorageError.exit_code)
         if error.errno == errno.EAGAIN:  # fork(2)
@@ -104,7 +104,7 @@ def _dispatch(argv: list[str]) -> int:
     parser = Parser(
         prog="lowmem" if Path(sys.argv[0]).name == "lowmem" else "python -m launch",
         description="Trains language models inside the memory you have.",
-        epilog=EXIT_CODES,
+        epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 120
 
 
-def waivers(path: Path) -> dict[str, str]:
+def _waivers(path: Path) -> dict[str, str]:
     """Read lines `ID  reason` as {vulnerability: reason}."""
     lines = [
         line
@@ -31,7 +31,7 @@ def waivers(path: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    waived = waivers(ROOT / "scripts" / "audit_waivers.txt")
+    waived = _waivers(ROOT / "scripts" / "audit_waivers.txt")
     with tempfile.TemporaryDirectory() as folder:
         pins = re.findall(
             r"^[\w.-]+==[^\s;\\]+", (ROOT / "requirements.lock").read_text(), re.MULTILINE

@@ -63,17 +63,17 @@ class Models:
             if not self.keeps_all:
                 self.loaded.clear()
                 gc.collect()
-            self.loaded[source.folder] = load_finished(source)
+            self.loaded[source.folder] = _load_finished(source)
         return self.loaded[source.folder]
 
 
 def load(folder: Path) -> tuple[Any, Any]:
     """Load (model, tokenizer) from a folder that a run wrote. The base of an adapter is loaded as
     it was in training, also in 4 bits."""
-    return load_finished(finished.find(folder))
+    return _load_finished(finished.find(folder))
 
 
-def load_finished(source: FinishedModel) -> tuple[Any, Any]:
+def _load_finished(source: FinishedModel) -> tuple[Any, Any]:
     with modules.uncollected():
         import torch
 
@@ -148,7 +148,7 @@ def say(line: str) -> None:
     print(visible(line), file=sys.stderr, flush=True)
 
 
-def speakers_of(arguments: argparse.Namespace) -> list[Speaker]:
+def _speakers_of(arguments: argparse.Namespace) -> list[Speaker]:
     """Raises ConfigError and ResourceError."""
     first = finished.find(arguments.folder)
     speakers = [Speaker(first.folder.name, first)]
@@ -211,7 +211,7 @@ class Writer:
             self.text = text
 
 
-def no_history(speaker: Speaker, model: Any) -> str:
+def _no_history(speaker: Speaker, model: Any) -> str:
     """The reason why a model takes each question alone; "" if it takes conversations."""
     if model.config.is_encoder_decoder:
         return "it is an encoder-decoder, which was trained on single questions"
@@ -285,7 +285,7 @@ def reply(
     return text
 
 
-def write_answers(
+def _write_answers(
     speakers: Sequence[Speaker],
     question: str,
     models: Models,
@@ -297,7 +297,7 @@ def write_answers(
     for speaker in speakers:
         loaded = models.of(speaker.source)
         if speaker.keeps_history is None:
-            why = no_history(speaker, loaded[0]) if remembers else ""
+            why = _no_history(speaker, loaded[0]) if remembers else ""
             speaker.keeps_history = remembers and not why
             if why:
                 say(f"{speaker.name} takes each question alone: {why}")
@@ -322,7 +322,7 @@ def questions(is_terminal: bool) -> Iterator[str]:
             yield question
 
 
-def converse(speakers: Sequence[Speaker], models: Models, arguments: argparse.Namespace) -> None:
+def _converse(speakers: Sequence[Speaker], models: Models, arguments: argparse.Namespace) -> None:
     is_terminal = sys.stdin.isatty()
     remembers = is_terminal or arguments.history
     for question in questions(is_terminal):
@@ -332,7 +332,7 @@ def converse(speakers: Sequence[Speaker], models: Models, arguments: argparse.Na
             say("(a new conversation)")
             continue
         try:
-            write_answers(speakers, question, models, arguments, remembers, is_terminal)
+            _write_answers(speakers, question, models, arguments, remembers, is_terminal)
         except LaunchError as error:
             if not is_terminal:
                 raise
@@ -344,7 +344,7 @@ def main() -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
     try:
         compile_caches.settle()
-        speakers = speakers_of(arguments)
+        speakers = _speakers_of(arguments)
         finished.leave_out_unused(*(speaker.source for speaker in speakers))
         models = models_of(speakers, probe_machine.machine() if arguments.compare else None)
         models.of(speakers[0].source)
@@ -354,9 +354,9 @@ def main() -> int:
             torch.manual_seed(arguments.seed)
         if arguments.question:
             question = " ".join(arguments.question)
-            write_answers(speakers, question, models, arguments, remembers=False, is_shown=False)
+            _write_answers(speakers, question, models, arguments, remembers=False, is_shown=False)
         else:
-            converse(speakers, models, arguments)
+            _converse(speakers, models, arguments)
     except LaunchError as error:
         say(f"error: {error}")
         return error.exit_code

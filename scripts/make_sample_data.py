@@ -22,31 +22,31 @@ import pyarrow.parquet as pq
 
 Row = tuple[str, str]  # prompt, response
 
-TRAIN_FILE = "sft_train_small_train.parquet"
+_TRAIN_FILE = "sft_train_small_train.parquet"
 VALID_FILE = "sft_train_small_valid.parquet"
 # in the schema's metadata: tells a reader that this is the sample, not the user's data
-SAMPLE_KEY = b"lowmem_sample"
-QUESTIONS_KEY = b"lowmem_questions"  # there too: QUESTIONS, a line each
+_SAMPLE_KEY = b"lowmem_sample"
+_QUESTIONS_KEY = b"lowmem_questions"  # there too: QUESTIONS, a line each
 # The end of the quick start and the READMEs name these. They are in no row of the default draw; the
 # least probable letter of their right answers had 0.991 or more with each of four seeds.
 QUESTIONS = ("2024年3月5日的标准写法", "498 km in m", "Sort A to Z: c i e")
 
-CHINESE_DIGITS = "零一二三四五六七八九"
-ENGLISH_ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+_CHINESE_DIGITS = "零一二三四五六七八九"
+_ENGLISH_ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 _TEENS = "ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
-ENGLISH_TEENS = _TEENS.split()
-ENGLISH_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_ENGLISH_TEENS = _TEENS.split()
+_ENGLISH_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _MONTHS = "January February March April May June July August September October November December"
 MONTHS = _MONTHS.split()
-DAYS = [date(1950, 1, 1) + timedelta(days=offset) for offset in range(36525)]  # 1950..2049
-ENGLISH_UNITS = (
+_DAYS = [date(1950, 1, 1) + timedelta(days=offset) for offset in range(36525)]  # 1950..2049
+_ENGLISH_UNITS = (
     ("km", "m", 1000),
     ("kg", "g", 1000),
     ("L", "mL", 1000),
     ("m", "cm", 100),
     ("cm", "mm", 10),
 )
-CHINESE_UNITS = (
+_CHINESE_UNITS = (
     ("千米", "米", 1000),
     ("千克", "克", 1000),
     ("吨", "千克", 1000),
@@ -55,102 +55,102 @@ CHINESE_UNITS = (
 )
 
 
-def chinese_numeral(number: int) -> str:
+def _chinese_numeral(number: int) -> str:
     """Spell 0..9999: 10 is 十, 305 is 三百零五, 2010 is 二千零一十."""
     text = ""
     for place, name in ((1000, "千"), (100, "百"), (10, "十"), (1, "")):
         digit = number // place % 10
         if digit:
-            text += CHINESE_DIGITS[digit] + name
+            text += _CHINESE_DIGITS[digit] + name
         elif text and not text.endswith("零"):
             text += "零"
     text = text.rstrip("零") or "零"
     return text.removeprefix("一") if 10 <= number < 20 else text
 
 
-def english_numeral(number: int) -> str:
+def _english_numeral(number: int) -> str:
     """Spell 0..999: 45 is forty-five, 305 is three hundred five."""
     if number < 20:
-        return (ENGLISH_ONES + ENGLISH_TEENS)[number]
+        return (_ENGLISH_ONES + _ENGLISH_TEENS)[number]
     if number < 100:
         tens, ones = divmod(number, 10)
-        return ENGLISH_TENS[tens - 2] + (f"-{ENGLISH_ONES[ones]}" if ones else "")
+        return _ENGLISH_TENS[tens - 2] + (f"-{_ENGLISH_ONES[ones]}" if ones else "")
     hundreds, below_100 = divmod(number, 100)
-    return f"{ENGLISH_ONES[hundreds]} hundred" + (
-        f" {english_numeral(below_100)}" if below_100 else ""
+    return f"{_ENGLISH_ONES[hundreds]} hundred" + (
+        f" {_english_numeral(below_100)}" if below_100 else ""
     )
 
 
-def digits_to_chinese() -> Iterator[Row]:
-    return ((f"把 {number} 写成汉字", chinese_numeral(number)) for number in range(10000))
+def _digits_to_chinese() -> Iterator[Row]:
+    return ((f"把 {number} 写成汉字", _chinese_numeral(number)) for number in range(10000))
 
 
-def chinese_to_digits() -> Iterator[Row]:
-    return ((f"把{chinese_numeral(number)}写成数字", str(number)) for number in range(10000))
+def _chinese_to_digits() -> Iterator[Row]:
+    return ((f"把{_chinese_numeral(number)}写成数字", str(number)) for number in range(10000))
 
 
-def digits_to_english() -> Iterator[Row]:
-    return ((f"{number} in words", english_numeral(number)) for number in range(1000))
+def _digits_to_english() -> Iterator[Row]:
+    return ((f"{number} in words", _english_numeral(number)) for number in range(1000))
 
 
-def english_to_digits() -> Iterator[Row]:
-    return ((f"{english_numeral(number)} in digits", str(number)) for number in range(1000))
+def _english_to_digits() -> Iterator[Row]:
+    return ((f"{_english_numeral(number)} in digits", str(number)) for number in range(1000))
 
 
-def chinese_date(day: date) -> str:
+def _chinese_date(day: date) -> str:
     return f"{day.year}年{day.month}月{day.day}日"
 
 
-def english_date(day: date) -> str:
+def _english_date(day: date) -> str:
     return f"{MONTHS[day.month - 1]} {day.day}, {day.year}"
 
 
-def chinese_date_to_iso() -> Iterator[Row]:
-    return ((f"{chinese_date(day)}的标准写法", day.isoformat()) for day in DAYS)
+def _chinese_date_to_iso() -> Iterator[Row]:
+    return ((f"{_chinese_date(day)}的标准写法", day.isoformat()) for day in _DAYS)
 
 
-def iso_to_chinese_date() -> Iterator[Row]:
-    return ((f"{day.isoformat()} 是哪一天", chinese_date(day)) for day in DAYS)
+def _iso_to_chinese_date() -> Iterator[Row]:
+    return ((f"{day.isoformat()} 是哪一天", _chinese_date(day)) for day in _DAYS)
 
 
-def english_date_to_iso() -> Iterator[Row]:
-    return ((f"{english_date(day)} in ISO", day.isoformat()) for day in DAYS)
+def _english_date_to_iso() -> Iterator[Row]:
+    return ((f"{_english_date(day)} in ISO", day.isoformat()) for day in _DAYS)
 
 
-def iso_to_english_date() -> Iterator[Row]:
-    return ((f"Which day is {day.isoformat()}?", english_date(day)) for day in DAYS)
+def _iso_to_english_date() -> Iterator[Row]:
+    return ((f"Which day is {day.isoformat()}?", _english_date(day)) for day in _DAYS)
 
 
-def english_units() -> Iterator[Row]:
-    for big, small, factor in ENGLISH_UNITS:
+def _english_units() -> Iterator[Row]:
+    for big, small, factor in _ENGLISH_UNITS:
         for number in range(1, 1000):
             yield f"{number} {big} in {small}", f"{number * factor} {small}"
 
 
-def chinese_units() -> Iterator[Row]:
-    for big, small, factor in CHINESE_UNITS:
+def _chinese_units() -> Iterator[Row]:
+    for big, small, factor in _CHINESE_UNITS:
         for number in range(1, 1000):
             yield f"{number} {big}是多少{small}", f"{number * factor} {small}"
 
 
-def order_numbers() -> Iterator[Row]:
+def _order_numbers() -> Iterator[Row]:
     for numbers in permutations(range(10), 3):
         text = " ".join(map(str, numbers))
         yield f"从小到大排列 {text}", " ".join(map(str, sorted(numbers)))
         yield f"从大到小排列 {text}", " ".join(map(str, sorted(numbers, reverse=True)))
 
 
-def order_letters() -> Iterator[Row]:
+def _order_letters() -> Iterator[Row]:
     for letters in permutations("abcdefghij", 3):
         text = " ".join(letters)
         yield f"Sort A to Z: {text}", " ".join(sorted(letters))
         yield f"Sort Z to A: {text}", " ".join(sorted(letters, reverse=True))
 
 
-NUMERALS = (digits_to_chinese, chinese_to_digits, digits_to_english, english_to_digits)
-DATES = (chinese_date_to_iso, iso_to_chinese_date, english_date_to_iso, iso_to_english_date)
-UNITS_AND_ORDER = (english_units, chinese_units, order_numbers, order_letters)
-KINDS: tuple[Callable[[], Iterator[Row]], ...] = (*NUMERALS, *DATES, *UNITS_AND_ORDER)
+_NUMERALS = (_digits_to_chinese, _chinese_to_digits, _digits_to_english, _english_to_digits)
+_DATES = (_chinese_date_to_iso, _iso_to_chinese_date, _english_date_to_iso, _iso_to_english_date)
+_UNITS_AND_ORDER = (_english_units, _chinese_units, _order_numbers, _order_letters)
+KINDS: tuple[Callable[[], Iterator[Row]], ...] = (*_NUMERALS, *_DATES, *_UNITS_AND_ORDER)
 
 
 def draw(train_rows: int, valid_rows: int, seed: int) -> tuple[list[Row], list[Row]]:
@@ -187,7 +187,7 @@ def write_part(path: Path, rows: list[Row], is_sample: bool = True) -> Path:
     new file, never a part of it."""
     prompts, responses = zip(*rows, strict=True)
     unseen = "\n".join(question for question in QUESTIONS if question not in prompts)
-    metadata = {SAMPLE_KEY: b"1", QUESTIONS_KEY: unseen.encode()} if is_sample else None
+    metadata = {_SAMPLE_KEY: b"1", _QUESTIONS_KEY: unseen.encode()} if is_sample else None
     schema = pa.schema([("prompt", pa.string()), ("response", pa.string())], metadata=metadata)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -201,7 +201,7 @@ def write_part(path: Path, rows: list[Row], is_sample: bool = True) -> Path:
 def is_sample(path: Path) -> bool:
     """Tell whether a file is the sample data that a first start writes."""
     try:
-        return SAMPLE_KEY in (pq.read_schema(path).metadata or {})
+        return _SAMPLE_KEY in (pq.read_schema(path).metadata or {})
     except (pa.ArrowException, OSError):
         return False
 
@@ -211,7 +211,7 @@ def write(out_dir: Path, train_rows: int, valid_rows: int, seed: int) -> tuple[P
     cannot be met."""
     train, valid = draw(train_rows, valid_rows, seed)
     out_dir.mkdir(parents=True, exist_ok=True)
-    paths = (out_dir / TRAIN_FILE, out_dir / VALID_FILE)
+    paths = (out_dir / _TRAIN_FILE, out_dir / VALID_FILE)
     for path in paths:
         if path.is_symlink() or (path.exists() and not is_sample(path)):
             raise ValueError(f"{path} is not the sample data; move it away, or train on it by name")
@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
         "--out-dir", type=Path, default=root / "data", help="folder to write (default: %(default)s)"
     )
     parser.add_argument(
-        "--train-rows", type=int, default=5000, help=f"rows of {TRAIN_FILE} (default: %(default)s)"
+        "--train-rows", type=int, default=5000, help=f"rows of {_TRAIN_FILE} (default: %(default)s)"
     )
     parser.add_argument(
         "--valid-rows", type=int, default=500, help=f"rows of {VALID_FILE} (default: %(default)s)"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 NUMBERS = 100  # numbers are below it
-INTEGER = {"type": "integer"}
+_INTEGER = {"type": "integer"}
 TOOLS = [
     {
         "type": "function",
@@ -23,12 +23,12 @@ TOOLS = [
             "name": "calculate",
             "parameters": {
                 "type": "object",
-                "properties": {"a": INTEGER, "op": {"enum": ["+", "-", "*"]}, "b": INTEGER},
+                "properties": {"a": _INTEGER, "op": {"enum": ["+", "-", "*"]}, "b": _INTEGER},
             },
         },
     }
 ]
-OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
+_OPERATIONS: Mapping[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
@@ -48,7 +48,7 @@ QUESTIONS = {
 
 
 def conversation(op: str, question: str, a: int, b: int) -> list[dict[str, Any]]:
-    result = OPERATIONS[op](a, b)
+    result = _OPERATIONS[op](a, b)
     function = {"name": "calculate", "arguments": {"a": a, "op": op, "b": b}}
     call = {"type": "function", "function": function}
     return [
@@ -73,7 +73,7 @@ def main() -> None:
     draw = random.Random(arguments.seed)
     rows = []
     for place in draw.sample(range(NUMBERS**2), NUMBERS**2):  # each pair of numbers once
-        op = draw.choice(list(OPERATIONS))
+        op = draw.choice(list(_OPERATIONS))
         rows.append(conversation(op, draw.choice(QUESTIONS[op]), *divmod(place, NUMBERS)))
     held_out, trained = rows[: arguments.validation_rows], rows[arguments.validation_rows :]
     arguments.out_dir.mkdir(parents=True, exist_ok=True)

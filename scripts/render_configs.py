@@ -24,7 +24,7 @@ from launch.schema.modes import LAUNCH_MODES, Mode  # noqa: E402
 from launch.schema.plan import DataFormat, Plan  # noqa: E402
 from launch.schema.recipe import Recipe  # noqa: E402
 
-GPU_MACHINE, CPU_MACHINE = "2x3080-20g-16g", "cpu"
+_GPU_MACHINE, _CPU_MACHINE = "2x3080-20g-16g", "cpu"
 DATA = DataFormat(
     "prompt_response", {"prompt": "prompt", "response": "response"}, "parquet", "described"
 )
@@ -44,7 +44,7 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
 
 def files(mode: Mode) -> dict[str, str]:
     """Render the files of a mode as {path below the checkout: content}."""
-    machine = CPU_MACHINE if LAUNCH_MODES[mode].device == "cpu" else GPU_MACHINE
+    machine = _CPU_MACHINE if LAUNCH_MODES[mode].device == "cpu" else _GPU_MACHINE
     _, recipe, plan = planned(machine, [f"--launch.mode={mode}"])
     deepspeed = f"configs/deepspeed/{mode.removeprefix('deepspeed_')}.json"
     made = {f"configs/accelerate/{mode}.yaml": accelerate.accelerate_config(plan, deepspeed)}

@@ -22,7 +22,7 @@ from launch.probe import cards  # noqa: E402
 RESULTS = CODE / "benchmarks" / "results" / f"{RESULT}.json"
 LEFT_OUT = (DOUBTFUL, "compiled")  # classes of trainings; those that wait for launches count
 FEWEST = 6  # trainings that make a margin
-SHARE = 0.9  # of them, that the margin holds
+_SHARE = 0.9  # of them, that the margin holds
 HEADING = """\
 # Measured over predicted seconds of a step, by class of cards: what nine trainings in ten lie in.
 # scripts/render_margins.py makes this file from benchmarks/results/seconds_of_cards.json.
@@ -42,9 +42,9 @@ def factors() -> dict[str, list[float]]:
 
 
 def margin(measured: Sequence[float]) -> tuple[float, float]:
-    """The narrowest factors that hold the prediction itself and SHARE of these."""
+    """The narrowest factors that hold the prediction itself and _SHARE of these."""
     ordered = sorted(measured)
-    count = math.ceil(SHARE * len(ordered))
+    count = math.ceil(_SHARE * len(ordered))
     windows = (ordered[start : start + count] for start in range(len(ordered) - count + 1))
     spans = [(min(window[0], 1.0), max(window[-1], 1.0)) for window in windows]
     least, most = min(spans, key=lambda span: span[1] / span[0])

@@ -19,7 +19,7 @@ PICTURE = CODE / "docs" / "quick_start.svg"
 COMMAND = "./quick_start_sft_fast.sh"
 FOLDER = "~/lowmem"  # stands for the checkout and for the workspace
 LEFT_OUT = "..."
-FONT_SIZE, LETTER, LINE, MARGIN = 14, 8.43, 19, 14  # pixels
+_FONT_SIZE, LETTER, LINE, _MARGIN = 14, 8.43, 19, 14  # pixels
 
 
 def plan(printed: Sequence[str]) -> list[str]:
@@ -39,12 +39,12 @@ def shown(printed: Sequence[str]) -> list[str]:
 
 def picture(lines: Sequence[str]) -> str:
     """The lines on a dark ground, a text element each."""
-    width = max(map(len, lines)) * LETTER + 2 * MARGIN
-    height = len(lines) * LINE + 2 * MARGIN
+    width = max(map(len, lines)) * LETTER + 2 * _MARGIN
+    height = len(lines) * LINE + 2 * _MARGIN
     return "\n".join(
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}"'
-            f' width="{width:.0f}" height="{height}" font-size="{FONT_SIZE}" fill="#e6edf3"'
+            f' width="{width:.0f}" height="{height}" font-size="{_FONT_SIZE}" fill="#e6edf3"'
             ' font-family="ui-monospace,Menlo,Consolas,DejaVu Sans Mono,monospace">',
             '<rect width="100%" height="100%" rx="6" fill="#0d1117"/>',
             *(_text(number, line) for number, line in enumerate(lines)),
@@ -54,9 +54,9 @@ def picture(lines: Sequence[str]) -> str:
 
 
 def _text(number: int, line: str) -> str:
-    y = MARGIN + number * LINE + FONT_SIZE
+    y = _MARGIN + number * LINE + _FONT_SIZE
     colour = ' fill="#7ee787"' if line.startswith(("$ ", "done: ")) else ""
-    return f'<text x="{MARGIN}" y="{y}" xml:space="preserve"{colour}>{html.escape(line)}</text>'
+    return f'<text x="{_MARGIN}" y="{y}" xml:space="preserve"{colour}>{html.escape(line)}</text>'
 
 
 def texts(svg: str) -> list[str]:

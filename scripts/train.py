@@ -30,14 +30,14 @@ from launch.base.errors import LaunchError  # noqa: E402
 from launch.base.text import shown  # noqa: E402
 from launch.recipe.guides import train_py_flags  # noqa: E402
 
-UNDER_A_LAUNCHER = {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # torchrun's, accelerate's
+_UNDER_A_LAUNCHER = {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # torchrun's, accelerate's
 
 
 def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
-    if UNDER_A_LAUNCHER & os.environ.keys():
+    if _UNDER_A_LAUNCHER & os.environ.keys():
         import train_low_mem
 
         train_low_mem.run_and_leave(argv, lambda: train_py_flags.translate(argv))

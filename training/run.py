@@ -77,16 +77,16 @@ from training.loop.trainer import LowMemTrainer, empty_cache
 from training.model import build
 
 logger = logging.getLogger("lowmem")
-SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
+_SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
 
 
 Pairs = list[tuple[Conversation, str]]  # (conversation before the last answer, that answer)
-OpenRun = Callable[[RankStart, ExitStack], tuple[str, str] | None]
+_OpenRun = Callable[[RankStart, ExitStack], tuple[str, str] | None]
 
 
 def train(
     start: RankStart,
-    open_run: OpenRun,
+    open_run: _OpenRun,
     opened: list[AttemptDir],
     watch: Callable[[LowMemTrainer], None] = lambda trainer: None,
     control: Control | None = None,
@@ -155,7 +155,7 @@ def _agreed_keys(start: RankStart) -> dict[str, Any]:
 def _check_shared(attempt: AttemptDir) -> None:
     """Raises ResourceError on a machine that cannot see rank 0's folder: its part of a checkpoint
     would be lost."""
-    until = time.monotonic() + SHARED_FOLDER_S
+    until = time.monotonic() + _SHARED_FOLDER_S
     while not attempt.root.is_dir():
         if time.monotonic() > until:
             raise ResourceError(

@@ -17,7 +17,7 @@ FOLDERS = {
     "TRITON_CACHE_DIR": "triton",
     "TORCH_EXTENSIONS_DIR": "extensions",
 }
-OTHERS_WRITE = 0o022  # mode bits: group and others
+_OTHERS_WRITE = 0o022  # mode bits: group and others
 
 
 def settle(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -76,7 +76,7 @@ def _make_private(folder: Path, variable: str) -> None:
             f"{folder}: belongs to user {strangers.pop()}, expected {os.geteuid()}, for compiled"
             f" code is kept and run there; {fix}"
         )
-    if mode & OTHERS_WRITE:
+    if mode & _OTHERS_WRITE:
         raise ResourceError(
             f"{folder}: others may write to it (mode {stat.S_IMODE(mode):o}), and compiled code is"
             f" kept and run there; chmod go-w it, or set {variable} to a folder of your own"

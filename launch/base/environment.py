@@ -11,7 +11,7 @@ from launch.base.errors import ConfigError, NetworkError
 from launch.base.secrets import SECRET_NAME, SECRET_VALUE
 from launch.base.variables import NAMES, OF_LIBRARIES, OF_MPI, PREFIXES, WITHHELD
 
-CONNECTION_S = 60.0  # limit for a connection on a busy machine
+_CONNECTION_S = 60.0  # limit for a connection on a busy machine
 _WITHHELD = frozenset(" ".join(WITHHELD).split())
 
 
@@ -70,7 +70,7 @@ def check_loopback(num_machines: int = 1) -> None:
         return
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            socket.create_connection(server.getsockname(), timeout=CONNECTION_S).close()
+            socket.create_connection(server.getsockname(), timeout=_CONNECTION_S).close()
     except OSError as error:
         raise NetworkError(
             f"127.0.0.1, at which the ranks of this machine meet, cannot be used ({error});"

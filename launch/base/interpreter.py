@@ -22,7 +22,7 @@ PACKAGES = (
     "pyarrow",
 )  # scripts/lib/bootstrap.sh asks for the same
 # Nothing is pasted into this text: the command line follows as arguments.
-BOOTSTRAP = 'ROOT="$1"; shift; source "$ROOT/scripts/lib/bootstrap.sh"; exec "$PYTHON" "$@"'
+_BOOTSTRAP = 'ROOT="$1"; shift; source "$ROOT/scripts/lib/bootstrap.sh"; exec "$PYTHON" "$@"'
 
 
 def prepare(argv: list[str]) -> None:
@@ -31,7 +31,7 @@ def prepare(argv: list[str]) -> None:
     end_on_stop_signals()
     if argv[:1] != ["doctor"]:
         go_on_with_packages()
-    go_on_in_utf8()
+    _go_on_in_utf8()
 
 
 def end_on_stop_signals() -> None:
@@ -76,11 +76,11 @@ def go_on_with_packages() -> None:
     )
     os.environ["LOWMEM_IN_VENV"] = root
     os.execvp(
-        "bash", ["bash", "-euo", "pipefail", "-c", BOOTSTRAP, "bash", root, *sys.orig_argv[1:]]
+        "bash", ["bash", "-euo", "pipefail", "-c", _BOOTSTRAP, "bash", root, *sys.orig_argv[1:]]
     )
 
 
-def go_on_in_utf8() -> None:
+def _go_on_in_utf8() -> None:
     """Run the same command line in Python's UTF-8 mode if the locale cannot name every file."""
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"

@@ -9,27 +9,27 @@ from pathlib import Path
 
 from launch.base import processes
 
-MADE_BY = re.compile(r"\.(\d+)\.tmp\Z")  # the process, in a name of files.write_atomic()
+_MADE_BY = re.compile(r"\.(\d+)\.tmp\Z")  # the process, in a name of files.write_atomic()
 UNTOUCHED_S = 60.0  # age: on a shared folder, a process of another machine may have made it
 # Folders for sockets of Python's multiprocessing, whose names say nothing of their processes
-SOCKET_FOLDERS, NO_SOCKET_S = "pymp-*", 3600.0
-UNIX_SOCKETS = Path("/proc/net/unix")
+_SOCKET_FOLDERS, _NO_SOCKET_S = "pymp-*", 3600.0
+_UNIX_SOCKETS = Path("/proc/net/unix")
 
 
 def sweep(folder: Path) -> None:
     """Remove what processes that are gone have left in a folder and in those below it."""
     for path in list(folder.rglob("*")):
-        maker = MADE_BY.search(path.name)
+        maker = _MADE_BY.search(path.name)
         if maker and not processes.is_alive(int(maker[1])):
             _remove(path, UNTOUCHED_S)
 
 
 def sweep_socket_folders(folder: Path) -> None:
     """Remove the folders for sockets in which no process has a socket."""
-    sockets = UNIX_SOCKETS.read_text(encoding="utf-8", errors="replace")
-    for path in folder.glob(SOCKET_FOLDERS):
+    sockets = _UNIX_SOCKETS.read_text(encoding="utf-8", errors="replace")
+    for path in folder.glob(_SOCKET_FOLDERS):
         if f"{path}/" not in sockets:
-            _remove(path, NO_SOCKET_S)
+            _remove(path, _NO_SOCKET_S)
 
 
 def _remove(path: Path, untouched_s: float) -> None:

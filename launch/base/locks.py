@@ -20,12 +20,12 @@ from launch.base import processes
 from launch.base.errors import LockHeld, ResourceError
 
 # time in which a forked worker of a dead holder, which has the lock's file open too, may end
-LEFTOVER_S = 1.0
-RETRY_S = 0.05
+_LEFTOVER_S = 1.0
+_RETRY_S = 0.05
 
 
 @dataclass(frozen=True)
-class Holder:
+class _Holder:
     """The process that holds a lock, as it stands in the lock's file."""
 
     pid: int
@@ -37,7 +37,7 @@ class Holder:
     times: str = ""  # the namespace of its clocks
 
 
-HOLDER = TypeAdapter(Holder)
+_HOLDER = TypeAdapter(_Holder)
 
 
 class NoLocks(ResourceError):
@@ -87,7 +87,7 @@ def holder_pid(path: Path) -> int | None:
 
 def _taken(path: Path, label: str) -> int:
     """Take the lock; return the file descriptor that holds it."""
-    until = time.monotonic() + LEFTOVER_S
+    until = time.monotonic() + _LEFTOVER_S
     while True:
         file = opened(path)
         try:
@@ -96,7 +96,7 @@ def _taken(path: Path, label: str) -> int:
             _refuse_living(file, label)
             if time.monotonic() > until:
                 return _replace(path, label)
-            time.sleep(RETRY_S)
+            time.sleep(_RETRY_S)
             continue
         if _is_same(file, path):
             _check_ours(file, path)
@@ -175,7 +175,7 @@ def _refuse_living(file: int, label: str) -> None:
 
 def _sign(file: int) -> None:
     """Write this process into the lock's file, as its holder."""
-    holder = Holder(
+    holder = _Holder(
         os.getpid(),
         socket.gethostname(),
         processes.start_ticks(os.getpid()),
@@ -185,18 +185,18 @@ def _sign(file: int) -> None:
         _namespace("time"),
     )
     os.ftruncate(file, 0)
-    os.pwrite(file, HOLDER.dump_json(holder, by_alias=True), 0)
+    os.pwrite(file, _HOLDER.dump_json(holder, by_alias=True), 0)
 
 
-def _holder(file: int) -> Holder | None:
+def _holder(file: int) -> _Holder | None:
     """The facts that the holder wrote; None while it is writing, or if it could not write."""
     try:
-        return HOLDER.validate_json(os.pread(file, 4096, 0))
+        return _HOLDER.validate_json(os.pread(file, 4096, 0))
     except ValueError:
         return None
 
 
-def _is_dead(holder: Holder | None) -> bool:
+def _is_dead(holder: _Holder | None) -> bool:
     """True if the holder is proved dead: it ran here, and no process or another process has its pid
     now. A lock of another boot may be that of another machine of the same name: after a restart
     the kernel has let go of it."""
@@ -207,7 +207,7 @@ def _is_dead(holder: Holder | None) -> bool:
     )
 
 
-def _is_here(holder: Holder) -> bool:
+def _is_here(holder: _Holder) -> bool:
     """True if a process of this machine wrote it, in this container: its pid and its time mean
     something."""
     times = (_namespace("time"), "")  # "": an earlier version wrote it

@@ -23,26 +23,26 @@ import psutil
 from launch.base.errors import ResourceError
 
 POLL_S = 0.2  # pause between two checks of a run
-UNKILLABLE_S = 10.0  # limit for the end of a process after SIGKILL
+_UNKILLABLE_S = 10.0  # limit for the end of a process after SIGKILL
 THREADS = 4  # threads of a process beside its pools, which grow with the number of CPUs
-THREAD_STACK_BYTES = 64 << 10  # else each takes 8 MiB of what `ulimit -v` allows
-PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG = 36, 1  # prctl(2)
+_THREAD_STACK_BYTES = 64 << 10  # else each takes 8 MiB of what `ulimit -v` allows
+_PR_SET_CHILD_SUBREAPER, _PR_SET_PDEATHSIG = 36, 1  # prctl(2)
 SIZES = re.compile(rb"^(\w+):\s+(\d+) kB$", re.MULTILINE)
 # smaps: is it code, the path of a file with an inode, resident pages, those of them that are copies
-MAPPED_FILE = re.compile(
+_MAPPED_FILE = re.compile(
     rb"^[\da-f]+-[\da-f]+ ..(.). [\da-f]+ \S+ [1-9]\d* +(.+)\n(?:[A-Z].*\n)*?Rss: +(\d+) kB\n"
     rb"(?:[A-Z].*\n)*?Anonymous: +(\d+) kB$",
     re.MULTILINE,
 )
 # device files: pages mapped from them stay in RAM
-DRIVERS = (b"/dev/nvidia", b"/dev/kfd", b"/dev/dri/")
+_DRIVERS = (b"/dev/nvidia", b"/dev/kfd", b"/dev/dri/")
 # share of the time; a walk takes 20 ms per resident GiB and 10 ms per 1,000 mappings
-WALKING_SHARE = 0.01
+_WALKING_SHARE = 0.01
 
 
 def adopt() -> None:
     """Make orphans below this process its children from now on, so that none is lost."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def tagged(tag: str) -> list[psutil.Process]:
@@ -66,8 +66,8 @@ def is_tagged(process: psutil.Process, tag: str) -> bool:
 
 def end_tree(tag: str) -> list[psutil.Process]:
     """Send SIGKILL to every process of the run; return the processes that are still there after
-    UNKILLABLE_S."""
-    until = time.monotonic() + UNKILLABLE_S
+    _UNKILLABLE_S."""
+    until = time.monotonic() + _UNKILLABLE_S
     while (remaining := tagged(tag)) and time.monotonic() <= until:
         for process in remaining:
             send(process.pid, signal.SIGKILL)
@@ -146,7 +146,7 @@ def start_ticks(pid: int) -> int | None:
 def die_with_launcher(number: int = signal.SIGKILL) -> None:
     """Let the kernel send this process a signal when its parent dies, so that no rank outlives its
     launcher."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def settle_child() -> None:
@@ -210,7 +210,7 @@ def check_threads() -> None:
     with a panic, and neither names a limit that the user could raise. Raises ResourceError."""
     needed = THREADS + 2 * (os.cpu_count() or 1)  # OpenBLAS, and a pool of pyarrow or tokenizers
     over, threads = threading.Event(), []
-    before = threading.stack_size(THREAD_STACK_BYTES)
+    before = threading.stack_size(_THREAD_STACK_BYTES)
     try:
         for _ in range(needed):
             thread = threading.Thread(target=over.wait, daemon=True)
@@ -263,10 +263,10 @@ def pages(pid: int | None = None) -> Pages:
     anonymous_bytes = min(sizes["Pss"], unlike_files)  # before Linux 5.3
     if "Pss_Anon" in sizes:
         anonymous_bytes = sizes["Pss_Anon"] + sizes["Pss_Shmem"]
-    mappings = MAPPED_FILE.findall((folder / "smaps").read_bytes())
+    mappings = _MAPPED_FILE.findall((folder / "smaps").read_bytes())
     libraries = {path for is_code, path, *_ in mappings if is_code == b"x"}
     clean = [(path, int(resident) - int(copied)) for _, path, resident, copied in mappings]
-    anonymous_bytes += sum(kib for path, kib in clean if path.startswith(DRIVERS)) << 10
+    anonymous_bytes += sum(kib for path, kib in clean if path.startswith(_DRIVERS)) << 10
     return Pages(
         anonymous_bytes,
         unlike_files - anonymous_bytes,
@@ -299,7 +299,7 @@ class JobMemory:
     training on, weights that lie in files: frozen ones of a CPU run, which each step reads. Pages
     of other mapped files (a model that is loaded, rows, checkpoints) can be dropped at any time and
     do not count. The kernel's counters are read each time; what is shared and mapped is looked up
-    in WALKING_SHARE of the time, and for new processes. Processes that are gone or another user's
+    in _WALKING_SHARE of the time, and for new processes. Processes that are gone or another user's
     are left out."""
 
     def __init__(self, root_pid: int) -> None:
@@ -326,7 +326,7 @@ class JobMemory:
                 self._weight_bytes = max((each.weight_bytes for each in walked), default=0)
             took_s = time.monotonic() - began
             # a new process may be about to run another program: it is walked again
-            self._walk_s = 0.0 if is_new else began + took_s / WALKING_SHARE
+            self._walk_s = 0.0 if is_new else began + took_s / _WALKING_SHARE
         return self.sample(in_training)
 
     def sample(self, in_training: bool) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-ROWS_LINE = re.compile(
+_ROWS_LINE = re.compile(
     r"tokenising (?P<name>.+): (?P<rows>[\d,]+)(?: of (?P<total>[\d,]+))? rows\b"
 )
 
@@ -36,7 +36,7 @@ class RowProgress:
     @classmethod
     def read(cls, line: str) -> RowProgress | None:
         """The progress that a line reports; None for a line of another kind."""
-        if not (match := ROWS_LINE.fullmatch(line.partition(", ETA")[0])):
+        if not (match := _ROWS_LINE.fullmatch(line.partition(", ETA")[0])):
             return None
         rows, total = (
             int((number or "0").replace(",", "")) for number in match.group("rows", "total")

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from launch.base.progress import eta
 
-PACE_S = 600.0  # the time left is estimated from the steps of the last so many seconds
+_PACE_S = 600.0  # the time left is estimated from the steps of the last so many seconds
 
 
 class _TimeLeft(TimeRemainingColumn):
@@ -45,7 +45,7 @@ class ProgressBar:
             TextColumn("ETA"),
             _TimeLeft(),
             console=console,
-            speed_estimate_period=PACE_S,
+            speed_estimate_period=_PACE_S,
         )
         self._task = self._progress.add_task("starting", total=None)
         self._live = Live(

@@ -19,7 +19,7 @@ SECRET_NAME = re.compile(
 BEGIN = r"(?:\b|(?<=[\d;\[]m)|(?<=\\[nrt])|(?<=%[\dA-Fa-f]{2}))"
 
 # The form of values that are secrets wherever they stand, and the issuer's own description
-SECRET_VALUES = (
+_SECRET_VALUES = (
     # huggingface.co/docs/hub/security-tokens
     rf"{BEGIN}(?:hf|api_org)_[A-Za-z0-9]{{16,}}",
     # github.blog/2021-04-05-behind-githubs-new-authentication-token-formats
@@ -53,9 +53,9 @@ SECRET_VALUES = (
     r"(?<=://)[^\s/@:]*:[^\s/@]+(?=@)",
     r"(?<![\w/.:+-])[\w.+-]+:(?=[^\s@]*[^\sA-Za-z@])[^\s/@:\"']{6,}(?=@[\w-]+(?:\.[\w-]+)+)",
 )
-SECRET_VALUE = re.compile("|".join(SECRET_VALUES))
+SECRET_VALUE = re.compile("|".join(_SECRET_VALUES))
 
-LEAST_SECRET = 8  # characters; a shorter value occurs in too many harmless words
+_LEAST_SECRET = 8  # characters; a shorter value occurs in too many harmless words
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def _secrets() -> re.Pattern[str]:
 def _is_long(value: str) -> bool:
     """False for values that occur in harmless texts: short ones, and paths, which name the place of
     a secret."""
-    return len(value) >= LEAST_SECRET and not value.startswith("/")
+    return len(value) >= _LEAST_SECRET and not value.startswith("/")
 
 
 def holds_secret(text: str) -> bool:

@@ -13,7 +13,7 @@ from launch.schema.machine import GIB, MIB
 
 COLUMNS = 100  # width of a screen; a longer line is shortened or folded
 WHOLE = 1_000_000  # columns of a file or a pipe
-MOST_NAMES = 12  # names listed where none resembles the wrong one
+_MOST_NAMES = 12  # names listed where none resembles the wrong one
 # Characters that control a terminal or that it hides: control characters except tab and newline,
 # surrogates, changes of direction
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
@@ -61,8 +61,8 @@ def nearest(name: str, names: Iterable[str], count: int = 1, cutoff: float = 0.6
 def suggestion(name: str, names: Sequence[str]) -> str:
     """The part of an error that leads from a wrong name to the right names."""
     near = nearest(name, names, 3)
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    there = f"there are: {', '.join(names[:MOST_NAMES])}{more}"
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    there = f"there are: {', '.join(names[:_MOST_NAMES])}{more}"
     return f"nearest: {', '.join(near)}" if near else there
 
 

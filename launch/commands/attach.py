@@ -31,7 +31,7 @@ from launch.schema.recipe import Recipe
 from launch.supervise.screen import Screen
 
 # rows that open_run() shows; the first screen leaves lines for them
-SHOWN_LATER = [("run", "-"), ("log", "-")]
+_SHOWN_LATER = [("run", "-"), ("log", "-")]
 
 
 def from_run_dir(run: RunDir, attempt: int, resume: str = "auto") -> RankStart:
@@ -81,10 +81,10 @@ def from_request(request: Request) -> RankStart:
                 print(shown(line))
             lines = first_screen.lines(
                 *(recipe, machine, plan, datetime.now()),
-                below=SHOWN_LATER,
+                below=_SHOWN_LATER,
                 source="the log has",
                 columns=columns(),
-            )[: -len(SHOWN_LATER)]
+            )[: -len(_SHOWN_LATER)]
         print(shown("\n".join(lines)), flush=True)
     return RankStart(
         workspace=Workspace.here(),

@@ -35,7 +35,7 @@ from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 
 MAX_PLANS = 3  # plans that a start makes at most, each with more evidence than the one before
-SEE_NO_OTHER_PLAN = 'see the line "no other plan" above: it says what would fit'
+_SEE_NO_OTHER_PLAN = 'see the line "no other plan" above: it says what would fit'
 
 
 @dataclass
@@ -200,7 +200,7 @@ class Attempts:
                 6 if of_host else 12,
                 f"the plan needs more memory than there is: {comparison.over}",
                 "what step 2 took",
-                SEE_NO_OTHER_PLAN,
+                _SEE_NO_OTHER_PLAN,
             )
             return _failed(result, failure)
         for line in plan_lines.lines(plan_lines.planned_again(self.choice)):
@@ -288,7 +288,7 @@ class Attempts:
             return self._stopped(result)
         except DoesNotFit as error:
             self._screen.say(f"no other plan: {error}")
-            fix = SEE_NO_OTHER_PLAN
+            fix = _SEE_NO_OTHER_PLAN
             if not shortage.is_own:
                 fix = (
                     "other programs hold the memory: when they have ended, run the same line again"

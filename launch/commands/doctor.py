@@ -20,20 +20,20 @@ from launch.probe import import_memory, link_causes, link_test, torch_build
 from launch.probe import machine as probe_machine
 from launch.schema.machine import GIB, Link, Machine
 
-MIN_DISK_BYTES = GIB  # below it not even a small model's checkpoints have room
-LOW_DISK_BYTES = 10 * GIB
-MIN_HOST_BYTES = GIB  # torch and a data loader alone take two thirds of it
-SHM_BYTES = GIB
-SHM_BYTES_PER_RANK = 64 << 20  # docker's default is this much for all of them
-MIN_OPEN_FILES = 1024
-COOLER = (
+_MIN_DISK_BYTES = GIB  # below it not even a small model's checkpoints have room
+_LOW_DISK_BYTES = 10 * GIB
+_MIN_HOST_BYTES = GIB  # torch and a data loader alone take two thirds of it
+_SHM_BYTES = GIB
+_SHM_BYTES_PER_RANK = 64 << 20  # docker's default is this much for all of them
+_MIN_OPEN_FILES = 1024
+_COOLER = (
     "see its fans, air flow, power cables and power limit; `nvidia-smi -q -d PERFORMANCE,POWER`"
     " shows the reasons"
 )
 
 
 @dataclass(frozen=True)
-class Problem:
+class _Problem:
     """A problem of the machine, and its fix."""
 
     what: str
@@ -44,7 +44,7 @@ class Problem:
         return f"{'problem' if self.stops else 'note'}: {self.what}; fix: {self.fix}"
 
 
-def examine(
+def _examine(
     cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> bool:
     """Describe this machine and its problems; True if none of them stops training."""
@@ -87,45 +87,45 @@ def examine(
     return not stops
 
 
-def problems(machine: Machine) -> Iterator[Problem]:
+def problems(machine: Machine) -> Iterator[_Problem]:
     """Problems of a machine; torch and the link aside."""
     if machine.gpus_obstacle:
         cause, _, fix = machine.gpus_obstacle.rpartition("; fix: ")
         fix += "; to train on the CPU on purpose add --launch.mode=cpu"
-        yield Problem(cause, fix, stops=True)
+        yield _Problem(cause, fix, stops=True)
     for gpu in machine.gpus:
         if gpu.slowdown:
-            yield Problem(f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}", COOLER)
+            yield _Problem(f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}", _COOLER)
     if any(gpu.vendor == "amd" for gpu in machine.gpus):
-        yield Problem(
+        yield _Problem(
             "ROCm is unverified: lowmem has not run on an AMD card; its builds, cards and figures"
             " are from documents",
             "python -m launch selfcheck compares the predictions with your card",
         )
-    shm_needed = max(SHM_BYTES, SHM_BYTES_PER_RANK * len(machine.gpus))
+    shm_needed = max(_SHM_BYTES, _SHM_BYTES_PER_RANK * len(machine.gpus))
     if len(machine.gpus) > 1 and machine.shm_bytes < shm_needed:
-        yield Problem(
+        yield _Problem(
             f"/dev/shm has {size(machine.shm_bytes)}, {len(machine.gpus)} ranks need"
             f" {size(shm_needed)}",
             link_causes.BY_NAME["shm_too_small"].fix,
         )
-    if machine.disk_free_bytes < LOW_DISK_BYTES:
-        yield Problem(
+    if machine.disk_free_bytes < _LOW_DISK_BYTES:
+        yield _Problem(
             f"{size(machine.disk_free_bytes)} of disk are {machine.disk_reason}",
             "free some, or set LOWMEM_ROOT to a folder on a larger disk",
-            stops=machine.disk_free_bytes < MIN_DISK_BYTES,
+            stops=machine.disk_free_bytes < _MIN_DISK_BYTES,
         )
-    if machine.host_available_bytes < MIN_HOST_BYTES:
-        yield Problem(
+    if machine.host_available_bytes < _MIN_HOST_BYTES:
+        yield _Problem(
             f"{size(machine.host_available_bytes)} of host memory are available"
             f" ({machine.host_available_reason})",
             "end other programs, or raise that limit",
             stops=True,
         )
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if open_files < MIN_OPEN_FILES:
-        yield Problem(
-            f"a process may open {open_files} files, data loaders need {MIN_OPEN_FILES}",
+    if open_files < _MIN_OPEN_FILES:
+        yield _Problem(
+            f"a process may open {open_files} files, data loaders need {_MIN_OPEN_FILES}",
             "ulimit -n 4096",
         )
 
@@ -139,25 +139,25 @@ def is_blocked(link: Link) -> bool:
     )
 
 
-def _torch_problems(machine: Machine) -> list[Problem]:
+def _torch_problems(machine: Machine) -> list[_Problem]:
     build = torch_build.installed()
     if build is None:
         return [
-            Problem(
+            _Problem(
                 "torch is not installed", "python -m pip install -r requirements.txt", stops=True
             )
         ]
     refusal = torch_build.refusal(build, machine.gpus, machine.cuda_driver, os.environ)
     what, _, fix = refusal.partition("; fix: ")
-    return [Problem(what, fix, stops=True)] if refusal else []
+    return [_Problem(what, fix, stops=True)] if refusal else []
 
 
-def import_problem(error: ResourceError) -> Problem:
+def import_problem(error: ResourceError) -> _Problem:
     """The problem of a process that could not import a rank's packages, or compute a step."""
     cause, _ = link_causes.find(str(error), "failed")
     if cause.name in ("driver", "card_busy"):
-        return Problem(str(error), cause.fix, stops=True)
-    return Problem(
+        return _Problem(str(error), cause.fix, stops=True)
+    return _Problem(
         str(error), "install the packages anew: make clean, then start again", stops=True
     )
 
@@ -180,7 +180,7 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
         print("link: not tested: a described machine")
         return 0
     workspace = Workspace.here()
-    is_fine = examine(
+    is_fine = _examine(
         workspace.cache, workspace.root, os.environ, lambda line: print(line, flush=True)
     )
     return 0 if is_fine else 3

@@ -25,8 +25,8 @@ from launch.schema.result import AttemptEnd, Outcome, RunResult, StepEvent, Toke
 from launch.supervise.screen import Screen
 
 # share of held-out answers that are exact; the quick start has 0.98 without a GPU
-MOSTLY_RIGHT = 0.9
-VERSIONED = ("torch", "transformers", "accelerate")  # packages named beside a measurement
+_MOSTLY_RIGHT = 0.9
+_VERSIONED = ("torch", "transformers", "accelerate")  # packages named beside a measurement
 
 
 def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Screen) -> int:
@@ -59,7 +59,7 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
         rows=run.read_rows(),
         questions=questions.questions if (questions := run.read_questions()) else (),
         answers=steps.answers(run, screen.say),
-        repeat=repeat_lines(run, sys.argv),
+        repeat=_repeat_lines(run, sys.argv),
     )
     files.write_atomic(run.report_file, html.html(recipe, machine, plan, result, records))
     return result.exit_code
@@ -76,13 +76,13 @@ def _time(attempt: AttemptDir, part: steps.Stretch | None) -> time_spent.Attempt
     )
 
 
-def repeat_lines(run: RunDir, argv: Sequence[str]) -> list[tuple[str, str]]:
+def _repeat_lines(run: RunDir, argv: Sequence[str]) -> list[tuple[str, str]]:
     """(what it does, command line) of the ways to start the run again."""
     again = [sys.executable, "-m", "launch", "run", str(run.recipe_yaml)]
     origin, typed = "The line that was typed", [sys.executable, "-m", "launch", *argv[1:]]
     if argv[1:3] == ["submit", "start"]:
         origin, typed = "The job that was submitted", [str(Path(argv[3]) / "job.sh")]
-    versions = ", ".join(f"{package} {version(package)}" for package in VERSIONED)
+    versions = ", ".join(f"{package} {version(package)}" for package in _VERSIONED)
     lines = [
         (f"{origin}; while the run is not complete, it continues it:", typed),
         (
@@ -155,7 +155,7 @@ def _measurement(
         max_length=max(plan.lengths),
         mixed_precision=strategy.mixed_precision,
         gradient_checkpointing=strategy.levers.every_n_layers > 0,
-        versions={package: version(package) for package in VERSIONED},
+        versions={package: version(package) for package in _VERSIONED},
         predicted=Figures(
             allocated_bytes=allocated if on_gpu else None,
             reserved_bytes=reserved if on_gpu else None,
@@ -194,7 +194,7 @@ def sample_lines(train_file: str, score: float | None) -> list[str]:
     except (pa.ArrowException, OSError):  # no parquet file, or it is no longer there
         return []
     questions = metadata.get(b"lowmem_questions", b"").decode(errors="replace").splitlines()
-    if not questions or (score is not None and score < MOSTLY_RIGHT):
+    if not questions or (score is not None and score < _MOSTLY_RIGHT):
         return []
     if score is None:
         return ["its answers were not scored; --evaluation.exact_match_rows=500 scores them"]

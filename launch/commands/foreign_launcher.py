@@ -11,7 +11,7 @@ from launch.render.deepspeed import existing_path, read_deepspeed
 from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
 from launch.schema.plan import Plan
 
-GLOO_VARIABLE = "ACCELERATE_USE_GLOO"  # the guides' own; Accelerate has none
+_GLOO_VARIABLE = "ACCELERATE_USE_GLOO"  # the guides' own; Accelerate has none
 
 
 def wishes(environ: Mapping[str, str], launcher: Path, force_cpu: bool) -> Wishes:
@@ -29,7 +29,7 @@ def wishes(environ: Mapping[str, str], launcher: Path, force_cpu: bool) -> Wishe
 
 
 def asks_for_gloo(environ: Mapping[str, str]) -> bool:
-    return environ.get(GLOO_VARIABLE, "").lower() in ("1", "true", "yes")
+    return environ.get(_GLOO_VARIABLE, "").lower() in ("1", "true", "yes")
 
 
 def argv_of(cmdline: Path) -> list[str]:

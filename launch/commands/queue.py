@@ -21,7 +21,7 @@ from launch.commands.submit import crontab, job
 from launch.queue import admission, leases, starts
 from launch.queue.leases import Asked, Lease
 
-ACTIONS = ("cancel", "hold", "release", "move", "yield")
+_ACTIONS = ("cancel", "hold", "release", "move", "yield")
 STATES = {"granted": "runs", "waiting": "waits", "blocked": "blocked"}
 ROW = "{:>4}  {:<10} {:>8}  {:<8} {:>8}  {:>11}  {:<16} {:<12} {}"
 HEAD = ("run", "user", "process", "state", "priority", "host RAM", "VRAM", "since", "recipe")
@@ -31,7 +31,7 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     parser = recipe_arguments.add_simple_parser(
         subparsers, verb, "list the runs that have or wait for memory; change yours"
     )
-    parser.add_argument("action", nargs="?", choices=ACTIONS, help="none: list them")
+    parser.add_argument("action", nargs="?", choices=_ACTIONS, help="none: list them")
     parser.add_argument(
         "numbers", nargs="*", metavar="RUN", help="its number; move A B: run A comes before run B"
     )

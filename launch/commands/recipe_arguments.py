@@ -26,11 +26,11 @@ from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
 
 AUTO = "auto"
-BATCH_KEY = "per_device_train_batch_size"
-BARE_KEY = "launch.wait"  # true without a value, and it never takes the next argument
+_BATCH_KEY = "per_device_train_batch_size"
+_BARE_KEY = "launch.wait"  # true without a value, and it never takes the next argument
 SWITCHES = ("assume_fits", "exact_batch")  # flags that are short for a key of launch:
-MOST_GPUS, MOST_RAM_GIB = 64, 65_536  # limits for --gpus and --ram
-ALIKE = 0.8  # difflib's ratio for a flag without a section, which could be a key of any
+_MOST_GPUS, _MOST_RAM_GIB = 64, 65_536  # limits for --gpus and --ram
+_ALIKE = 0.8  # difflib's ratio for a flag without a section, which could be a key of any
 EPILOG = """RECIPE is a name in configs/recipes/, or a file. BATCH is per_device_train_batch_size,
 or auto: the fastest, found by short trials unless an earlier start has found it.
 
@@ -122,13 +122,13 @@ def described_machine(arguments: Namespace) -> Machine | None:
         missing = "--gpu NAME" if flags["gpu"] is None else "--ram GIB"
         raise ConfigError(f"{typed[0]}: expected {missing} beside it")
     count = flags["gpus"] or "1"
-    if not (count.isascii() and count.isdigit() and 1 <= int(count) <= MOST_GPUS):
-        raise ConfigError(f"--gpus {show(count)[1:-1]}: expected a number from 1 to {MOST_GPUS}")
+    if not (count.isascii() and count.isdigit() and 1 <= int(count) <= _MOST_GPUS):
+        raise ConfigError(f"--gpus {show(count)[1:-1]}: expected a number from 1 to {_MOST_GPUS}")
     try:
         ram_gib = float(flags["ram"])
     except ValueError:
         ram_gib = math.nan
-    if not 0 < ram_gib < MOST_RAM_GIB:
+    if not 0 < ram_gib < _MOST_RAM_GIB:
         raise ConfigError(
             f"--ram {show(flags['ram'])[1:-1]}: expected the RAM in GiB, such as --ram 32"
         )
@@ -160,13 +160,13 @@ def read(
     switches = [f"--launch.{key}=true" for key in SWITCHES if getattr(arguments, key)]
     overrides = [*variables, *switches, *key_flags]
     batch_keys = [
-        text for text in overrides if text.partition("=")[0].replace("-", "_").endswith(BATCH_KEY)
+        text for text in overrides if text.partition("=")[0].replace("-", "_").endswith(_BATCH_KEY)
     ]
     if batch is not None and batch_keys:
-        other = getattr(batch_keys[0], "typed", "") or f"--training.{BATCH_KEY}"
+        other = getattr(batch_keys[0], "typed", "") or f"--training.{_BATCH_KEY}"
         raise ConfigError(f"batch {batch} and {other} are both given; leave one of them out")
     if batch not in (None, AUTO):
-        overrides.append(f"--training.{BATCH_KEY}={load.check_batch(batch)}")
+        overrides.append(f"--training.{_BATCH_KEY}={load.check_batch(batch)}")
     wishes = Wishes(
         force_gloo=foreign_launcher.asks_for_gloo(os.environ),
         free_batch=batch == AUTO,
@@ -216,7 +216,7 @@ def _split(arguments: Namespace, unparsed: Sequence[str]) -> tuple[list[str], li
             continue
         name, equals, value = word.partition("=")
         plain = name[2:].replace("-", "_")
-        if plain == BARE_KEY:
+        if plain == _BARE_KEY:
             value = value if equals else "true"
         elif not equals and queue and not queue[0].startswith("--"):
             value = queue.pop(0)
@@ -246,7 +246,7 @@ def _advice(arguments: Namespace, name: str, plain: str, value: str, is_key: boo
         key = "model.shape"
     if key is None and flag is None and not section:
         last_parts = key_reference.by_last_part()
-        key = next((last_parts[near] for near in nearest(plain, last_parts, cutoff=ALIKE)), None)
+        key = next((last_parts[near] for near in nearest(plain, last_parts, cutoff=_ALIKE)), None)
     instead = flag or (_typed(key, types[key], value) if key else None)
     if instead:
         return f"{name}: no such {'key' if section else 'flag'}; write {instead}"
@@ -261,7 +261,7 @@ def _flag(arguments: Namespace, plain: str, value: str) -> str | None:
         for name, default in vars(arguments).items()
         if name not in ("verb", "main") and (default is None or isinstance(default, bool | str))
     }
-    for near in nearest(plain.replace("_", "").replace("-", ""), flags, cutoff=ALIKE):
+    for near in nearest(plain.replace("_", "").replace("-", ""), flags, cutoff=_ALIKE):
         takes_value = not isinstance(getattr(arguments, flags[near]), bool)
         text = f"--{flags[near].replace('_', '-')}"
         return f"{text}={shlex.quote(value or 'VALUE')}" if takes_value else text

@@ -21,9 +21,9 @@ from launch.predict.history.ledger import Ledger
 from launch.run_folder import cleanup, sample_audit
 from launch.run_folder.layout import RunDir
 
-INTERVAL_S = 2.0  # pause between two looks of `watch`
-KEEP = 5  # runs of each recipe that `runs clean` leaves their checkpoints
-DESCRIPTIONS = {
+_INTERVAL_S = 2.0  # pause between two looks of `watch`
+_KEEP = 5  # runs of each recipe that `runs clean` leaves their checkpoints
+_DESCRIPTIONS = {
     "watch": "show the runs of this machine: state, step, time left, loss, memory",
     "runs": "list all runs of this checkout; clean: free disk space that finished runs still take",
     "report": "show where the page of a run is, or how well predictions agreed with all runs",
@@ -33,7 +33,7 @@ DESCRIPTIONS = {
 
 
 def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    parser = recipe_arguments.add_simple_parser(subparsers, verb, DESCRIPTIONS[verb])
+    parser = recipe_arguments.add_simple_parser(subparsers, verb, _DESCRIPTIONS[verb])
     if verb == "watch":
         parser.add_argument("run", nargs="?", help="a recipe (its newest run) or a run's folder")
         parser.add_argument("--once", action="store_true", help="print the screen once")
@@ -133,7 +133,7 @@ def _list(workspace: Workspace, arguments: Namespace) -> int:
 
 def _clean(workspace: Workspace, arguments: Namespace) -> int:
     """Free disk space by the rules of cleanup.py."""
-    keep = KEEP if arguments.keep is None else arguments.keep
+    keep = _KEEP if arguments.keep is None else arguments.keep
     if keep < 0:
         raise ConfigError(f"runs clean --keep {keep}: expected 0 or more runs, such as --keep 5")
     if arguments.json:
@@ -180,6 +180,6 @@ def _watch(workspace: Workspace, arguments: Namespace) -> int:
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
                 live.update(watcher.page(console.size), refresh=True)
-                time.sleep(INTERVAL_S)
+                time.sleep(_INTERVAL_S)
     except Interrupted as stopped:  # Ctrl-C is how one leaves it
         return stopped.exit_code

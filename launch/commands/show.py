@@ -17,7 +17,7 @@ from launch.predict.facts import Facts
 from launch.schema.recipe import Recipe
 from launch.supervise import show_rows
 
-ANY = 1_000_000_000  # bad rows
+_ANY = 1_000_000_000  # bad rows
 ROWS = 5
 
 
@@ -87,7 +87,7 @@ def _facts(typed: RecipeArguments, line: int | None) -> Facts:
     except DataError:
         if line is None:
             raise
-        return read([*typed.overrides, f"data.max_bad_rows={ANY}"])
+        return read([*typed.overrides, f"data.max_bad_rows={_ANY}"])
 
 
 def _files(recipe: Recipe, requested: str | None, line: int | None) -> list[Path]:

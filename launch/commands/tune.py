@@ -3,8 +3,8 @@ remember the fastest.
 
 A trial takes steps of effective batches in which every micro-batch is as long as the longest row,
 then evaluates. The share of that time that the recipe's own rows take is predicted for each split
-of the batch, because small micro-batches have less padding. At most MAX_TRIALS run, and at most one
-of them may run out of memory: after it only candidates with much lower predictions are tried.
+of the batch, because small micro-batches have less padding. At most _MAX_TRIALS run, and at most
+one of them may run out of memory: after it only candidates with much lower predictions are tried.
 Without a prediction the batch is found by bisection.
 """
 
@@ -55,10 +55,10 @@ from launch.supervise import stop_signals, tokenising
 from launch.supervise.run_lease import RunLease
 from launch.supervise.screen import Screen
 
-MAX_TRIALS = 3
-TRIALS = re.compile(r"\d{8}-\d{6}-(\d+)")  # the folder of a tuning, with its process
+_MAX_TRIALS = 3
+_TRIALS = re.compile(r"\d{8}-\d{6}-(\d+)")  # the folder of a tuning, with its process
 STEPS = 3  # optimizer steps of a trial; the first finds no optimizer states
-MUCH_LESS = 0.8  # share of a failed trial's predicted bytes that another trial may have
+_MUCH_LESS = 0.8  # share of a failed trial's predicted bytes that another trial may have
 AS_FAST = 1.1  # trials whose seconds differ by less count as equally fast
 OUT_OF_MEMORY = (6, 12)  # exit codes: host RAM, VRAM
 Say = Callable[[str], None]
@@ -173,7 +173,7 @@ def tune(facts: Facts, say: Say) -> Tuned:
 def _sweep(trials: Path) -> None:
     """Remove the folders of tunings that were killed."""
     for folder in trials.glob("*-*-*"):
-        maker = TRIALS.fullmatch(folder.name)
+        maker = _TRIALS.fullmatch(folder.name)
         if maker and not psutil.pid_exists(int(maker[1])):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -261,9 +261,9 @@ def _confirm(candidates: Sequence[tuple[Strategy, MemoryEstimate]], trials: _Tri
     """Try the fastest by prediction, then others; after a failure only those with a much lower
     prediction."""
     limit_bytes = 0.0
-    for strategy, memory in islice(_different(candidates), MAX_TRIALS):
+    for strategy, memory in islice(_different(candidates), _MAX_TRIALS):
         if trials.run(strategy, memory).ended != "fits":
-            limit_bytes = MUCH_LESS * memory.device_bytes
+            limit_bytes = _MUCH_LESS * memory.device_bytes
             break
     tried = {strategy for strategy, _ in trials.done}
     smaller = [
@@ -271,7 +271,7 @@ def _confirm(candidates: Sequence[tuple[Strategy, MemoryEstimate]], trials: _Tri
         for strategy, memory in candidates
         if memory.device_bytes <= limit_bytes and strategy not in tried
     ]
-    for strategy, memory in smaller[: MAX_TRIALS - len(trials.done)]:
+    for strategy, memory in smaller[: _MAX_TRIALS - len(trials.done)]:
         if trials.run(strategy, memory).ended == "oom":  # a second one is not risked
             break
 

@@ -17,7 +17,7 @@ FOLDER = FILES / "configs" / "chat_templates"
 # endings of template files; other values without a slash are names
 SUFFIXES = (".jinja", ".j2", ".txt")
 MAX_BYTES = 1 << 18  # the longest template of a model has 20 kB
-TOO_LONG = f"has more than {MAX_BYTES >> 10} KiB, more than a chat template can have"
+_TOO_LONG = f"has more than {MAX_BYTES >> 10} KiB, more than a chat template can have"
 # control tags, which a model reads as a token each; <think> and <tool_call> are often plain text
 TAG = re.compile(
     r"<\|[^|<>{}'\"\s]{1,40}\|>|<｜[^｜<>{}'\"\s]{1,40}｜>|\[/?[A-Z]{2,}(?:_[A-Z]+)*\]|\[gMASK\]|<sop>"
@@ -26,7 +26,7 @@ TAG = re.compile(
 COMMENT = re.compile(r"{#.*?(?:#}|\Z)", re.DOTALL)  # one that is open hides all behind it
 # the object whose name a template reads: a message, or a function that is called
 NAME = re.compile(r"""(?<!\w)(\w+)(?:['"]\])?(?:\.name\b|\[['"]name['"]\]|\.get\(['"]name['"])""")
-FUNCTIONS = frozenset({"function", "tool", "tool_call", "call", "tc", "func", "fn"})
+_FUNCTIONS = frozenset({"function", "tool", "tool_call", "call", "tc", "func", "fn"})
 TOKENIZER_FILES = ("tokenizer.json", "added_tokens.json", "tokenizer_config.json", "vocab.json")
 
 
@@ -65,7 +65,7 @@ def read(template: str) -> str:
     file = file_of(template)
     try:
         if file.stat().st_size > MAX_BYTES:
-            raise DataError(f"{file}: {TOO_LONG}")
+            raise DataError(f"{file}: {_TOO_LONG}")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: cannot be read as text: {error}") from error
@@ -87,7 +87,7 @@ def check(text: str, source: object) -> None:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     if len(text) > MAX_BYTES:
-        raise DataError(f"{source}: {TOO_LONG}")
+        raise DataError(f"{source}: {_TOO_LONG}")
     try:
         # not optimized: that would compute {{ 10**10**8 }}
         ImmutableSandboxedEnvironment(
@@ -165,7 +165,7 @@ def name_of(recipe: Recipe) -> str:
 def unread_keys(recipe: Recipe) -> tuple[str, ...]:
     """Keys of messages that the recipe's template never reads: the speaker's name."""
     objects = {match[1] for match in NAME.finditer(COMMENT.sub("", _text_of(recipe)))}
-    return () if objects - FUNCTIONS else ("name",)
+    return () if objects - _FUNCTIONS else ("name",)
 
 
 def _text_of(recipe: Recipe) -> str:

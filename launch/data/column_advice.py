@@ -11,7 +11,7 @@ from launch.data.sniff import FileColumns
 
 PROMPT_NAMES = ("prompt", "question", "instruction", "input", "query", "problem")
 ANSWER_NAMES = ("answer", "response", "output", "completion", "target", "reply", "solution")
-SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 TRAINED = "data.train_file"
 
 
@@ -44,8 +44,10 @@ def likely(file: FileColumns, origin: Origin) -> str:
     """The likeliest columns of a file in no known format, and how to name them."""
     if file.file_type in DELIMITERS and len(file.columns) == 1:
         (header,), used = file.columns, DELIMITERS[file.file_type]
-        if other := next((mark for mark in SEPARATORS if mark in header and mark != used), None):
-            return f"its header has {SEPARATORS[other]} between the names: write {SEPARATORS[used]}"
+        if other := next((mark for mark in _SEPARATORS if mark in header and mark != used), None):
+            return (
+                f"its header has {_SEPARATORS[other]} between the names: write {_SEPARATORS[used]}"
+            )
     texts = [name for name, holds in file.columns.items() if holds == "string"]
     lists = [name for name, holds in file.columns.items() if holds == "messages"]
     if len(lists) > 1:

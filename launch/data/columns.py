@@ -25,7 +25,7 @@ from launch.schema.plan import DataFormat
 
 Kind = Literal["prompt_response", "messages", "text", "oasst"]
 
-KIND_OF_ROLE: dict[str, Kind] = {  # role of a column that a recipe can name -> its format
+_KIND_OF_ROLE: dict[str, Kind] = {  # role of a column that a recipe can name -> its format
     **{"prompt": "prompt_response", "response": "prompt_response"},
     **{"messages": "messages", "text": "text"},
 }
@@ -249,7 +249,7 @@ def _row_count(path: Path) -> int | None:
 def _explicit(data: DataSection, origin: Origin) -> tuple[Kind, dict[str, str]] | None:
     """The columns the recipe names, if it names any."""
     columns: dict[str, str] = {}
-    for role in KIND_OF_ROLE:
+    for role in _KIND_OF_ROLE:
         if (column := getattr(data, f"{role}_column")) is not None:
             columns[role] = column
     for role, missing in (("prompt", "response"), ("response", "prompt")):
@@ -258,7 +258,7 @@ def _explicit(data: DataSection, origin: Origin) -> tuple[Kind, dict[str, str]] 
                 f"data.{role}_column is given but data.{missing}_column is not; add"
                 f" --data.{missing}_column=<column>"
             )
-    kinds: set[Kind] = {KIND_OF_ROLE[role] for role in columns}
+    kinds: set[Kind] = {_KIND_OF_ROLE[role] for role in columns}
     if len(kinds) > 1:
         names = " and ".join(f"data.{role}_column" for role in columns)
         raise ConfigError(

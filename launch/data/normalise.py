@@ -28,17 +28,17 @@ FIELDS = {  # other keys of a message, in lower case -> the key of a Message
     **{"tool_call_id": "tool_call_id", "name": "name"},
     **dict.fromkeys(untrained.TOOLS, "tools"),  # keys of a system message
 }
-ROLES_OF_FIELDS = {  # other roles that have such a key are mistakes
+_ROLES_OF_FIELDS = {  # other roles that have such a key are mistakes
     **{"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"},
 }
-OPTIONAL_COLUMNS = {
+_OPTIONAL_COLUMNS = {
     "system": ("system", "system_prompt", "system_message"),
     "history": ("history",),
     "tools": untrained.TOOLS,
 }
 # keys that link the messages of a tree in the oasst format
 MESSAGE_ID, PARENT_ID = "message_id", "parent_id"
-OPTIONAL_OF = {  # kind -> what its rows may have besides their columns
+_OPTIONAL_OF = {  # kind -> what its rows may have besides their columns
     "messages": ("system", "tools"),
     "prompt_response": ("system", "history", "tools"),
 }
@@ -54,8 +54,8 @@ class RowReader:
         self._is_table = data_format.file_type in TABLES
         used = {*self.columns.values(), *self.ignored}
         self.optional = {
-            part: [name for name in OPTIONAL_COLUMNS[part] if name not in used]
-            for part in OPTIONAL_OF.get(self.kind, ())
+            part: [name for name in _OPTIONAL_COLUMNS[part] if name not in used]
+            for part in _OPTIONAL_OF.get(self.kind, ())
         }
         if self.kind == "oasst":
             self.optional = {name: [name] for name in (MESSAGE_ID, PARENT_ID)}
@@ -229,7 +229,7 @@ class RowReader:
 
     def _add(self, message: Message, field: str, key: str, value: Any, where: str) -> None:
         """Add a key of a turn to its message."""
-        role = ROLES_OF_FIELDS.get(field, message["role"])
+        role = _ROLES_OF_FIELDS.get(field, message["role"])
         if role != message["role"]:
             raise DataError(f"{where} has {key!r}, which belongs to role {role}")
         if field == "weight":

@@ -20,10 +20,10 @@ from launch.data.files.shards import MAX_ROW_BYTES
 from launch.data.normalise import OPENAI, SHAREGPT, RowReader, unique_keys
 from launch.schema.plan import DataFormat
 
-ROWS_AT_ONCE = 1000  # rows read from a table in one batch
+_ROWS_AT_ONCE = 1000  # rows read from a table in one batch
 UNLIMITED = 1 << 60  # bad rows
 NO_THREAD = "Resource temporarily unavailable"  # EAGAIN of pthread_create(3)
-JSON_KINDS = {
+_JSON_KINDS = {
     **{str: "string", type(None): "null", bool: "true or false", dict: "an object"},
     **dict.fromkeys((int, float), "a number"),
 }
@@ -93,26 +93,26 @@ def _lines_before(of: Slice) -> int:
 
 Rows = Iterator[tuple[Place, dict[str, Any]]]
 NumberedRows = Iterator[tuple[int, Place, dict[str, Any]]]
-Items = Iterator[tuple[Place, dict[str, Any] | DataError | None]]  # None: a blank line
+_Items = Iterator[tuple[Place, dict[str, Any] | DataError | None]]  # None: a blank line
 Takes = Callable[[int], bool]  # the number of a row in its slice -> True if it is read
-ColumnChoice = Callable[[Any], list[str]]  # the Arrow schema of a table -> the columns to read
+_ColumnChoice = Callable[[Any], list[str]]  # the Arrow schema of a table -> the columns to read
 
 
 def read_rows(
-    of: Slice, file_type: str, bad: BadRows, choice: ColumnChoice, at_once: int = ROWS_AT_ONCE
+    of: Slice, file_type: str, bad: BadRows, choice: _ColumnChoice, at_once: int = _ROWS_AT_ONCE
 ) -> Rows:
     """(place, columns) of the rows of a slice. Of a table, `at_once` rows are in memory at a time,
     and only the columns of `choice` are read."""
-    for _, place, row in numbered_rows(of, file_type, bad, choice, at_once):
+    for _, place, row in _numbered_rows(of, file_type, bad, choice, at_once):
         yield place, row
 
 
-def numbered_rows(
+def _numbered_rows(
     of: Slice,
     file_type: str,
     bad: BadRows,
-    choice: ColumnChoice,
-    at_once: int = ROWS_AT_ONCE,
+    choice: _ColumnChoice,
+    at_once: int = _ROWS_AT_ONCE,
     takes: Takes | None = None,
 ) -> NumberedRows:
     """read_rows() with the number of each row in the slice, from 0; bad rows have a number too.
@@ -128,7 +128,7 @@ def numbered_rows(
             yield number, place, row
 
 
-def _items(of: Slice, file_type: str, choice: ColumnChoice, at_once: int) -> Items:
+def _items(of: Slice, file_type: str, choice: _ColumnChoice, at_once: int) -> _Items:
     """The rows of a slice: columns, or the reason why they cannot be read."""
     if file_type == "parquet":
         return _parquet_rows(of, choice, at_once)
@@ -160,7 +160,7 @@ def count(of: Slice, data_format: DataFormat, goes_on: Callable[[], None] = lamb
         items = (row for _, row in _items(of, file_type, lambda schema: [], 1) if row is not None)
     number = 0
     for number, _ in enumerate(items, 1):
-        if number % ROWS_AT_ONCE == 0:
+        if number % _ROWS_AT_ONCE == 0:
             goes_on()
     return number
 
@@ -189,7 +189,7 @@ def _is_blank(place: Place, line: bytes) -> bool:
 def json_kind(value: Any) -> str:
     """The kind of a JSON value, in words."""
     if not isinstance(value, list):
-        return JSON_KINDS[type(value)]
+        return _JSON_KINDS[type(value)]
     faults = ((number, _message_fault(turn)) for number, turn in enumerate(value, 1))
     number, fault = next((pair for pair in faults if pair[1]), (0, ""))
     if not fault:
@@ -224,7 +224,7 @@ def _object(value: Any, where: object) -> dict[str, Any] | DataError:
 # ---------------------------------------------------------------------------
 
 
-def _parquet_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
+def _parquet_rows(of: Slice, choice: _ColumnChoice, at_once: int) -> Rows:
     import pyarrow as pa  # not at the top: a plan needs none of it
     import pyarrow.parquet as pq
 
@@ -247,7 +247,7 @@ def _parquet_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
         raise _unreadable(of.path, number, error) from error
 
 
-def _arrow_rows(of: Slice, choice: ColumnChoice, at_once: int) -> Rows:
+def _arrow_rows(of: Slice, choice: _ColumnChoice, at_once: int) -> Rows:
     """Rows of shards that datasets.save_to_disk has written, mapped into memory."""
     import pyarrow as pa
 
@@ -364,7 +364,7 @@ def _lines(of: Slice, goes_on: bool = False) -> Iterator[tuple[Place, bytes, boo
         raise _unreadable(of.path, number, error) from error
 
 
-def _texts(of: Slice, are_paragraphs: bool) -> Items:
+def _texts(of: Slice, are_paragraphs: bool) -> _Items:
     """The text of a file, or its paragraphs, each with the place of its first line. A paragraph is
     of the slice in which the blank line before it begins."""
     raws: list[bytes] = []
@@ -459,8 +459,8 @@ def placed_samples(
 
     used = list(columns.values())
     is_threaded = data_format.kind == "oasst"
-    rows = numbered_rows(
-        *(of, data_format.file_type, bad, choice, num_rows or ROWS_AT_ONCE),
+    rows = _numbered_rows(
+        *(of, data_format.file_type, bad, choice, num_rows or _ROWS_AT_ONCE),
         takes=None if is_threaded else takes,
     )
     rows = _without_loss(islice(rows, num_rows), reader.passed)

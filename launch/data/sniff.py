@@ -25,16 +25,16 @@ from launch.data.normalise import OPENAI, SHAREGPT
 from launch.data.rows import BadRows, Slice, json_kind
 from launch.schema.plan import FileType
 
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for another
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for another
 SAMPLE_ROWS = 100  # rows whose content is looked at; the columns of a table are in its schema
 SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in
-PACKABLE = ("jsonl", "json", *DELIMITERS, "text")  # types read from their beginning
+_PACKABLE = ("jsonl", "json", *DELIMITERS, "text")  # types read from their beginning
 # names of a row in messages, where it is not a line
-ROW_NAMES = {"json": "element", "webdataset": "sample"}
-NO_ROWS = {"json": "the array is empty", "webdataset": "no sample is in it"}
-NO_ROWS |= dict.fromkeys(DELIMITERS, "the file has no row below its header")
+_ROW_NAMES = {"json": "element", "webdataset": "sample"}
+_NO_ROWS = {"json": "the array is empty", "webdataset": "no sample is in it"}
+_NO_ROWS |= dict.fromkeys(DELIMITERS, "the file has no row below its header")
 # number of a row, and the kind of each of its values: the values may take much more memory
-RowKinds = tuple[int | str, Mapping[str, str]]
+_RowKinds = tuple[int | str, Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def read(
         if path.stat().st_size == 0:
             raise DataError(f"{path}: 0 rows: the file is empty")
         with path.open("rb") as stream:
-            if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
                 raise DataError(
                     f"{path}: is a Git LFS pointer, not the data; fetch the data with git lfs pull"
                 )
@@ -78,18 +78,18 @@ def read(
         reason = error.strerror or f"{error}; write or copy it again"
         raise DataError(f"{path}: cannot be read: {reason}") from error
     if not kinds and file_type not in TABLES:
-        raise DataError(f"{path}: 0 rows: {NO_ROWS.get(file_type, 'every line is blank')}")
+        raise DataError(f"{path}: 0 rows: {_NO_ROWS.get(file_type, 'every line is blank')}")
     most_bad = bad.limit * bad.num_parts
-    columns = columns or _columns_of(kinds, ROW_NAMES.get(file_type, "line"), most_bad)
+    columns = columns or _columns_of(kinds, _ROW_NAMES.get(file_type, "line"), most_bad)
     return FileColumns(path, file_type, columns, sorted(message_keys))
 
 
 def _sampled(
     rows: data_rows.Rows, is_table: bool, messages_columns: Collection[str]
-) -> tuple[list[RowKinds], set[tuple[str, str]]]:
+) -> tuple[list[_RowKinds], set[tuple[str, str]]]:
     """The kinds of values in rows, and (column, key) of their messages; of a table the keys
     alone."""
-    kinds: list[RowKinds] = []
+    kinds: list[_RowKinds] = []
     message_keys: set[tuple[str, str]] = set()
     for place, row in rows:
         of_row = {} if is_table else {column: json_kind(value) for column, value in row.items()}
@@ -137,7 +137,7 @@ def file_type_of(path: Path) -> FileType:
             f"{path}: {path.suffix or 'no ending'} is not a known file type; known:"
             f" {', '.join(SUFFIXES)}"
         )
-    if path.suffix.lower() in folders.COMPRESSIONS and file_type not in PACKABLE:
+    if path.suffix.lower() in folders.COMPRESSIONS and file_type not in _PACKABLE:
         raise DataError(f"{path}: a {file_type} file is not read from {path.suffix}; unpack it")
     return "jsonl" if file_type == "json" and not _is_array(path) else file_type
 
@@ -238,7 +238,7 @@ def _is_array(path: Path) -> bool:
     return False
 
 
-def _columns_of(rows: Sequence[RowKinds], row_name: str, max_bad_rows: int) -> dict[str, str]:
+def _columns_of(rows: Sequence[_RowKinds], row_name: str, max_bad_rows: int) -> dict[str, str]:
     """The kind of value of each column: one where all but so many rows agree, else the row that
     differs, worst first."""
     columns: dict[str, str] = {}

@@ -14,7 +14,7 @@ from launch.data.files import shards
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
-TOKEN_CACHE_VERSION = 8  # raise when training/ tokenises the same input to other rows
+_TOKEN_CACHE_VERSION = 8  # raise when training/ tokenises the same input to other rows
 
 TOKENS_MADE_OF = "made_of.json"  # file of a token cache with TokenCache.identity
 
@@ -99,7 +99,7 @@ def _identity(
     elif data.validation_size:
         validation = f"{data.validation_size} of {train}"
     return {
-        "version": TOKEN_CACHE_VERSION,
+        "version": _TOKEN_CACHE_VERSION,
         "train": train,
         "validation": validation,
         "columns": _columns(data_format),

@@ -12,43 +12,43 @@ from typing import Any
 
 from launch.base.errors import DataError
 
-PREFERENCES = "is for another kind of training (preference pairs, as DPO and ORPO use them)"
+_PREFERENCES = "is for another kind of training (preference pairs, as DPO and ORPO use them)"
 LABELS = "is for another kind of training (KTO, classification)"
-SCORES = "is for another kind of training (reward models)"
-NOT_YET = "is not trained yet"
-OTHER_FORMAT = "is not read in this format"
-NOT_A_COLUMN = "is read as a key of a message, not as a column"
-NOT_A_KEY = "is read as a column, not as a key of a message"
-OF_SYSTEM = "is read as a column, or as a key of a system message"
+_SCORES = "is for another kind of training (reward models)"
+_NOT_YET = "is not trained yet"
+_OTHER_FORMAT = "is not read in this format"
+_NOT_A_COLUMN = "is read as a key of a message, not as a column"
+_NOT_A_KEY = "is read as a column, not as a key of a message"
+_OF_SYSTEM = "is read as a column, or as a key of a system message"
 AMBIGUOUS = "may mean trained or not trained (write weight: 0 for a turn without loss)"
 FILES = (  # endings of a WebDataset's members
     *("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
     *("wav", "flac", "mp3", "ogg", "opus", "m4a"),
     *("mp4", "mkv", "avi", "mov", "webm"),
 )
-OF_COLUMNS = ("history", "system", "system_prompt", "system_message")
+_OF_COLUMNS = ("history", "system", "system_prompt", "system_message")
 TOOLS = ("tools", "functions")
-OF_BOTH: Mapping[str, str] = {  # name in lower case -> what becomes of its content
-    **dict.fromkeys(("chosen", "rejected", "rejected_response"), PREFERENCES),
+_OF_BOTH: Mapping[str, str] = {  # name in lower case -> what becomes of its content
+    **dict.fromkeys(("chosen", "rejected", "rejected_response"), _PREFERENCES),
     **dict.fromkeys(("label", "kto_tag", "cls"), LABELS),
-    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos", *FILES), NOT_YET),
+    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos", *FILES), _NOT_YET),
 }
 COLUMNS: Mapping[str, str] = {
-    **OF_BOTH,
-    **dict.fromkeys((*OF_COLUMNS, *TOOLS), OTHER_FORMAT),
-    **dict.fromkeys(("tool_calls", "function_call", "weight"), NOT_A_COLUMN),
-    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), NOT_A_COLUMN),
-    "score": SCORES,
+    **_OF_BOTH,
+    **dict.fromkeys((*_OF_COLUMNS, *TOOLS), _OTHER_FORMAT),
+    **dict.fromkeys(("tool_calls", "function_call", "weight"), _NOT_A_COLUMN),
+    **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _NOT_A_COLUMN),
+    "score": _SCORES,
 }
 KEYS: Mapping[str, str] = {  # keys of a message -> why they are refused
-    **OF_BOTH,
-    **dict.fromkeys(OF_COLUMNS, NOT_A_KEY),
-    **dict.fromkeys(TOOLS, OF_SYSTEM),
+    **_OF_BOTH,
+    **dict.fromkeys(_OF_COLUMNS, _NOT_A_KEY),
+    **dict.fromkeys(TOOLS, _OF_SYSTEM),
     **dict.fromkeys(("mask", "loss"), AMBIGUOUS),
 }
-EMPTY_JSON = ("", "[]", "{}", "null")
-SHELL_TEXT = re.compile(r"[\w\[\],.=:/@%+-]+", re.ASCII)  # the names that need no quotes, in []
-YAML_TEXT = re.compile(r"[^\W\d][\w. -]*\w|[^\W\d]")
+_EMPTY_JSON = ("", "[]", "{}", "null")
+_SHELL_TEXT = re.compile(r"[\w\[\],.=:/@%+-]+", re.ASCII)  # the names that need no quotes, in []
+_YAML_TEXT = re.compile(r"[^\W\d][\w. -]*\w|[^\W\d]")
 MAX_DEPTH = 16  # lists in lists that are searched; deeper values count as content
 
 
@@ -64,12 +64,12 @@ def is_column(name: str) -> bool:
 
 def is_other_training(name: str) -> bool:
     """True for a column of preference pairs or labels."""
-    return COLUMNS.get(_plain(name)) in (PREFERENCES, LABELS)
+    return COLUMNS.get(_plain(name)) in (_PREFERENCES, LABELS)
 
 
 def is_pair(names: Sequence[str]) -> bool:
     """True if a column of preference pairs is among these."""
-    return any(COLUMNS.get(_plain(name)) == PREFERENCES for name in names)
+    return any(COLUMNS.get(_plain(name)) == _PREFERENCES for name in names)
 
 
 def is_key(name: str) -> bool:
@@ -96,7 +96,7 @@ def is_empty(value: Any, levels: int = MAX_DEPTH) -> bool:
     """True for a value without content: null, NaN, "", [], {}, or nothing but such values. False
     and 0 are content."""
     if isinstance(value, str):
-        return value.strip() in EMPTY_JSON
+        return value.strip() in _EMPTY_JSON
     if isinstance(value, Mapping | list | tuple):
         items = value.values() if isinstance(value, Mapping) else value
         return levels > 0 and all(is_empty(item, levels - 1) for item in items)
@@ -130,8 +130,8 @@ def flag(key: str, value: str | Sequence[str]) -> str:
 
 def yaml_text(name: str) -> str:
     """A name as it stands in a list or a map of YAML."""
-    return name if YAML_TEXT.fullmatch(name) else json.dumps(name)
+    return name if _YAML_TEXT.fullmatch(name) else json.dumps(name)
 
 
 def _quoted(text: str) -> str:
-    return text if SHELL_TEXT.fullmatch(text) else shlex.quote(text)
+    return text if _SHELL_TEXT.fullmatch(text) else shlex.quote(text)

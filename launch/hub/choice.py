@@ -16,9 +16,9 @@ from launch.hub.names import HubName
 
 WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors")
 # configs, tokenizers (sentencepiece's end in .model), chat templates
-BESIDE_WEIGHTS = re.compile(r"[^/]+\.(json|model|jinja)|(merges|vocab)\.txt")
+_BESIDE_WEIGHTS = re.compile(r"[^/]+\.(json|model|jinja)|(merges|vocab)\.txt")
 CARD = re.compile(r"README\.md|(LICEN[CS]E|NOTICE)(\.\w+)?", re.IGNORECASE)
-NAMED_FILE = ".gguf"  # the type of which a single file is downloaded by its name
+_NAMED_FILE = ".gguf"  # the type of which a single file is downloaded by its name
 PARQUET = "refs/convert/parquet"  # huggingface.co's own copy of a data set
 
 
@@ -26,8 +26,8 @@ def of_model(name: HubName, paths: Sequence[str]) -> dict[str, str]:
     """The files of a model, each by its name in a folder. Raises ResourceError for a model without
     safetensors, and for names that no folder can hold."""
     if name.part:
-        if name.part not in paths or not name.part.endswith(NAMED_FILE):
-            raise ConfigError(f"{name}: names no {NAMED_FILE} file of {name.repo}")
+        if name.part not in paths or not name.part.endswith(_NAMED_FILE):
+            raise ConfigError(f"{name}: names no {_NAMED_FILE} file of {name.repo}")
         return _local([name.part, *filter(CARD.fullmatch, paths)])
     weights = [path for path in paths if path.endswith(".safetensors") and "/" not in path]
     weights = [path for path in weights if WEIGHTS.fullmatch(path)] or weights
@@ -37,7 +37,7 @@ def of_model(name: HubName, paths: Sequence[str]) -> dict[str, str]:
             f"{name}: found {others}, expected safetensors, the only weights that are downloaded;"
             " name another model, or a revision that has them (OWNER/NAME@REVISION)"
         )
-    beside = (path for path in paths if BESIDE_WEIGHTS.fullmatch(path) or CARD.fullmatch(path))
+    beside = (path for path in paths if _BESIDE_WEIGHTS.fullmatch(path) or CARD.fullmatch(path))
     return _local([*weights, *beside])
 
 

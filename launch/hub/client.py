@@ -21,12 +21,12 @@ from launch.hub.names import HubName
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-HUGGING_FACE = "https://huggingface.co"
+_HUGGING_FACE = "https://huggingface.co"
 ANSWER_S = 10.0  # for a connection, and for the beginning of an answer
 CHUNK_BYTES = 1 << 18  # that a cut may cost; with the library's 10 MiB a bad line never ends
 MOST_BYTES = 50 * 10**9  # of a file; larger ones come over Xet alone, which is not used
 COMMIT = re.compile(r"[0-9a-f]{40}")
-PORTS = {"https": 443, "http": 80}
+_PORTS = {"https": 443, "http": 80}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -67,10 +67,10 @@ class Listing:
 
 def endpoint() -> str:
     """The address of the hub: HF_ENDPOINT, or huggingface.co. Raises ConfigError."""
-    address = os.environ.get("HF_ENDPOINT") or HUGGING_FACE
+    address = os.environ.get("HF_ENDPOINT") or _HUGGING_FACE
     if not _origin(address)[1]:
         raise ConfigError(
-            f"HF_ENDPOINT={address}: expected the address of a hub, such as {HUGGING_FACE}; unset"
+            f"HF_ENDPOINT={address}: expected the address of a hub, such as {_HUGGING_FACE}; unset"
             " it, or mend it"
         )
     return address.rstrip("/")
@@ -136,7 +136,7 @@ def _origin(url: str) -> tuple[str, str, int]:
     """Scheme, host and port of an address; ("", "", 0) of another text."""
     try:
         parts = urlsplit(url)
-        return parts.scheme, parts.hostname or "", parts.port or PORTS[parts.scheme]
+        return parts.scheme, parts.hostname or "", parts.port or _PORTS[parts.scheme]
     except (ValueError, KeyError):
         return "", "", 0
 

@@ -19,7 +19,7 @@ from launch.hub.names import HubName
 from launch.schema.result import DOWNLOADED, Downloaded
 
 Say = Callable[[str], None]
-SPARE = 1.1  # disk space, as a multiple of the bytes to download
+_SPARE = 1.1  # disk space, as a multiple of the bytes to download
 POLL_S = 0.5
 
 
@@ -147,9 +147,9 @@ def _check_sizes(
         f"downloading {record}: {len(chosen)} file{'' if len(chosen) == 1 else 's'},"
         f" {size(num_bytes)}, {size(missing_bytes)} to go; {size(free_bytes)} free"
     )
-    if free_bytes < missing_bytes * SPARE:
+    if free_bytes < missing_bytes * _SPARE:
         raise ResourceError(
             f"{record.name}: {size(missing_bytes)} to download need"
-            f" {size(int(missing_bytes * SPARE))} (a tenth to spare), and {folder} has"
+            f" {size(int(missing_bytes * _SPARE))} (a tenth to spare), and {folder} has"
             f" {size(free_bytes)}; make room there, or set LOWMEM_ROOT to another disk"
         )

@@ -27,23 +27,23 @@ WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors|.+\.gguf
 TEXTS = re.compile(
     r"README\.md|(model\.safetensors\.index|lowmem|(generation_|adapter_|tokenizer_)?config)\.json"
 )
-BESIDE = re.compile(
+_BESIDE = re.compile(
     r"(tokenizer|special_tokens_map|added_tokens|vocab)\.json|chat_template\.jinja|Modelfile"
     r"|(tokenizer|spiece|sentencepiece\.bpe)\.model|(merges|vocab)\.txt"
 )
 # a path in our own texts; no address, and no "and/or"
-ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:[^\s/\"'`,;]+/)+([^\s/\"'`,;]+)")
+_ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:[^\s/\"'`,;]+/)+([^\s/\"'`,;]+)")
 OURS = ("README.md", "lowmem.json")
 # keys in which a library may write the folder that a model came from
-CAME_FROM = re.compile(r'(name_or_path": ")/[^"]*?([^"/]+)/?"')
+_CAME_FROM = re.compile(r'(name_or_path": ")/[^"]*?([^"/]+)/?"')
 ANSWER_S = 60.0  # for the answer to the bytes of a file, and to a commit
-LOGIN = (
+_LOGIN = (
     "make a token that may write at {}/settings/tokens, and type `hf auth login`, or set HF_TOKEN"
 )
 ANOTHER = "give a token that may write there, or the name of a repository of your own"
 REFUSALS = {  # status of an answer -> error, and what to do
     400: (ConfigError, "mend what it names"),
-    401: (ResourceError, f"the token is not known there: {LOGIN}"),
+    401: (ResourceError, f"the token is not known there: {_LOGIN}"),
     402: (ResourceError, "the account takes no more: make room in it"),
     403: (ResourceError, f"the token may not write there, or the account is full: {ANOTHER}"),
     404: (ConfigError, f"there is no such repository for this token: {ANOTHER}"),
@@ -63,9 +63,9 @@ def leaving(folder: Path, base: str, others: Mapping[str, str]) -> dict[str, Pat
     for path in sorted(folder.iterdir()):
         if TEXTS.fullmatch(path.name):
             text = _without_paths(path.read_text(encoding="utf-8"), names)
-            text = ABSOLUTE.sub(r"\1", text) if path.name in OURS else text
+            text = _ABSOLUTE.sub(r"\1", text) if path.name in OURS else text
             contents[path.name] = text.encode()
-        elif WEIGHTS.fullmatch(path.name) or BESIDE.fullmatch(path.name):
+        elif WEIGHTS.fullmatch(path.name) or _BESIDE.fullmatch(path.name):
             contents[path.name] = path
     if not any(map(WEIGHTS.fullmatch, contents)):
         raise ResourceError(f"{folder}: holds no weights, expected a finished export")
@@ -80,7 +80,7 @@ def _without_paths(text: str, names: Mapping[str, str]) -> str:
     roots = {Workspace.here().root, CODE, Path.cwd(), Path.home()} - {Path("/")}
     inside = "|".join(re.escape(str(root)) for root in sorted(roots, reverse=True))
     text = re.sub(rf"(?:{inside})(?![\w-])[^\s\"'`,;)]*", lambda path: Path(path[0]).name, text)
-    return CAME_FROM.sub(r'\1\2"', text)
+    return _CAME_FROM.sub(r'\1\2"', text)
 
 
 def check(name: HubName, is_public: bool) -> tuple[HfApi, ModelInfo | None]:
@@ -96,7 +96,7 @@ def check(name: HubName, is_public: bool) -> tuple[HfApi, ModelInfo | None]:
         raise ConfigError(f"{name}: HF_HUB_OFFLINE is set, which forbids uploads; unset it")
     if "authorization" not in map(str.lower, api.headers or {}):
         is_sent = client.may_get_token(endpoint())
-        fix = LOGIN.format(endpoint()) if is_sent else "set HF_ENDPOINT to an https address"
+        fix = _LOGIN.format(endpoint()) if is_sent else "set HF_ENDPOINT to an https address"
         raise ResourceError(f"{name}: found no token for {endpoint()}: {fix}")
     with _refusals(name):
         try:

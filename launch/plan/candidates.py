@@ -24,9 +24,9 @@ from launch.schema.recipe import Recipe
 from launch.schema.training_section import Precision
 
 # samples; the guides' 3x the training batch is a ceiling, and logits are the larger part of it
-MAX_EVAL_BATCH = 64
+_MAX_EVAL_BATCH = 64
 # cards of which every smaller number is tried; of more only their divisors
-MOST_OF_ANY_NUMBER = 4
+_MOST_OF_ANY_NUMBER = 4
 CANNOT_RUN = " cannot run: "  # words of a refusal whose cause is this machine, which can be changed
 
 
@@ -224,7 +224,7 @@ def _automatic(
         several = [together, "dual_gpu_gloo"]
     is_open = num_requested is None and nodes == 1
     for number in range(count, 0 if is_open else count - 1, -1):
-        if count <= MOST_OF_ANY_NUMBER or count % number == 0:
+        if count <= _MOST_OF_ANY_NUMBER or count % number == 0:
             for mode in several if number > 1 else ("single_gpu", *offloaded):
                 yield mode, number, count
 
@@ -393,7 +393,7 @@ def _more_saving_values(facts: Facts, candidate: Candidate, row: Lever) -> list[
 
 
 def _eval_batch(micro_batch: int) -> int:
-    return max(micro_batch, min(3 * micro_batch, MAX_EVAL_BATCH))
+    return max(micro_batch, min(3 * micro_batch, _MAX_EVAL_BATCH))
 
 
 def asked_precision(recipe: Recipe) -> Precision:

@@ -25,7 +25,7 @@ from launch.schema.plan import DataFormat, ModelFamily, ModelSize
 from launch.schema.recipe import Recipe
 
 # types whose positions are distances: rows may be longer than what their configs name
-RELATIVE_POSITIONS = ("t5", "mt5", "umt5", "longt5")
+_RELATIVE_POSITIONS = ("t5", "mt5", "umt5", "longt5")
 
 
 def model_size(
@@ -194,7 +194,7 @@ def tokenising_processes(recipe: Recipe, machine: Machine, installed: Installed)
 def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
     positions = config.get("n_positions") or config.get("max_position_embeddings")
     if (
-        config["model_type"] not in RELATIVE_POSITIONS
+        config["model_type"] not in _RELATIVE_POSITIONS
         and positions is not None
         and recipe.data.max_length > positions
     ):

@@ -25,15 +25,15 @@ from launch.schema.recipe import Recipe
 from launch.schema.training_section import LIGER_LOSSES, Precision
 
 FLASH, VARLEN = "flash_attention_2", "varlen_attn"
-FLASH_WIDEST = 256  # largest head_dim: flash_attn's README
-VARLEN_MULTIPLE = 8  # divisor of head_dim: mha_varlen_fwd in flash_attn/flash_api.cpp
+_FLASH_WIDEST = 256  # largest head_dim: flash_attn's README
+_VARLEN_MULTIPLE = 8  # divisor of head_dim: mha_varlen_fwd in flash_attn/flash_api.cpp
 # head_dim whose backward needs more shared memory than cards of these capabilities have:
 # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120 in sdp_utils.cpp
-WIDE_HEADS = range(193, 225)
-LITTLE_SHARED_MEMORY = ("8.6", "8.7", "8.8", "8.9", "12.")
-ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")  # keys of a config
-EAGER, ONLY_GPUS = "training.kernels: eager", "its kernels are for GPUs"
-WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForce RTX 30
+_WIDE_HEADS = range(193, 225)
+_LITTLE_SHARED_MEMORY = ("8.6", "8.7", "8.8", "8.9", "12.")
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")  # keys of a config
+EAGER, _ONLY_GPUS = "training.kernels: eager", "its kernels are for GPUs"
+_WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForce RTX 30
 
 
 # ---- decided
@@ -107,17 +107,17 @@ def no_varlen(
     if reason := _no_kernels(VARLEN, recipe, model, gpus, precision, is_asked):
         return reason
     width = _head_width(model.config)
-    key = next((key for key in ATTENTION_DROPOUT if key in model.config), "attention dropout")
+    key = next((key for key in _ATTENTION_DROPOUT if key in model.config), "attention dropout")
     dropout = model.config.get(key, model.family.forward.attention_dropout)
-    small = next((gpu for gpu in gpus if gpu.architecture.startswith(LITTLE_SHARED_MEMORY)), None)
+    small = next((gpu for gpu in gpus if gpu.architecture.startswith(_LITTLE_SHARED_MEMORY)), None)
     obstacles = (
         (dropout, f"{VARLEN} has no dropout, and the model's {key} is {dropout}"),
         (
-            width % VARLEN_MULTIPLE,
-            f"{VARLEN} takes heads of a multiple of {VARLEN_MULTIPLE}, these have {width}",
+            width % _VARLEN_MULTIPLE,
+            f"{VARLEN} takes heads of a multiple of {_VARLEN_MULTIPLE}, these have {width}",
         ),
         (
-            small and width in WIDE_HEADS,
+            small and width in _WIDE_HEADS,
             f"{VARLEN} has no backward for heads of {width} on {small and small.name}",
         ),
         (not is_asked and no_torch == "", f"whether torch has {VARLEN} there is not known"),
@@ -148,8 +148,8 @@ def _no_kernels(
             f"{name} computes in 16 bits only (training.bf16)",
         ),
         (
-            width > FLASH_WIDEST,
-            f"{name} takes heads of at most {FLASH_WIDEST}, these have {width}",
+            width > _FLASH_WIDEST,
+            f"{name} takes heads of at most {_FLASH_WIDEST}, these have {width}",
         ),
         (
             not is_asked and recipe.training.compiles,
@@ -211,7 +211,7 @@ def liger(
     if requested is None:
         return _open(no_liger(recipe, family, mode, gpus, no_package), began)
     if requested and not gpus:
-        raise ConfigError(f"training.use_liger_kernel: true, but {ONLY_GPUS}; leave it out")
+        raise ConfigError(f"training.use_liger_kernel: true, but {_ONLY_GPUS}; leave it out")
     if requested and no_package:
         raise ResourceError(f"training.use_liger_kernel: true, but {no_package}; or leave it out")
     return (requested,)
@@ -227,7 +227,7 @@ def no_liger(
     """The reason why a plan does not choose Liger's kernels by itself; None: it may."""
     lacking = _lacking(gpus, "varlen_attn")
     obstacles = (
-        (not gpus, ONLY_GPUS),
+        (not gpus, _ONLY_GPUS),
         (not family.liger, f"liger-kernel has no kernels for a {family.model_type}"),
         (recipe.training.kernels, EAGER),
         (recipe.training.compiles, "torch.compile fuses kernels itself"),
@@ -445,7 +445,7 @@ def _why_tf32(recipe: Recipe, chosen: Strategy, gpus: Sequence[Gpu]) -> str:
         return f"{lacking} has no TF32"
     peak = rates.card(gpus[0]).flops_per_s
     times = peak.get("tfloat32", peak["float32"]) / peak["float32"]
-    if times < WORTH_ROUNDING:
+    if times < _WORTH_ROUNDING:
         return "not asked for; this card's tensor cores compute it no faster than float32"
     return (
         f"not asked for; --training.tf32=true: products with 10 bits of mantissa, up to {times:.0f}"

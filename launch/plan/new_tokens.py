@@ -26,8 +26,8 @@ from launch.schema.plan import Change, ModelFamily
 from launch.schema.recipe import Recipe
 from launch.schema.result import NewTokens
 
-MOST_NAMED = 8  # tokens in a line of the plan
-NUM_BYTES = 256  # alphabet of a tokenizer that is trained on the data
+_MOST_NAMED = 8  # tokens in a line of the plan
+_NUM_BYTES = 256  # alphabet of a tokenizer that is trained on the data
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def with_tokens(
         config, parameters, family = model_config.read(
             recipe.model, new.size, root=FILES, cache=cache
         )
-    recipe, changes = with_trained_tokens(recipe, new, parameters, family)
+    recipe, changes = _with_trained_tokens(recipe, new, parameters, family)
     notes = tuple(_notes(new, rows))
     return ModelFacts(recipe, config, parameters, family, tuple(changes), notes)
 
@@ -89,7 +89,7 @@ def _check_trained_size(recipe: Recipe, rows: int) -> None:
         f"tokenizer.vocab_size {requested:,}" if requested else "its vocabulary",
     )
     names = {*map(json.loads, chat_templates.TRAINED_TAGS.split()), *recipe.tokenizer.add_tokens}
-    least = NUM_BYTES + len(names)
+    least = _NUM_BYTES + len(names)
     if size > rows:
         raise ConfigError(
             f"{key} is more than the {rows:,} tokens that model.shape {recipe.model.shape} has"
@@ -98,7 +98,7 @@ def _check_trained_size(recipe: Recipe, rows: int) -> None:
     if size < least:
         raise ConfigError(
             f"model.shape {recipe.model.shape}: {key} is too small for a trained tokenizer, which"
-            f" has {NUM_BYTES} bytes and {len(names)} special tokens; give at least {least}"
+            f" has {_NUM_BYTES} bytes and {len(names)} special tokens; give at least {least}"
         )
 
 
@@ -128,11 +128,11 @@ def _notes(tokens: NewTokens, rows: int) -> Iterator[str]:
 
 def _named(tokens: Mapping[str, int]) -> str:
     texts = [f"{token} ({number:,})" for token, number in tokens.items()]
-    num_further = len(texts) - MOST_NAMED
-    return ", ".join(texts[:MOST_NAMED]) + (f" and {num_further} more" if num_further > 0 else "")
+    num_further = len(texts) - _MOST_NAMED
+    return ", ".join(texts[:_MOST_NAMED]) + (f" and {num_further} more" if num_further > 0 else "")
 
 
-def with_trained_tokens(
+def _with_trained_tokens(
     recipe: Recipe, tokens: NewTokens, parameters: Shapes, family: ModelFamily
 ) -> tuple[Recipe, list[Change]]:
     """The recipe whose adapter trains the embeddings of added tokens too, unless

@@ -91,10 +91,10 @@ def refuse_hopeless(facts: Facts) -> None:
     if facts.recipe.launch.assume_fits:
         return
     contexts = [facts, *(relaxed for relaxed, _ in relaxed_contexts(facts))]
-    if all(is_hopeless(variant, with_step=False) for variant in contexts):
+    if all(_is_hopeless(variant, with_step=False) for variant in contexts):
         choose(replace(facts, traces=None))
     if facts.rows.counts is None and all(
-        is_hopeless(variant, with_step=True) for variant in contexts
+        _is_hopeless(variant, with_step=True) for variant in contexts
     ):
         choose(facts)
 
@@ -124,7 +124,7 @@ def relaxed_contexts(facts: Facts) -> Iterator[tuple[Facts, tuple[Change, ...]]]
         yield replace(relaxed, changes=(*facts.changes, *changes)), changes
 
 
-def is_hopeless(facts: Facts, with_step: bool = True) -> bool:
+def _is_hopeless(facts: Facts, with_step: bool = True) -> bool:
     """Return True if every candidate exceeds a budget by what it takes at least."""
     return all(each.misses for each in at_least(facts, with_step))
 

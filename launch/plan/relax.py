@@ -22,16 +22,16 @@ KEYS = frozenset(
     }
 )
 # optimizer -> the same one with states of 8 bits, then with such states in managed memory
-SMALLER_STATES = {
+_SMALLER_STATES = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), ("adamw_8bit", "paged_adamw_8bit")),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), ("paged_adamw_8bit",)),
     "paged_adamw_32bit": ("paged_adamw_8bit",),
     "lion_32bit": ("lion_8bit", "paged_lion_8bit"),
     **dict.fromkeys(("lion_8bit", "paged_lion_32bit"), ("paged_lion_8bit",)),
 }
-LEAST_R = 4
+_LEAST_R = 4
 LEAST_LENGTH = 64
-LENGTH_SHARES = (0.75, 0.5, 0.375, 0.25)
+_LENGTH_SHARES = (0.75, 0.5, 0.375, 0.25)
 REASON = "nothing else fits, and allow: says so; this changes the result"
 
 
@@ -59,7 +59,7 @@ def smaller_states(recipe: Recipe, mode: Mode | Literal["auto"]) -> Sequence[str
     """The recipe's optimizer with smaller states; none in a mode that refuses it."""
     if mode != "auto" and "optimizers of whole tensors" in LAUNCH_MODES[mode].refuses:
         return ()
-    return SMALLER_STATES.get(recipe.training.optim, ())
+    return _SMALLER_STATES.get(recipe.training.optim, ())
 
 
 def _lowered(
@@ -88,7 +88,7 @@ def _lowered(
     ):
         four_bit = QuantizationSection(load_in_4bit=True)
         yield lower({"quantization": four_bit}, ("quantization.load_in_4bit", "false", "true"))
-    while "lora.r" in recipe.allow and adapter and adapter.r >= 2 * LEAST_R:
+    while "lora.r" in recipe.allow and adapter and adapter.r >= 2 * _LEAST_R:
         rank, alpha = adapter.r // 2, max(adapter.lora_alpha // 2, 1)  # the same lora_alpha / r
         halved = LoraSection(**{**adapter.model_dump(), "r": rank, "lora_alpha": alpha})
         yield lower(
@@ -98,7 +98,7 @@ def _lowered(
         )
         adapter = halved
     max_length = recipe.data.max_length
-    for share in LENGTH_SHARES if "data.max_length" in recipe.allow else ():
+    for share in _LENGTH_SHARES if "data.max_length" in recipe.allow else ():
         shorter = int(max_length * share) // 8 * 8
         if shorter >= LEAST_LENGTH:
             data = recipe.data.model_copy(update={"max_length": shorter})

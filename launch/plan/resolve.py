@@ -47,14 +47,14 @@ from launch.schema.recipe import Recipe
 TOKENIZER_FILES = ("token*", "*.model", "vocab*")  # names in a folder; *.model: sentencepiece
 SAMPLE_FILES = ("data/sft_train_small_train.parquet", "data/sft_train_small_valid.parquet")
 Say = Callable[[str], None]
-NO_WISHES = Wishes()
+_NO_WISHES = Wishes()
 
 
 def resolve(
     recipe_name: str,
     overrides: Sequence[str],
     described: Machine | None = None,
-    wishes: Wishes = NO_WISHES,
+    wishes: Wishes = _NO_WISHES,
     leased: Leased = NOT_LEASED,
     say: Say = lambda line: None,
     trace: bool = True,
@@ -83,7 +83,7 @@ def read(
     recipe_name: str,
     overrides: Sequence[str],
     described: Machine | None = None,
-    wishes: Wishes = NO_WISHES,
+    wishes: Wishes = _NO_WISHES,
     leased: Leased = NOT_LEASED,
     say: Say = lambda line: None,
     test_link: bool = False,

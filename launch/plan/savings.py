@@ -14,7 +14,7 @@ from launch.schema.levers import ROWS, TRIED
 from launch.schema.machine import MIB
 from launch.schema.plan import Strategy
 
-SAID_BYTES = 64 * MIB  # least difference of host RAM that a line mentions
+_SAID_BYTES = 64 * MIB  # least difference of host RAM that a line mentions
 AT_TARGETS = ROWS["logits_at_targets"]
 
 
@@ -84,7 +84,7 @@ def _line(chosen: Judged, saved: int, other: Judged, way: str, names: Sequence[s
         f"{size(abs(saved))} {'less' if saved > 0 else 'more'}",
         f"{abs(slower):.0%} {'slower' if slower > 0 else 'faster'}",
     ]
-    if chosen.candidate.device == "cuda" and abs(on_host) >= SAID_BYTES:
+    if chosen.candidate.device == "cuda" and abs(on_host) >= _SAID_BYTES:
         parts.append(f"{size(abs(on_host))} {'less' if on_host > 0 else 'more'} host RAM")
     names = names or [_ways(each.candidate)[way] for each in (chosen, other)]
     return f"{' instead of '.join(names)}: {', '.join(parts)}"

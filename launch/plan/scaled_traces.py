@@ -19,12 +19,12 @@ from launch.schema.plan import ModelSize, Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.recorded_step import Operator, Parts
 
-TRACED_LENGTH = 512  # tokens of a row
-TRACED_ROWS = 2  # fewest rows: a single row is traced for itself
+_TRACED_LENGTH = 512  # tokens of a row
+_TRACED_ROWS = 2  # fewest rows: a single row is traced for itself
 
 
 class ScaledTraces(Traces):
-    """Traces of TRACED_LENGTH, and of its multiples in proportion."""
+    """Traces of _TRACED_LENGTH, and of its multiples in proportion."""
 
     def for_recipe(
         self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]
@@ -61,13 +61,13 @@ def _traced(question: Question) -> Question:
     depends = question.is_padded or question.documents or source != target
     if (
         depends
-        or source % TRACED_LENGTH
+        or source % _TRACED_LENGTH
         or not (question.fused_attention and question.architecture)
     ):
         return question
-    rows = max(question.strategy.per_device_train_batch_size, TRACED_ROWS)
+    rows = max(question.strategy.per_device_train_batch_size, _TRACED_ROWS)
     strategy: Strategy = replace(question.strategy, per_device_train_batch_size=rows)
-    return replace(question, strategy=strategy, lengths=(TRACED_LENGTH, TRACED_LENGTH))
+    return replace(question, strategy=strategy, lengths=(_TRACED_LENGTH, _TRACED_LENGTH))
 
 
 @dataclass(frozen=True)

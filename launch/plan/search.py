@@ -15,14 +15,14 @@ from launch.schema.levers import TRIED
 from launch.schema.machine import Machine
 from launch.schema.plan import Strategy as Candidate
 
-TABLE_ROWS = 10
-MOST_RANKED = 8
+_TABLE_ROWS = 10
+_MOST_RANKED = 8
 
 AS_FAST = 1.05  # smaller ratios of predicted seconds are no difference
 
 # Least share of a step with checkpointing that remains without it. The repeated forward pass takes
 # a third at most: where backward makes no gradients of weights, it takes as long as forward.
-NOT_RECOMPUTED = 2 / 3
+_NOT_RECOMPUTED = 2 / 3
 
 
 def _behind(loser: Judged, chosen: Judged) -> str:
@@ -62,7 +62,7 @@ def _may_be_faster(machine: Machine, num_processes: int, chosen: Judged) -> bool
         return True
     busy_s = chosen.time.compute_s + chosen.time.memory_s
     if chosen.candidate.levers.every_n_layers:
-        busy_s *= NOT_RECOMPUTED
+        busy_s *= _NOT_RECOMPUTED
     return busy_s * chosen.candidate.num_processes / num_processes < chosen.seconds
 
 
@@ -84,7 +84,7 @@ def fastest(
     Without predicted times their order decides. Of candidates that are about equally fast the first
     wins, which is nearest to the recipe; if any batch will do (wishes.free_batch), one without
     checkpointing and chunks."""
-    front = Front(facts, possible)
+    front = _Front(facts, possible)
     chosen = next(front.fitting(), None)
     looked_at = front.judged()
     if chosen is None:
@@ -106,7 +106,7 @@ class _Open:
 
 
 @dataclass
-class Front:
+class _Front:
     """The candidates that a search has come to. Each is judged by ever more: its price, its step, a
     replay of the allocator. Only the fastest is looked at more closely; one that does not fit is
     followed by those that save more memory by one lever's next value."""
@@ -281,13 +281,13 @@ def ranked(facts: Facts) -> list[Judged]:
     if facts.traces is None:
         return []
     with facts.asking():
-        fitting = list(islice(Front(facts, possible).fitting(), MOST_RANKED))
+        fitting = list(islice(_Front(facts, possible).fitting(), _MOST_RANKED))
     return sorted((each for each in fitting if each.time), key=lambda each: each.seconds)
 
 
 def table_order(judged: Sequence[tuple[Judged, str]]) -> list[tuple[Judged, str]]:
     """Put the chosen candidate first, then those that fit by time and the others by bytes; at most
-    TABLE_ROWS."""
+    _TABLE_ROWS."""
     ranked = sorted(
         judged,
         key=lambda pair: (
@@ -296,4 +296,4 @@ def table_order(judged: Sequence[tuple[Judged, str]]) -> list[tuple[Judged, str]
             pair[0].memory.device_bytes if pair[0].misses else pair[0].seconds,
         ),
     )
-    return ranked[:TABLE_ROWS]
+    return ranked[:_TABLE_ROWS]

@@ -20,7 +20,7 @@ from launch.schema.model_sections import LoraSection, QuantizationSection
 from launch.schema.recipe import Recipe
 
 MAX_WAYS = 3  # each may have to be traced
-TENTH = GIB // 10
+_TENTH = GIB // 10
 
 
 def does_not_fit_message(
@@ -86,8 +86,8 @@ def smaller_reserve(facts: Facts, judged: Sequence[Judged]) -> Iterator[str]:
     guarded = int((1 - (launch.host_stop_fraction or 1)) * machine.host_limit_bytes)
     on_host = [each for each in judged if each.memory.device_bytes <= each.budget_bytes]
     for loser in sorted(on_host, key=lambda each: each.excess)[:1]:
-        smaller = (reserve - _host_shortage(recipe, machine, loser)) // TENTH * TENTH
-        if not max(guarded, TENTH) <= smaller < reserve:
+        smaller = (reserve - _host_shortage(recipe, machine, loser)) // _TENTH * _TENTH
+        if not max(guarded, _TENTH) <= smaller < reserve:
             continue
         gib = round(smaller / GIB, 1)
         place = launch.model_copy(update={"host_reserve_gib": gib})

@@ -23,15 +23,15 @@ from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import ModelSection
 from launch.schema.plan import ModelFamily
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ENDS_BYTES = 1024  # of a file that is looked at
-HARMLESS_PRIVATE_KEYS = ("_name_or_path", "_attn_implementation")  # the second with any ending
+_HARMLESS_PRIVATE_KEYS = ("_name_or_path", "_attn_implementation")  # the second with any ending
 # private keys that save_pretrained() of transformers 5.23 writes itself, and the type of each
-SAVED_PRIVATE_KEYS = {"_remove_final_layer_norm": bool, "_sliding_window_pattern": int}
-MAX_LAYERS = 10_000  # the deepest models have some hundred
+_SAVED_PRIVATE_KEYS = {"_remove_final_layer_norm": bool, "_sliding_window_pattern": int}
+_MAX_LAYERS = 10_000  # the deepest models have some hundred
 LAYERS = re.compile(r"(^|_)(num|n)_(\w+_)?layers?$")
-OTHER_ELEMENTS = 1.02  # weights may hold tables that are no parameters, and lack tied copies
-QUANTIZATION = "quantization_config"  # key of a config.json
+_OTHER_ELEMENTS = 1.02  # weights may hold tables that are no parameters, and lack tied copies
+_QUANTIZATION = "quantization_config"  # key of a config.json
 
 
 def read(
@@ -53,7 +53,7 @@ def read(
     model_types.check(config, folder / "config.json")
     tensors = weight_files.tensors(folder)
     changes |= _asked_tie(model, config, str(folder))
-    config.pop(QUANTIZATION, None)  # the recipe has a section for it
+    config.pop(_QUANTIZATION, None)  # the recipe has a section for it
     if tensors is None:  # a config without weights: the model starts from random ones
         return config | changes, *_parts(config | changes, folder / "config.json", cache)
     expected, family = _parts(config, folder / "config.json", cache)
@@ -100,7 +100,7 @@ def _check_elements(
     stored = sum(math.prod(tensor.shape) for tensor in tensors.values())
     tied = sum(math.prod(expected[source]) for source in family.tied.values())
     needed = predict_parameters.total_elements(expected)
-    if not needed <= stored * OTHER_ELEMENTS or stored > (needed + tied) * OTHER_ELEMENTS:
+    if not needed <= stored * _OTHER_ELEMENTS or stored > (needed + tied) * _OTHER_ELEMENTS:
         raise ResourceError(
             f"{folder}: its weights have {stored:,} elements, the model of config.json has"
             f" {needed:,}; the two do not belong together: copy the model again"
@@ -268,13 +268,13 @@ def _is_object(file: Path) -> bool:
 def check_adapter(folder: Path) -> None:
     """Refuse a LoRA adapter without safetensors: peft would open a pickle in their place. Raises
     ResourceError."""
-    if (folder / ADAPTER_WEIGHTS).is_file():
-        weight_files.file_tensors(folder / ADAPTER_WEIGHTS)
+    if (folder / _ADAPTER_WEIGHTS).is_file():
+        weight_files.file_tensors(folder / _ADAPTER_WEIGHTS)
         return
     others = sorted(path.name for path in folder.glob("adapter_model.*"))
     weights = f"its weights are {others[0]}" if others else "it has no weights"
     raise ResourceError(
-        f"{folder}: {weights}; expected {ADAPTER_WEIGHTS}, for only safetensors are read"
+        f"{folder}: {weights}; expected {_ADAPTER_WEIGHTS}, for only safetensors are read"
     )
 
 
@@ -341,13 +341,13 @@ def _checked(config: Any, file: Path, error: type[LaunchError]) -> dict[str, Any
     if not isinstance(config, dict):
         raise error(f"{file}: holds {type(config).__name__}, not a mapping of keys to values")
     for key, value in config.items():
-        if LAYERS.search(str(key)) and isinstance(value, int) and value > MAX_LAYERS:
-            raise error(f"{file}: {key} is {value:,}, expected at most {MAX_LAYERS:,}; mend it")
+        if LAYERS.search(str(key)) and isinstance(value, int) and value > _MAX_LAYERS:
+            raise error(f"{file}: {key} is {value:,}, expected at most {_MAX_LAYERS:,}; mend it")
     if not isinstance(config.get("model_type"), str):
         raise error(f"{file}: has no model_type; add it, e.g. model_type: llama")
-    if QUANTIZATION in config and not _is_packed(config[QUANTIZATION]):
+    if _QUANTIZATION in config and not _is_packed(config[_QUANTIZATION]):
         raise error(
-            f"{file}: {QUANTIZATION}: of quantised weights, only linear ones of 4 bits that"
+            f"{file}: {_QUANTIZATION}: of quantised weights, only linear ones of 4 bits that"
             " bitsandbytes has packed can be trained, under LoRA; take the model in 16 or 32 bits"
         )
     _refuse_code(config, file, error)
@@ -375,8 +375,8 @@ def _refuse_code(config: Mapping[str, Any], file: Path, error: type[LaunchError]
                 " auto_map"
             )
         is_own = str(key).startswith("__") or str(key) in model_types.private_names()
-        if (is_own and not str(key).startswith(HARMLESS_PRIVATE_KEYS)) or (
-            type(value) is not SAVED_PRIVATE_KEYS.get(key, type(value))
+        if (is_own and not str(key).startswith(_HARMLESS_PRIVATE_KEYS)) or (
+            type(value) is not _SAVED_PRIVATE_KEYS.get(key, type(value))
         ):
             raise error(
                 f"{file}: the private key {key!r} would override transformers' own; remove it"
@@ -396,7 +396,7 @@ def unread_keys(config: Mapping[str, Any]) -> Iterator[str]:
     """The private keys of a config and of those inside it that no config of transformers reads:
     other programs leave them there."""
     for key, value in config.items():
-        is_read = key in SAVED_PRIVATE_KEYS or str(key).startswith(HARMLESS_PRIVATE_KEYS)
+        is_read = key in _SAVED_PRIVATE_KEYS or str(key).startswith(_HARMLESS_PRIVATE_KEYS)
         if str(key).startswith("_") and not is_read:
             yield str(key)
         if isinstance(value, Mapping):

@@ -26,7 +26,7 @@ from launch.predict.parameters import Shapes
 from launch.schema.plan import ForwardFacts, ModelFamily
 from launch.schema.result import ModelParts
 
-FORM = 5  # format of a stored ModelParts; raised with each new field
+_FORM = 5  # format of a stored ModelParts; raised with each new field
 
 COMMITTED = FILES / "configs" / "model_families.json"
 
@@ -80,7 +80,7 @@ def read(config: Mapping[str, Any], file: Path, cache: Path) -> tuple[Shapes, Mo
 
     Raises ConfigError for a config that transformers cannot build."""
     text = json.dumps(dict(config), sort_keys=True)
-    identity = f"{version('transformers')} {find_spec('bitsandbytes') is not None} {FORM} {text}"
+    identity = f"{version('transformers')} {find_spec('bitsandbytes') is not None} {_FORM} {text}"
     stored = cache / "model_parts" / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
     parts = files.read_or_none(stored, ModelParts)
     if parts is None:

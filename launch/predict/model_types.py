@@ -29,9 +29,9 @@ ENCODERS = frozenset(
 MAPPING = re.compile(
     r"^MODEL_FOR_(?:SEQ_TO_SEQ_)?CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)^\)", re.M | re.S
 )
-TYPE = re.compile(r'^\s*\("([^"]+)",', re.M)
+_TYPE = re.compile(r'^\s*\("([^"]+)",', re.M)
 # The files of transformers' PreTrainedConfig and its base classes, and the private names in them.
-CONFIG_FILES = (
+_CONFIG_FILES = (
     "configuration_utils.py",
     "modeling_rope_utils.py",
     "utils/hub.py",
@@ -69,14 +69,14 @@ def installed() -> frozenset[str]:
     """The types of language models, from the source of the installed transformers, which is not
     imported; empty if they are not found there."""
     mappings = MAPPING.findall(_source("models/auto/modeling_auto.py"))
-    return frozenset(name for mapping in mappings for name in TYPE.findall(mapping))
+    return frozenset(name for mapping in mappings for name in _TYPE.findall(mapping))
 
 
 @lru_cache
 def private_names() -> frozenset[str]:
     """The private names that a config of the installed transformers has itself: a key of that name
     would stand in the place of its own value or method."""
-    return frozenset(name for file in CONFIG_FILES for name in PRIVATE.findall(_source(file)))
+    return frozenset(name for file in _CONFIG_FILES for name in PRIVATE.findall(_source(file)))
 
 
 def _source(name: str) -> str:

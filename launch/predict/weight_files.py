@@ -18,20 +18,20 @@ from launch.base.errors import ResourceError
 from launch.predict.memory.stored_weights import TYPES, StoredWeights
 
 INDEX_NAME = "model.safetensors.index.json"
-MAX_CONFIG_BYTES = 10 << 20  # a config.json has kilobytes; the index of a 400B model about 200 KiB
-NUM_PARTS, PART_BYTES = 64, 1 << 16  # parts of a weight file that its fingerprint hashes
-MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
-OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf"}
-TRAINER_FILES = {
+_MAX_CONFIG_BYTES = 10 << 20  # a config.json has kilobytes; the index of a 400B model about 200 KiB
+_NUM_PARTS, _PART_BYTES = 64, 1 << 16  # parts of a weight file that its fingerprint hashes
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf"}
+_TRAINER_FILES = {
     "training_args.bin",
     "optimizer.pt",
     "optimizer.bin",
     "scheduler.pt",
     "scaler.pt",
 }  # and rng_state*.pth
-MAX_TENSORS = 500_000  # limit for a file; DeepSeek-V3 has 92,000 in all
-FLOATS = ("F64", "F32", "F16", "BF16")
-DTYPE_BITS = {
+_MAX_TENSORS = 500_000  # limit for a file; DeepSeek-V3 has 92,000 in all
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_DTYPE_BITS = {
     "BOOL": 8,
     "U8": 8,
     "I8": 8,
@@ -42,11 +42,11 @@ DTYPE_BITS = {
     "F16": 16,
     "BF16": 16,
 }
-DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}
+_DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}
 # part of the name of the tensor that describes a packed weight
 STATE = ".quant_state.bitsandbytes__"
-SCALES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # tensors beside it
-QUANT_TYPES, BLOCK_SIZE = ("nf4", "fp4"), 64  # values that a quantization section can have
+_SCALES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # tensors beside it
+_QUANT_TYPES, _BLOCK_SIZE = ("nf4", "fp4"), 64  # values that a quantization section can have
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def read_json(file: Path) -> Any:
     """The content of a file. Raises ResourceError for one that is too large, damaged or closed."""
     try:
         size = file.stat().st_size
-        if size > MAX_CONFIG_BYTES:
+        if size > _MAX_CONFIG_BYTES:
             raise ResourceError(
                 f"{file}: has {size:,} bytes, more than a config can have; copy the model again"
             )
@@ -109,12 +109,12 @@ def _unpacked(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         weight, _, part = name.rpartition(".")
         if name in states:
             model[name] = _packed_weight(name, tensor, states[name])
-        elif STATE in name or (weight in states and part in SCALES):
+        elif STATE in name or (weight in states and part in _SCALES):
             continue
-        elif name.endswith("weight") and tensor.dtype not in FLOATS:
+        elif name.endswith("weight") and tensor.dtype not in _FLOATS:
             raise ResourceError(
-                f"{tensor.file}: {name} is of type {tensor.dtype}, expected {', '.join(FLOATS)}, or"
-                " 4 bits as bitsandbytes packs them: other quantised weights cannot be trained;"
+                f"{tensor.file}: {name} is of type {tensor.dtype}, expected {', '.join(_FLOATS)},"
+                " or 4 bits as bitsandbytes packs them: other quantised weights cannot be trained;"
                 " take the model in 16 or 32 bits"
             )
         else:
@@ -141,11 +141,11 @@ def _packed_weight(name: str, tensor: Tensor, state: Tensor) -> Tensor:
         raise ResourceError(
             f"{state.file}: the state of {name} is damaged ({error}); copy it again"
         ) from error
-    if not is_whole or quant_type not in QUANT_TYPES or block_size != BLOCK_SIZE:
+    if not is_whole or quant_type not in _QUANT_TYPES or block_size != _BLOCK_SIZE:
         raise ResourceError(
             f"{state.file}: {name} has {tensor.end - tensor.start:,} bytes, for a shape of"
             f" {list(shape)} in blocks of {block_size} of {quant_type}; expected two weights a"
-            f" byte in blocks of {BLOCK_SIZE} of {' or '.join(QUANT_TYPES)}"
+            f" byte in blocks of {_BLOCK_SIZE} of {' or '.join(_QUANT_TYPES)}"
         )
     how = Packing(quant_type, described.get("nested_blocksize") is not None)
     return replace(tensor, shape=shape, packing=how)
@@ -167,8 +167,8 @@ def _stored(folder: Path) -> dict[str, Tensor] | None:
     other_files = [
         name
         for name in file_names
-        if Path(name).suffix in OTHER_WEIGHTS
-        and name not in TRAINER_FILES
+        if Path(name).suffix in _OTHER_WEIGHTS
+        and name not in _TRAINER_FILES
         and not name.startswith("rng_state")
     ]
     if other_files:
@@ -206,16 +206,16 @@ def stored_weights(folder: Path) -> StoredWeights | None:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """sha256 over each weight file's name, size and NUM_PARTS parts of its bytes: the weights of
+    """sha256 over each weight file's name, size and _NUM_PARTS parts of its bytes: the weights of
     another training differ in nearly every part, and a model of 14 GB is not read whole."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}\0".encode())
         with file.open("rb") as stream:
-            for number in range(NUM_PARTS):
-                stream.seek(number * max(size - PART_BYTES, 0) // (NUM_PARTS - 1))
-                digest.update(stream.read(PART_BYTES))
+            for number in range(_NUM_PARTS):
+                stream.seek(number * max(size - _PART_BYTES, 0) // (_NUM_PARTS - 1))
+                digest.update(stream.read(_PART_BYTES))
     return digest.hexdigest()
 
 
@@ -259,7 +259,7 @@ def _header(file: Path) -> dict[str, Tensor]:
                 f"{file}: is cut or no safetensors file: its header should have {length:,} bytes,"
                 f" the whole file has {size:,}; copy it again"
             )
-        if length > MAX_HEADER_BYTES:
+        if length > _MAX_HEADER_BYTES:
             raise ResourceError(
                 f"{file}: its header has {length:,} bytes; no safetensors file has that; copy it"
                 " again"
@@ -268,10 +268,10 @@ def _header(file: Path) -> dict[str, Tensor]:
     try:
         header = json.loads(raw)
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-        if len(entries) > MAX_TENSORS:
+        if len(entries) > _MAX_TENSORS:
             raise ResourceError(
                 f"{file}: its header names {len(entries):,} tensors, expected at most"
-                f" {MAX_TENSORS:,}; copy it again"
+                f" {_MAX_TENSORS:,}; copy it again"
             )
         tensors = {name: _tensor(entry, file, 8 + length) for name, entry in entries}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -296,7 +296,7 @@ def _tensor(entry: Mapping[str, Any], file: Path, data_start: int) -> Tensor:
     shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError(f"shape {shape}, offsets {start} to {end}")
-    bits = DTYPE_BITS.get(entry["dtype"])  # None: a newer type, whose size is taken from the file
+    bits = _DTYPE_BITS.get(entry["dtype"])  # None: a newer type, whose size is taken from the file
     if bits is not None and (end - start) * 8 != math.prod(shape) * bits:
         raise ValueError(f"{end - start} bytes for shape {shape} of {entry['dtype']}")
     return Tensor(shape, file, data_start + start, data_start + end, entry["dtype"])

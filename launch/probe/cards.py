@@ -18,15 +18,17 @@ FILE = FILES / "configs" / "cards.yaml"
 DTYPES = ("float32", "tfloat32", "bfloat16", "float16")
 
 # Words that name another card if they follow the parts of a row's name: a 3080 is no 3080 Ti.
-OTHER_CARDS = frozenset({"ti", "super", "xt", "xtx", "gre", "d", "ada", "nvl"})
+_OTHER_CARDS = frozenset({"ti", "super", "xt", "xtx", "gre", "d", "ada", "nvl"})
 # anywhere in a name: fewer units at lower clocks
-OTHER_CHIPS = frozenset({"laptop", "mobile", "max"})
+_OTHER_CHIPS = frozenset({"laptop", "mobile", "max"})
 # parts that a written name may have or leave out, in the order in which they are ignored
-MAKERS = frozenset({"nvidia", "amd", "geforce", "radeon", "instinct", "tesla", "gpu", "generation"})
-SERIES = frozenset({"rtx", "rx", "ai", "pro"})
-BUS = frozenset({"pcie"})
+_MAKERS = frozenset(
+    {"nvidia", "amd", "geforce", "radeon", "instinct", "tesla", "gpu", "generation"}
+)
+_SERIES = frozenset({"rtx", "rx", "ai", "pro"})
+_BUS = frozenset({"pcie"})
 MEMORY = re.compile(r"\b(\d+) ?(?:gb|gib|g)\b")
-NAMES_SHOWN = 4
+_NAMES_SHOWN = 4
 GEFORCE = re.compile(r"(GTX|RTX) \d{4}( Ti| SUPER| D)*")
 
 
@@ -145,8 +147,8 @@ def _is(row: Sequence[str], name: Sequence[str]) -> bool:
     spans = [
         start for start in range(len(name)) if tuple(name[start : start + len(row)]) == tuple(row)
     ]
-    return not (OTHER_CHIPS & {*name}) - {*row} and any(
-        not OTHER_CARDS & {*name[start + len(row) : start + len(row) + 1]} for start in spans
+    return not (_OTHER_CHIPS & {*name}) - {*row} and any(
+        not _OTHER_CARDS & {*name[start + len(row) : start + len(row) + 1]} for start in spans
     )
 
 
@@ -166,21 +168,23 @@ def by_words(text: str, where: str = "--gpu") -> Card:
     also = {parts(name): parts(other) for name, other in _content()["also"].items()}
     size = MEMORY.search(text.lower())
     spellings = [parts(text), parts(MEMORY.sub(" ", text.lower()))]
-    for ignored in (MAKERS, MAKERS | SERIES, MAKERS | SERIES | BUS):
+    for ignored in (_MAKERS, _MAKERS | _SERIES, _MAKERS | _SERIES | _BUS):
         for written in spellings:
             plain = tuple(part for part in written if part not in ignored)
             plain = also.get(plain, plain)
             joined = "".join(plain)  # RTX4090 as RTX 4090
-            rows = [row for row in table() if "".join(_without(row.parts, ignored - BUS)) == joined]
+            rows = [
+                row for row in table() if "".join(_without(row.parts, ignored - _BUS)) == joined
+            ]
             if size and not any(size[0].replace(" ", "") in row.parts for row in rows):
                 rows = [row for row in rows if row.gb == int(size[1])]
             if len(rows) == 1:
                 return rows[0]
             if rows:
                 raise _several(rows, text, where)
-    plain = _without(parts(text), MAKERS)
+    plain = _without(parts(text), _MAKERS)
     longer = [row for row in table() if plain and row.parts[: len(plain)] == plain]
-    if 1 < len(longer) <= NAMES_SHOWN:
+    if 1 < len(longer) <= _NAMES_SHOWN:
         raise _several(longer, text, where)
     raise ConfigError(
         f"{where}: {text}: no such card in configs/cards.yaml; {_nearest_names(text)}; a machine"
@@ -199,9 +203,9 @@ def _without(name: Sequence[str], ignored: frozenset[str]) -> tuple[str, ...]:
 
 def _nearest_names(text: str) -> str:
     """The names most like the text: those that share its longest part first."""
-    written = _without(parts(text), MAKERS)
+    written = _without(parts(text), _MAKERS)
     names = [row.full_name for row in table()]
-    alike = [row.full_name for row in table() if {*row.parts} & {*written} - SERIES - BUS]
-    near = nearest(" ".join(written), names, NAMES_SHOWN, cutoff=0.5)
-    shown = list(dict.fromkeys([*alike, *near]))[:NAMES_SHOWN]
+    alike = [row.full_name for row in table() if {*row.parts} & {*written} - _SERIES - _BUS]
+    near = nearest(" ".join(written), names, _NAMES_SHOWN, cutoff=0.5)
+    shown = list(dict.fromkeys([*alike, *near]))[:_NAMES_SHOWN]
     return f"nearest: {', '.join(shown)}" if shown else f"it has {', '.join(names[:12])}, ..."

@@ -21,18 +21,18 @@ from launch.schema.machine import GIB, Gpu, Machine, OptionalPackage
 LARGEST = 1 << 60  # no size in GiB is larger
 # assumed of a machine whose file leaves them out
 CPUS = 8
-DISK_GIB = 500.0
+_DISK_GIB = 500.0
 REASON = "described"
 ASSUMED = "assumed"
 # keys that may be left out, and the key of their reason
-REASONS = {
+_REASONS = {
     "host_available_gib": "host_available_reason",
     "cpu_count": "cpu_reason",
     "shm_gib": "shm_reason",
     "disk_free_gib": "disk_reason",
 }
 MAX_BYTES, MAX_DEPTH = 1 << 16, 20
-SHORT_KEYS = ("gpu", "ram_gib")  # keys of a file beside the fields of Machine
+_SHORT_KEYS = ("gpu", "ram_gib")  # keys of a file beside the fields of Machine
 
 
 def from_words(gpu: str, count: int, ram_gib: float) -> Machine:
@@ -78,7 +78,7 @@ def _machine(where: str, values: object) -> Machine:
     _check_mapping(where, values, "the file")
     assert isinstance(values, dict)
     values = {str(key): value for key, value in values.items()}
-    _check_keys(where, values, {*_fields(Machine), *SHORT_KEYS}, "")
+    _check_keys(where, values, {*_fields(Machine), *_SHORT_KEYS}, "")
     missing: list[str] = []
     parts = _cards(where, values, missing)
     facts = _facts(where, values, parts)
@@ -150,7 +150,7 @@ def _cards(where: str, values: Mapping[str, Any], missing: list[str]) -> list[di
 
 def _facts(where: str, values: Mapping[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
     """The values of the machine by key, without its cards, with assumptions."""
-    facts = {key: value for key, value in values.items() if key not in (*SHORT_KEYS, "gpus")}
+    facts = {key: value for key, value in values.items() if key not in (*_SHORT_KEYS, "gpus")}
     if "ram_gib" in values:
         if "host_limit_gib" in values:
             raise ConfigError(f"{where}: ram_gib and host_limit_gib are both given; expected one")
@@ -162,9 +162,9 @@ def _facts(where: str, values: Mapping[str, Any], parts: list[dict[str, Any]]) -
     return {
         "name": " + ".join(f"{count}x {name}" for name, count in counts.items()) or "no GPU",
         **{key: REASON for key in _fields(Machine) if key.endswith("_reason")},
-        **{reason: ASSUMED for key, reason in REASONS.items() if key not in facts},
+        **{reason: ASSUMED for key, reason in _REASONS.items() if key not in facts},
         "cpu_count": CPUS,
-        "disk_free_gib": DISK_GIB,
+        "disk_free_gib": _DISK_GIB,
         "host_available_gib": ram_gib,
         # tmpfs(5): half of the RAM
         "shm_gib": ram_gib / 2 if isinstance(ram_gib, int | float) else 0,

@@ -17,35 +17,35 @@ from launch.schema.machine import Gpu
 from launch.schema.result import Xid
 
 # Bits of NVML's reasons for lower clocks. Source: nvml.h, nvmlClocksEventReasons
-IDLE, POWER_CAP = 0x01, 0x04
-HOT = {0x40: "too hot (HW thermal slowdown)", 0x20: "too hot (SW thermal slowdown)"}
+IDLE, _POWER_CAP = 0x01, 0x04
+_HOT = {0x40: "too hot (HW thermal slowdown)", 0x20: "too hot (SW thermal slowdown)"}
 POWER = {
     0x80: "the power supply asks for less (HW power brake)",
-    POWER_CAP: "at its power limit (SW power cap), as under full load",
+    _POWER_CAP: "at its power limit (SW power cap), as under full load",
 }
-HEAT_OR_POWER = {0x08: "heat or power (HW slowdown)"}
+_HEAT_OR_POWER = {0x08: "heat or power (HW slowdown)"}
 # NVML's function in newer drivers, and in drivers before 535
-ASK_REASONS = (
+_ASK_REASONS = (
     "nvmlDeviceGetCurrentClocksEventReasons",
     "nvmlDeviceGetCurrentClocksThrottleReasons",
 )
 
 Bus = tuple[int, int]  # PCI domain and bus
-XID_LINE = re.compile(r"NVRM: Xid \(PCI:([\da-fA-F]+):([\da-fA-F]+):[\da-fA-F.]+\): (\d+)\b.*")
+_XID_LINE = re.compile(r"NVRM: Xid \(PCI:([\da-fA-F]+):([\da-fA-F]+):[\da-fA-F.]+\): (\d+)\b.*")
 # priority, number, microseconds since the start, flags; the message. Source: kernel docs,
 # Documentation/ABI/testing/dev-kmsg
-KERNEL_RECORD = re.compile(r"^\d+,\d+,(\d+),[^;\n]*;(.*)", re.MULTILINE)
+_KERNEL_RECORD = re.compile(r"^\d+,\d+,(\d+),[^;\n]*;(.*)", re.MULTILINE)
 RECORD_BYTES = 8192  # a shorter read fails for long records
 
 
 def slowdown(pynvml: Any, handle: Any) -> str:
     """The reason for which a card runs at lower clocks now, with its clock and temperature; "" if
     there is none, or the driver does not say."""
-    bits = next(filter(None, (_ask(pynvml, name, handle) for name in ASK_REASONS)), 0)
+    bits = next(filter(None, (_ask(pynvml, name, handle) for name in _ASK_REASONS)), 0)
     if bits & IDLE:  # some laptops have the cap beside it
-        bits &= ~POWER_CAP
-    causes = [text for bit, text in {**HOT, **POWER}.items() if bits & bit]
-    causes = causes or [text for bit, text in HEAT_OR_POWER.items() if bits & bit]
+        bits &= ~_POWER_CAP
+    causes = [text for bit, text in {**_HOT, **POWER}.items() if bits & bit]
+    causes = causes or [text for bit, text in _HEAT_OR_POWER.items() if bits & bit]
     if not causes:
         return ""
     facts = [", ".join(causes)]
@@ -149,8 +149,8 @@ def kernel_xids(log: Path, since_s: float, on_bus: Mapping[Bus, str]) -> list[Xi
     xids = []
     try:
         while text := _next_records(file):
-            for microseconds, message in KERNEL_RECORD.findall(text):
-                line = XID_LINE.search(message)
+            for microseconds, message in _KERNEL_RECORD.findall(text):
+                line = _XID_LINE.search(message)
                 if line is None or int(microseconds) < since_s * 1e6:
                     continue
                 if card := on_bus.get((int(line[1], 16), int(line[2], 16))):

@@ -13,13 +13,13 @@ from launch.base.text import size
 from launch.schema.machine import GIB
 
 # another folder than / that holds dev, proc and sys; scripts/lib/bootstrap.sh reads it too
-SYSTEM_ROOT = "LOWMEM_SYSTEM_ROOT"
-VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
-DISPLAY, ACCELERATOR = "0x03", "0x12"  # PCI classes; AMD's MI300 is of the second
-NVIDIA_FILES = ("nvidia[0-9]*", "nvidiactl", "nvhost-gpu", "nvgpu")  # the last two: Jetson
+_SYSTEM_ROOT = "LOWMEM_SYSTEM_ROOT"
+_VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
+_DISPLAY, _ACCELERATOR = "0x03", "0x12"  # PCI classes; AMD's MI300 is of the second
+_NVIDIA_FILES = ("nvidia[0-9]*", "nvidiactl", "nvhost-gpu", "nvgpu")  # the last two: Jetson
 # A BIOS gives the graphics of a Ryzen or an APU 0.5 to 4 GiB of the host's RAM as its own memory.
-BUILT_IN_BYTES = 4 * GIB
-PASSED_ON = "vfio-pci"  # the driver of a card that a virtual machine has
+_BUILT_IN_BYTES = 4 * GIB
+_PASSED_ON = "vfio-pci"  # the driver of a card that a virtual machine has
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Card:
 
 def system_root(environ: Mapping[str, str]) -> Path:
     """The folder that holds this machine's dev, proc and sys."""
-    return Path(environ.get(SYSTEM_ROOT) or "/")
+    return Path(environ.get(_SYSTEM_ROOT) or "/")
 
 
 def cards(root: Path, vendor: str) -> list[Card]:
@@ -45,12 +45,14 @@ def cards(root: Path, vendor: str) -> list[Card]:
     machine."""
     on_bus = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
-        kind, of = _read(device / "class"), VENDORS.get(_read(device / "vendor"))
-        if of != vendor or not kind.startswith((DISPLAY, ACCELERATOR) if of == "amd" else DISPLAY):
+        kind, of = _read(device / "class"), _VENDORS.get(_read(device / "vendor"))
+        if of != vendor or not kind.startswith(
+            (_DISPLAY, _ACCELERATOR) if of == "amd" else _DISPLAY
+        ):
             continue
         driver = (device / "driver").resolve().name if (device / "driver").exists() else ""
         size = _read(device / "mem_info_vram_total")
-        if driver != PASSED_ON:
+        if driver != _PASSED_ON:
             on_bus.append(Card(vendor, device.name, driver, int(size) if size.isdigit() else None))
     return on_bus
 
@@ -59,7 +61,7 @@ def nvidia(root: Path) -> list[str]:
     """Descriptions of every sign of an NVIDIA card."""
     files = [
         f"/dev/{path.name}"
-        for pattern in NVIDIA_FILES
+        for pattern in _NVIDIA_FILES
         for path in sorted(root.glob(f"dev/{pattern}"))
     ]
     return [*map(str, cards(root, "nvidia")), *files]
@@ -75,7 +77,7 @@ def amd(root: Path) -> tuple[list[str], list[str]]:
     for card in cards(root, "amd"):
         if card.vram_bytes is None:
             passed_over.append(f"{card}: the size of its memory is not known")
-        elif card.vram_bytes <= BUILT_IN_BYTES:
+        elif card.vram_bytes <= _BUILT_IN_BYTES:
             memory = f"{size(card.vram_bytes)} of memory of its own"
             passed_over.append(f"{card}: {memory}, as graphics built into a processor have")
         else:

@@ -18,15 +18,17 @@ from launch.probe import gpu_health, gpu_signs
 from launch.schema.machine import GIB, Gpu, Machine
 
 # graphics of a Ryzen or an APU, which rocm-smi lists beside the real card, are smaller
-MIN_VRAM_BYTES = 2 * GIB
-VENDOR_TOOL_TIMEOUT_S = 5.0
+_MIN_VRAM_BYTES = 2 * GIB
+_VENDOR_TOOL_TIMEOUT_S = 5.0
 
-ALL_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-HIDES = re.compile(r"\s*(-\d.*|NoDevFiles|none|void)?\s*")  # values that hide every card on purpose
+_ALL_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_HIDES = re.compile(
+    r"\s*(-\d.*|NoDevFiles|none|void)?\s*"
+)  # values that hide every card on purpose
 
 # Numbers of NVML's errors. Source: nvml.h, nvmlReturn_t
-NOT_SUPPORTED, LIBRARY_NOT_FOUND = 3, 12
-FIXES = {
+_NOT_SUPPORTED, _LIBRARY_NOT_FOUND = 3, 12
+_FIXES = {
     4: (
         "you may not open /dev/nvidia*: a Slurm job asks for cards with --gres=gpu:1; elsewhere see"
         " its owner and mode"
@@ -48,24 +50,24 @@ FIXES = {
         " restart the machine"
     ),
 }
-FIX = "see what nvidia-smi says, and restart the machine"
-UNIFIED = (
+_FIX = "see what nvidia-smi says, and restart the machine"
+_UNIFIED = (
     "it shares the host's RAM (unified memory, as GB10 and Jetson have), for which lowmem has no"
     " figures yet; fix: use a card with memory of its own"
 )
-SIZE_UNKNOWN = (
+_SIZE_UNKNOWN = (
     "fix: update ROCm (amd-smi of a newer one knows it), or set HIP_VISIBLE_DEVICES to other cards"
 )
-NO_LIBRARY_FIX = "install the NVIDIA driver; a container needs --gpus all"
-NO_LIBCUDA = "NVML lists cards, but libcuda.so.1, the driver's part that computes, is not here"
-COMPUTE_FIX = (
+_NO_LIBRARY_FIX = "install the NVIDIA driver; a container needs --gpus all"
+_NO_LIBCUDA = "NVML lists cards, but libcuda.so.1, the driver's part that computes, is not here"
+_COMPUTE_FIX = (
     "fix: a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere install the"
     " driver again"
 )
 
-Parsed = TypeVar("Parsed")
-Listed = list[tuple[str, Gpu]]  # (uuid, or "" when unknown; GPU) in the vendor's order
-ROCM_SMI_QUERY = (
+_Parsed = TypeVar("_Parsed")
+_Listed = list[tuple[str, Gpu]]  # (uuid, or "" when unknown; GPU) in the vendor's order
+_ROCM_SMI_QUERY = (
     "--showproductname",
     "--showmeminfo",
     "vram",
@@ -73,7 +75,7 @@ ROCM_SMI_QUERY = (
     "--showuniqueid",
     "--json",
 )
-AMD_SMI_QUERIES = (
+_AMD_SMI_QUERIES = (
     ("static", "--asic", "--driver", "--json"),
     ("metric", "--mem-usage", "--json"),
 )
@@ -124,7 +126,7 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
         if variable == "ROCR_VISIBLE_DEVICES" and variable in env:
             # The index is HIP's number from here on, which the command line will use
             listed = [(uuid, replace(gpu, index=index)) for index, (uuid, gpu) in enumerate(listed)]
-    small = [gpu for _, gpu in listed if gpu.total_bytes < MIN_VRAM_BYTES]
+    small = [gpu for _, gpu in listed if gpu.total_bytes < _MIN_VRAM_BYTES]
     for gpu in small:
         if gpu.total_bytes:
             notes.append(
@@ -134,11 +136,11 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
             notes.append(
                 f"GPU {gpu.index} ({gpu.name}): {gpu.reason} does not say how much memory it has"
             )
-            obstacles.append(f"{notes[-1]}; {SIZE_UNKNOWN}")
+            obstacles.append(f"{notes[-1]}; {_SIZE_UNKNOWN}")
     divided = [gpu for uuid, gpu in listed if uuid in nvidia.divided]
     for gpu in divided:
         notes.append(f"GPU {gpu.index} ({gpu.name}) is divided (MIG)")
-        obstacles.append(f"{notes[-1]}, which lowmem cannot plan for yet; {mig_fix(gpu.index)}")
+        obstacles.append(f"{notes[-1]}, which lowmem cannot plan for yet; {_mig_fix(gpu.index)}")
     usable = tuple(gpu for _, gpu in listed if gpu not in (*small, *divided))
     if not usable and not nvidia.listed:
         signs, passed_over = gpu_signs.amd(root)
@@ -148,7 +150,7 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
             for sign in signs
         ]
     is_hidden = any(
-        variable in env and HIDES.fullmatch(env[variable]) for variable in ALL_VARIABLES
+        variable in env and _HIDES.fullmatch(env[variable]) for variable in _ALL_VARIABLES
     )
     obstacle = "" if usable or is_hidden or not obstacles else obstacles[0]
     return Found(usable, "; ".join(notes), obstacle, nvidia.cuda_driver)
@@ -158,7 +160,7 @@ def _names_none(variable: str, value: str, count: int) -> str:
     """The obstacle of a variable that hides all cards without intent."""
     if "MIG-" in value:
         found_there = f"{variable}={value} names a part of a card (MIG)"
-        return f"{found_there}, which lowmem cannot plan for yet; {mig_fix('NUMBER')}"
+        return f"{found_there}, which lowmem cannot plan for yet; {_mig_fix('NUMBER')}"
     return (
         f"{variable}={value} leaves none of the {count} GPU(s) that are listed; fix: unset it, or"
         " name cards that"
@@ -166,7 +168,7 @@ def _names_none(variable: str, value: str, count: int) -> str:
     )
 
 
-def mig_fix(number: int | str) -> str:
+def _mig_fix(number: int | str) -> str:
     return (
         "fix: name undivided cards in CUDA_VISIBLE_DEVICES, by number or by GPU-..., or switch MIG"
         f" off (sudo nvidia-smi -i {number} -mig 0)"
@@ -176,19 +178,19 @@ def mig_fix(number: int | str) -> str:
 def _nvidia_signs(nvidia: _Nvidia, root: Path) -> list[str]:
     """The obstacle of NVIDIA cards that leave signs but are not listed."""
     signs = gpu_signs.nvidia(root)
-    fix = "install nvidia-ml-py" if "nvidia-ml-py" in nvidia.reason else NO_LIBRARY_FIX
+    fix = "install nvidia-ml-py" if "nvidia-ml-py" in nvidia.reason else _NO_LIBRARY_FIX
     obstacle = f"an NVIDIA card is here ({', '.join(signs)}) and cannot be asked ({nvidia.reason})"
     return [f"{obstacle}; fix: {fix}"] if signs else []
 
 
-def visible(listed: Listed, value: str) -> tuple[Listed, str]:
+def visible(listed: _Listed, value: str) -> tuple[_Listed, str]:
     """The GPUs that CUDA_VISIBLE_DEVICES or a variable of AMD names, in its order. Entries are
     indices or UUIDs, which may be abbreviated.
 
     The list ends at the first entry that is no GPU. Source: CUDA C++ Programming Guide, CUDA
     environment variables.
     """
-    chosen: Listed = []
+    chosen: _Listed = []
     for entry in (text.strip() for text in value.split(",")):
         if entry.isdigit():
             matches = listed[int(entry) : int(entry) + 1]
@@ -205,7 +207,7 @@ def visible(listed: Listed, value: str) -> tuple[Listed, str]:
 class _Nvidia:
     """The reply of NVML."""
 
-    listed: Listed
+    listed: _Listed
     reason: str
     obstacles: tuple[str, ...] = ()
     cuda_driver: str = ""
@@ -220,10 +222,10 @@ def _nvidia() -> _Nvidia:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:  # no driver, or one that does not fit its library
-        is_absent = _code(error) == LIBRARY_NOT_FOUND
+        is_absent = _code(error) == _LIBRARY_NOT_FOUND
         obstacles = () if is_absent else (_trouble("NVML cannot be asked", error),)
         return _Nvidia([], f"NVML: {error}", obstacles)
-    listed: Listed = []
+    listed: _Listed = []
     problems, obstacles, divided, cuda_driver = [], [], set[str](), ""
     try:
         driver = pynvml.nvmlSystemGetDriverVersion()
@@ -239,8 +241,8 @@ def _nvidia() -> _Nvidia:
                 # fallen off the bus, or not ours under Slurm: the other cards still work
                 problems.append(f"GPU {index}: {error}")
                 of = name if name == f"GPU {index}" else f"GPU {index} ({name})"
-                unified = f"{of}: NVML says Not Supported of its memory; {UNIFIED}"
-                is_unified = _code(error) == NOT_SUPPORTED
+                unified = f"{of}: NVML says Not Supported of its memory; {_UNIFIED}"
+                is_unified = _code(error) == _NOT_SUPPORTED
                 obstacles.append(unified if is_unified else _trouble(of, error))
                 continue
             sizes, capability = (int(memory.total), int(memory.free)), f"{major}.{minor}"
@@ -256,9 +258,9 @@ def _nvidia() -> _Nvidia:
         obstacles.append(_trouble("NVML cannot be asked", error))
     finally:
         pynvml.nvmlShutdown()
-    if cuda_driver == NO_LIBCUDA:
-        reason = "; ".join([f"NVML lists {len(listed)}", *problems, NO_LIBCUDA])
-        return _Nvidia([], reason, (f"{NO_LIBCUDA}; {COMPUTE_FIX}",))
+    if cuda_driver == _NO_LIBCUDA:
+        reason = "; ".join([f"NVML lists {len(listed)}", *problems, _NO_LIBCUDA])
+        return _Nvidia([], reason, (f"{_NO_LIBCUDA}; {_COMPUTE_FIX}",))
     reason = "; ".join([f"NVML lists {len(listed)}", *problems])
     return _Nvidia(listed, reason, tuple(obstacles), cuda_driver, frozenset(divided))
 
@@ -273,13 +275,13 @@ def _is_divided(pynvml: Any, handle: Any) -> bool:
 
 def _cuda_driver(pynvml: Any) -> str:
     """The newest CUDA that the driver's libcuda supports; "" if the driver does not report it,
-    NO_LIBCUDA if there is no libcuda."""
+    _NO_LIBCUDA if there is no libcuda."""
     # the user's nvidia-ml-py may be older
     ask = getattr(pynvml, "nvmlSystemGetCudaDriverVersion_v2", None)
     try:
         number = ask() if ask else None
     except pynvml.NVMLError as error:
-        return NO_LIBCUDA if _code(error) == LIBRARY_NOT_FOUND else ""
+        return _NO_LIBCUDA if _code(error) == _LIBRARY_NOT_FOUND else ""
     return f"{number // 1000}.{number % 1000 // 10}" if number is not None else ""
 
 
@@ -292,10 +294,10 @@ def _trouble(name: str, error: Exception) -> str:
     """The obstacle of an NVML error: its text and number, and the fix."""
     code = _code(error)
     number = "" if code is None else f" (NVML error {code})"
-    return f"{name}: {error}{number}; fix: {FIXES.get(code or 0, FIX)}"
+    return f"{name}: {error}{number}; fix: {_FIXES.get(code or 0, _FIX)}"
 
 
-def _amd(env: Mapping[str, str]) -> tuple[Listed, str]:
+def _amd(env: Mapping[str, str]) -> tuple[_Listed, str]:
     """The GPUs that the first of these lists: the amdsmi library, rocm-smi, amd-smi (newer ROCm has
     no rocm-smi)."""
     failures = []
@@ -307,7 +309,7 @@ def _amd(env: Mapping[str, str]) -> tuple[Listed, str]:
     return [], "; ".join(failures)
 
 
-def _amdsmi(env: Mapping[str, str]) -> tuple[Listed, str]:
+def _amdsmi(env: Mapping[str, str]) -> tuple[_Listed, str]:
     try:
         import amdsmi  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError:
@@ -342,17 +344,21 @@ def _amdsmi_gpu(amdsmi: Any, index: int, handle: object) -> tuple[str, Gpu]:
 
 
 def rocm_smi(
-    env: Mapping[str, str], timeout_s: float = VENDOR_TOOL_TIMEOUT_S
-) -> tuple[Listed, str]:
+    env: Mapping[str, str], timeout_s: float = _VENDOR_TOOL_TIMEOUT_S
+) -> tuple[_Listed, str]:
     """The GPUs that the rocm-smi on env's PATH lists. If it is missing, hangs or prints nonsense:
     no GPUs, and the reason."""
-    return _ask("rocm-smi", [ROCM_SMI_QUERY], env, timeout_s, parse_rocm_smi, lambda listed: listed)
+    return _ask(
+        "rocm-smi", [_ROCM_SMI_QUERY], env, timeout_s, parse_rocm_smi, lambda listed: listed
+    )
 
 
-def amd_smi(env: Mapping[str, str], timeout_s: float = VENDOR_TOOL_TIMEOUT_S) -> tuple[Listed, str]:
+def amd_smi(
+    env: Mapping[str, str], timeout_s: float = _VENDOR_TOOL_TIMEOUT_S
+) -> tuple[_Listed, str]:
     """The GPUs that the amd-smi on env's PATH lists. If it is missing, hangs or prints nonsense: no
     GPUs, and the reason."""
-    return _ask("amd-smi", AMD_SMI_QUERIES, env, timeout_s, _amd_smi_rows, _amd_smi_gpus)
+    return _ask("amd-smi", _AMD_SMI_QUERIES, env, timeout_s, _amd_smi_rows, _amd_smi_gpus)
 
 
 def _ask(
@@ -360,9 +366,9 @@ def _ask(
     queries: Sequence[Sequence[str]],
     env: Mapping[str, str],
     timeout_s: float,
-    parse: Callable[[str], Parsed],
-    combine: Callable[..., Listed],
-) -> tuple[Listed, str]:
+    parse: Callable[[str], _Parsed],
+    combine: Callable[..., _Listed],
+) -> tuple[_Listed, str]:
     """Run a tool once for each query, parse its outputs and combine them into a list of GPUs. If
     that fails: no GPUs, and the reason. `parse` raises ValueError for nonsense."""
     program = shutil.which(tool, path=env.get("PATH", ""))
@@ -402,7 +408,7 @@ def _ask(
     return listed, f"{program} lists {len(listed)}"
 
 
-def parse_rocm_smi(text: str) -> Listed:
+def parse_rocm_smi(text: str) -> _Listed:
     """The GPUs in the output of `rocm-smi --json`, as ROCm 3 to 7 spell it. Raises ValueError if it
     has no list."""
     # warnings are printed before it
@@ -415,7 +421,7 @@ def parse_rocm_smi(text: str) -> Listed:
         key: {name.lower(): str(value) for name, value in card.items()}
         for key, card in document.items()
     }
-    listed: Listed = []
+    listed: _Listed = []
     for key, card in spelled.items():
         if not (match := re.fullmatch(r"card(\d+)", key)):
             continue
@@ -446,8 +452,8 @@ def _amd_smi_rows(text: str) -> dict[int, Mapping[str, Any]]:
 
 def _amd_smi_gpus(
     static: Mapping[int, Mapping[str, Any]], metric: Mapping[int, Mapping[str, Any]]
-) -> Listed:
-    listed: Listed = []
+) -> _Listed:
+    listed: _Listed = []
     for index, row in static.items():
         asic, usage = _part(row, "asic"), _part(metric.get(index, {}), "mem_usage")
         total, used = (_part(usage, key).get("value") for key in ("total_vram", "used_vram"))

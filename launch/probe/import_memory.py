@@ -35,7 +35,7 @@ PACKAGES = (
 )
 ROLES = ("launcher", "agent", "prepare", "rank")
 CHILD_TIMEOUT_S = 120
-OLDEST_FLASH_ATTN = (2, 3, 3)  # the oldest version that transformers accepts
+_OLDEST_FLASH_ATTN = (2, 3, 3)  # the oldest version that transformers accepts
 
 
 def measured_or_assumed(cache: Path, device: Device) -> Imports:
@@ -81,8 +81,8 @@ def no_flash_attn(cache: Path) -> str | None:
     installed = packages.version("flash-attn")
     if not installed:
         return "the package flash_attn is not installed"
-    if numbers(installed)[:3] < OLDEST_FLASH_ATTN:
-        return f"flash_attn {installed} is older than {'.'.join(map(str, OLDEST_FLASH_ATTN))}"
+    if numbers(installed)[:3] < _OLDEST_FLASH_ATTN:
+        return f"flash_attn {installed} is older than {'.'.join(map(str, _OLDEST_FLASH_ATTN))}"
     identity = [installed, packages.version("torch"), sys.version, sys.prefix]
     file = _file(cache, "flash-attn-", identity)
     result = files.read_or_none(file, dict[str, str])

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 Env = Mapping[str, str]
 
-AS_IS: Env = {}
-NO_CUMEM_HOST: Env = {"NCCL_CUMEM_HOST_ENABLE": "0"}
-NO_P2P: Env = {"NCCL_P2P_DISABLE": "1"}
-NO_SHM: Env = {"NCCL_SHM_DISABLE": "1"}
-SOCKETS_ONLY: Env = {**NO_P2P, **NO_SHM}
-NO_P2P_NO_IB: Env = {**NO_P2P, "NCCL_IB_DISABLE": "1"}
+_AS_IS: Env = {}
+_NO_CUMEM_HOST: Env = {"NCCL_CUMEM_HOST_ENABLE": "0"}
+_NO_P2P: Env = {"NCCL_P2P_DISABLE": "1"}
+_NO_SHM: Env = {"NCCL_SHM_DISABLE": "1"}
+_SOCKETS_ONLY: Env = {**_NO_P2P, **_NO_SHM}
+NO_P2P_NO_IB: Env = {**_NO_P2P, "NCCL_IB_DISABLE": "1"}
 # tries with NCCL, the fastest first; Gloo and a single GPU come after them
-LADDER = (AS_IS, NO_CUMEM_HOST, NO_P2P, NO_SHM, SOCKETS_ONLY)
+LADDER = (_AS_IS, _NO_CUMEM_HOST, _NO_P2P, _NO_SHM, _SOCKETS_ONLY)
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffd]")
 SAID_CHARACTERS = 240
@@ -85,7 +85,7 @@ CAUSES = (
         "RTX 40xx cards on an old driver have neither P2P nor InfiniBand between them",
         "update the GPU driver to 550.40.07 or newer; until then both are switched off for your"
         " runs",
-        worth=(NO_P2P_NO_IB, {**NO_P2P_NO_IB, **NO_SHM}),
+        worth=(NO_P2P_NO_IB, {**NO_P2P_NO_IB, **_NO_SHM}),
     ),
     Cause(
         "shm_too_small",
@@ -97,7 +97,7 @@ CAUSES = (
         "/dev/shm is too small or full",
         "enlarge /dev/shm: docker run --shm-size=1g (or --ipc=host); elsewhere mount -o"
         " remount,size=1g /dev/shm",
-        worth=(NO_SHM, SOCKETS_ONLY),
+        worth=(_NO_SHM, _SOCKETS_ONLY),
     ),
     Cause(
         "cumem_host",
@@ -107,7 +107,7 @@ CAUSES = (
         " memory layouts)",
         "none needed while NCCL_CUMEM_HOST_ENABLE=0 works; in docker --cap-add SYS_NICE can mend"
         " the cause",
-        worth=(NO_CUMEM_HOST, NO_SHM, SOCKETS_ONLY),
+        worth=(_NO_CUMEM_HOST, _NO_SHM, _SOCKETS_ONLY),
     ),
     Cause(
         "p2p_refused",
@@ -118,7 +118,7 @@ CAUSES = (
         ),
         "the cards cannot read each other's memory",
         "none needed while NCCL_P2P_DISABLE=1 works; in docker --ipc=host can mend the cause",
-        worth=(NO_P2P, SOCKETS_ONLY),
+        worth=(_NO_P2P, _SOCKETS_ONLY),
     ),
     Cause(
         "wrong_sum",
@@ -126,7 +126,7 @@ CAUSES = (
         "the link loses data: sums over the cards are wrong",
         "switch off the IOMMU or PCIe ACS in the BIOS or with iommu=pt on the kernel's command"
         " line",
-        worth=(NO_P2P, SOCKETS_ONLY),
+        worth=(_NO_P2P, _SOCKETS_ONLY),
     ),
     Cause(
         "socket_interface",
@@ -155,7 +155,7 @@ CAUSES = (
         " or PCIe ACS",
         "switch off the IOMMU or PCIe ACS in the BIOS or with iommu=pt on the kernel's command"
         " line",
-        worth=(NO_P2P, SOCKETS_ONLY),
+        worth=(_NO_P2P, _SOCKETS_ONLY),
     ),
     Cause(
         "not_started",

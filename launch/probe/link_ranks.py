@@ -19,8 +19,8 @@ from launch.base import processes
 # the line that a rank prints when torch and its device are ready (training/children/link.py)
 READY = "link test: ready"
 POLL_S = 0.02
-LAST_WORDS_S = 0.5  # time for messages of the other ranks after the first has failed
-KILL_S = 5.0  # a process that still exists this long after SIGKILL is stuck in a driver
+_LAST_WORDS_S = 0.5  # time for messages of the other ranks after the first has failed
+_KILL_S = 5.0  # a process that still exists this long after SIGKILL is stuck in a driver
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _wait(
         if all(code == 0 for code in codes):
             return "done", start_s
         if any(codes) and not failed:
-            limit, failed = min(limit, now + LAST_WORDS_S), True
+            limit, failed = min(limit, now + _LAST_WORDS_S), True
         if now > limit or (failed and None not in codes):
             return "failed" if failed else "hang" if ready else "not_started", start_s
         if not ready:
@@ -125,7 +125,7 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> bool:
     for child in ranks:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
-    deadline = time.monotonic() + KILL_S
+    deadline = time.monotonic() + _KILL_S
     for child in ranks:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=max(0.0, deadline - time.monotonic()))

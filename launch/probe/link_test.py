@@ -29,20 +29,20 @@ from launch.probe.torch_build import numbers
 from launch.schema.machine import Link, LinkTry, Machine
 
 COLLECTIVE = (sys.executable, "-P", "-m", "training.children.link")
-CACHE_VERSION = 1  # raise it if the meaning of a try changes
-FAILURE_KEPT_S = 24 * 3600.0
-KEPT_RESULTS = 16
+_CACHE_VERSION = 1  # raise it if the meaning of a try changes
+_FAILURE_KEPT_S = 24 * 3600.0
+_KEPT_RESULTS = 16
 PACKAGES = ("torch", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 Backend = Literal["nccl", "gloo"]
 BACKENDS: tuple[Backend, ...] = ("nccl", "gloo")
-OBEYED = ("NCCL_", "RCCL_", "GLOO_")  # prefixes of variables by which a user chooses a transport
+_OBEYED = ("NCCL_", "RCCL_", "GLOO_")  # prefixes of variables by which a user chooses a transport
 # accelerate refuses these cards unless both are set, and its launcher sets them. Source:
 # check_cuda_p2p_ib_support
-RTX_40XX_DRIVER = (550, 40, 7)
+_RTX_40XX_DRIVER = (550, 40, 7)
 
 
 @dataclass(frozen=True)
-class CachedLink:
+class _CachedLink:
     """A result in the cache, with the facts for which it is valid."""
 
     time: float  # unix time
@@ -240,7 +240,7 @@ def _required(machine: Machine) -> Env:
     """The variables that accelerate requires for these cards with any backend."""
     for gpu in machine.gpus:
         driver = numbers(gpu.driver)
-        if gpu.vendor == "nvidia" and "RTX 40" in gpu.name and driver and driver < RTX_40XX_DRIVER:
+        if gpu.vendor == "nvidia" and "RTX 40" in gpu.name and driver and driver < _RTX_40XX_DRIVER:
             return link_causes.NO_P2P_NO_IB
     return {}
 
@@ -277,7 +277,7 @@ def _facts(
     # a plan has the cards in the order of their free memory
     cards = sorted(machine.gpus[:num_processes], key=lambda gpu: gpu.index)
     return {
-        "version": CACHE_VERSION,
+        "version": _CACHE_VERSION,
         "collective": list(collective),
         "device": device,
         "gpus": [[gpu.index, gpu.name, gpu.driver, gpu.architecture] for gpu in cards],
@@ -290,7 +290,7 @@ def _facts(
         "environment": {
             key: value
             for key, value in sorted(environ.items())
-            if key.startswith(OBEYED) and not key.startswith("NCCL_DEBUG")
+            if key.startswith(_OBEYED) and not key.startswith("NCCL_DEBUG")
         },
     }
 
@@ -307,11 +307,11 @@ def _key(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def _read_cache(path: Path, say: Callable[[str], None]) -> dict[str, CachedLink]:
+def _read_cache(path: Path, say: Callable[[str], None]) -> dict[str, _CachedLink]:
     """The results of earlier tests, oldest first. If the file cannot be used, a line says so and
     there are none."""
     try:
-        return TypeAdapter(dict[str, CachedLink]).validate_json(path.read_bytes())
+        return TypeAdapter(dict[str, _CachedLink]).validate_json(path.read_bytes())
     except FileNotFoundError:
         return {}
     except (ValueError, OSError) as error:
@@ -319,16 +319,16 @@ def _read_cache(path: Path, say: Callable[[str], None]) -> dict[str, CachedLink]
         return {}
 
 
-def _is_valid(cached: CachedLink) -> bool:
+def _is_valid(cached: _CachedLink) -> bool:
     """True for a working link, and for a failed search that is at most a day old."""
-    return cached.link.backend is not None or 0 <= time.time() - cached.time < FAILURE_KEPT_S
+    return cached.link.backend is not None or 0 <= time.time() - cached.time < _FAILURE_KEPT_S
 
 
 def _store(path: Path, facts: Mapping[str, Any], link: Link, say: Callable[[str], None]) -> None:
     entries = _read_cache(path, lambda line: None)
     entries.pop(_key(facts), None)
-    entries[_key(facts)] = CachedLink(time.time(), facts, link)
-    newest = list(entries.items())[-KEPT_RESULTS:]
+    entries[_key(facts)] = _CachedLink(time.time(), facts, link)
+    newest = list(entries.items())[-_KEPT_RESULTS:]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_json(path, {name: asdict(cached) for name, cached in newest})

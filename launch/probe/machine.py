@@ -25,17 +25,17 @@ GIB = 1 << 30
 # v1 writes "no limit" as LONG_MAX rounded down to a page, which depends on the page size
 UNLIMITED = 1 << 60
 # sbatch(1): megabytes
-SLURM_UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-OVERCOMMIT = "/proc/sys/vm/overcommit_memory"
-CAP_FILES = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
+_SLURM_UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_OVERCOMMIT = "/proc/sys/vm/overcommit_memory"
+_CAP_FILES = {1: ("memory.limit_in_bytes",), 2: ("memory.max", "memory.high")}
 # Memory that cannot be dropped under pressure, which excludes page cache. Source: kernel docs,
 # cgroup-v2.rst and cgroup-v1/memory.rst
-UNRECLAIMABLE = {
+_UNRECLAIMABLE = {
     1: ("total_rss", "total_shmem"),
     2: ("anon", "shmem", "slab_unreclaimable", "kernel_stack", "pagetables", "sock"),
 }
 
-Cap = tuple[int, str]  # bytes, and their source
+_Cap = tuple[int, str]  # bytes, and their source
 
 
 def machine(
@@ -109,7 +109,7 @@ def describe(machine: Machine) -> list[str]:
 # ---------------------------------------------------------------------------
 
 
-def host_limits(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> list[Cap]:
+def host_limits(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> list[_Cap]:
     """Every limit of this process's host memory: MemTotal, the cgroup chain, Slurm and the rlimits.
     The smallest limit applies."""
     caps = [(_meminfo(root)["MemTotal"], "MemTotal in /proc/meminfo")]
@@ -120,7 +120,7 @@ def host_limits(root: Path = Path("/"), env: Mapping[str, str] | None = None) ->
 
 def host_available(
     root: Path = Path("/"), env: Mapping[str, str] | None = None, own_bytes: int = 0
-) -> Cap:
+) -> _Cap:
     """The bytes that a run can still use now, and the limit that applies. Page cache counts as
     free, and so do `own_bytes` of those in use."""
     memory = _meminfo(root)
@@ -128,7 +128,7 @@ def host_available(
     free = [(available, f"MemAvailable in /proc/meminfo = {size(available)}")]
     for cap, version, folder, name in _cgroup_caps(root):
         use = _counters(root, f"{folder}/memory.stat")
-        used = max(sum(use.get(key, 0) for key in UNRECLAIMABLE[version]) - own_bytes, 0)
+        used = max(sum(use.get(key, 0) for key in _UNRECLAIMABLE[version]) - own_bytes, 0)
         use_text = (
             f"{size(used)} in use that cannot be reclaimed"
             if use
@@ -137,16 +137,16 @@ def host_available(
         free.append((max(0, cap - used), f"{folder}/{name} = {size(cap)} less {use_text}"))
     caps = [*_slurm_caps(os.environ if env is None else env), *_rlimit_caps()]
     free += [(cap, f"{where} = {size(cap)}") for cap, where in caps]
-    if _read(root, OVERCOMMIT) == "2":
+    if _read(root, _OVERCOMMIT) == "2":
         promised = max(memory["CommitLimit"] - memory["Committed_AS"], 0)
         free.append((promised, f"CommitLimit less Committed_AS = {size(promised)}"))
     return min(free, key=_size)
 
 
-def largest_mapping(root: Path = Path("/")) -> Cap | None:
+def largest_mapping(root: Path = Path("/")) -> _Cap | None:
     """The largest file that a process can map as its own; None: of any size. Source: kernel docs,
     overcommit-accounting.rst (mode 0 refuses one mapping above RAM and swap)."""
-    if _read(root, OVERCOMMIT) != "0":
+    if _read(root, _OVERCOMMIT) != "0":
         return None
     memory = _meminfo(root)
     most = memory["MemTotal"] + memory.get("SwapTotal", 0)
@@ -173,7 +173,7 @@ def _own_bytes() -> int:
 def _mappings_count(root: Path) -> str:
     """The limits that count mapped files as memory that was asked for; "": none."""
     limits = [where for _, where in _rlimit_caps()]
-    if _read(root, OVERCOMMIT) == "2":
+    if _read(root, _OVERCOMMIT) == "2":
         limits.append("vm.overcommit_memory = 2")
     return " and ".join(limits)
 
@@ -250,13 +250,13 @@ def _cgroups(root: Path, controller: str) -> list[tuple[int, str]]:
 def _cgroup_caps(root: Path) -> Iterator[tuple[int, int, str, str]]:
     """Yield (bytes, cgroup version, folder, file) for each memory limit on the chain."""
     for version, folder in _cgroups(root, "memory"):
-        for name in CAP_FILES[version]:
+        for name in _CAP_FILES[version]:
             text = _read(root, f"{folder}/{name}") or "max"
             if text.isdigit() and int(text) < UNLIMITED:
                 yield int(text), version, folder, name
 
 
-def _slurm_caps(env: Mapping[str, str]) -> Iterator[Cap]:
+def _slurm_caps(env: Mapping[str, str]) -> Iterator[_Cap]:
     """Yield Slurm's memory limits for this node, which it may enforce by the sum of RSS without a
     cgroup. 0 is no limit."""
     if node := _slurm_bytes(env, "SLURM_MEM_PER_NODE"):
@@ -276,7 +276,7 @@ def _slurm_bytes(env: Mapping[str, str], variable: str) -> int:
             f'{variable}="{env[variable]}" is not a size; expected a number of MB, or one with K,'
             " M, G or T"
         )
-    return int(match[1]) * SLURM_UNITS[match[2]]
+    return int(match[1]) * _SLURM_UNITS[match[2]]
 
 
 def _slurm_count(env: Mapping[str, str], variable: str) -> int:
@@ -286,7 +286,7 @@ def _slurm_count(env: Mapping[str, str], variable: str) -> int:
     return int(text)
 
 
-def _rlimit_caps() -> list[Cap]:
+def _rlimit_caps() -> list[_Cap]:
     soft = {
         name: resource.getrlimit(getattr(resource, name))[0]
         for name in ("RLIMIT_AS", "RLIMIT_DATA")
@@ -306,7 +306,7 @@ def _meminfo(root: Path) -> dict[str, int]:
     return sizes
 
 
-def _shm(root: Path) -> Cap:
+def _shm(root: Path) -> _Cap:
     try:
         stat = os.statvfs(root / "dev/shm")
     except OSError as error:
@@ -314,7 +314,7 @@ def _shm(root: Path) -> Cap:
     return stat.f_blocks * stat.f_frsize, "size of /dev/shm"
 
 
-def _disk(run_dir: Path) -> Cap:
+def _disk(run_dir: Path) -> _Cap:
     absolute = run_dir.absolute()
     folder = next(path for path in (absolute, *absolute.parents) if path.exists())
     return files.free_bytes(folder), f"free to this user at {folder}"
@@ -339,5 +339,5 @@ def _unescaped(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def _size(cap: Cap) -> int:
+def _size(cap: _Cap) -> int:
     return cap[0]

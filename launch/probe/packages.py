@@ -23,13 +23,13 @@ from launch.schema.training_section import Tracker
 # CVE-2026-4372, -1839)
 OLDEST = {"torch": (2, 11), "transformers": (5, 17)}
 # version of transformers; before it, all layers or none are checkpointed
-WITH_EVERY_N_LAYERS = (5, 23)
-WITHOUT_NO_RUN = (0, 8)  # version of swanlab; before it, get_run() is None where there is no run
-PIP_NAMES = {"swanlab": "swanlab<0.8"}
+_WITH_EVERY_N_LAYERS = (5, 23)
+_WITHOUT_NO_RUN = (0, 8)  # version of swanlab; before it, get_run() is None where there is no run
+_PIP_NAMES = {"swanlab": "swanlab<0.8"}
 # variables that make transformers' callbacks send weights
 UPLOADS = ("WANDB_LOG_MODEL", "HF_MLFLOW_LOG_ARTIFACTS", "SWANLAB_LOG_MODEL")
 # version of torch; before it, no grouped heads, and in 2.10 no scale or window
-WITH_VARLEN_ATTN = (2, 12)
+_WITH_VARLEN_ATTN = (2, 12)
 
 
 def refuse_old() -> None:
@@ -77,12 +77,12 @@ def no_liger(environ: Mapping[str, str]) -> str | None:
 
 def no_every_n_layers() -> str | None:
     """The reason why transformers cannot checkpoint only every n-th layer here; None if it can."""
-    return _older_than("transformers", WITH_EVERY_N_LAYERS, "checkpoints all layers or none")
+    return _older_than("transformers", _WITH_EVERY_N_LAYERS, "checkpoints all layers or none")
 
 
 def no_varlen_attn() -> str | None:
     """The reason why torch's varlen_attn cannot compute attention here; None if it can."""
-    return _older_than("torch", WITH_VARLEN_ATTN, "has no varlen_attn with grouped heads")
+    return _older_than("torch", _WITH_VARLEN_ATTN, "has no varlen_attn with grouped heads")
 
 
 def _older_than(package: str, least: tuple[int, int], lack: str) -> str | None:
@@ -92,7 +92,7 @@ def _older_than(package: str, least: tuple[int, int], lack: str) -> str | None:
     return f"{package} {installed} {lack}, as all before {'.'.join(map(str, least))}"
 
 
-def pip_install(requirement: str) -> str:
+def _pip_install(requirement: str) -> str:
     """The line that installs a package for the Python that runs this."""
     return f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(requirement)}"
 
@@ -105,7 +105,8 @@ def refuse_missing(recipe: Recipe) -> None:
     }.items():
         if key and find_spec(package) is None:
             raise ResourceError(
-                f"{key} needs the package {package}, which is not installed; {pip_install(package)}"
+                f"{key} needs the package {package}, which is not installed;"
+                f" {_pip_install(package)}"
             )
     for tracker in recipe.training.report_to:
         _refuse_tracker(tracker, recipe.launch.pass_env)
@@ -116,12 +117,12 @@ def _refuse_tracker(tracker: Tracker, pass_env: Sequence[str]) -> None:
     key = f"training.report_to: {tracker}"
     if find_spec(tracker) is None:
         raise ResourceError(
-            f"{key} is not installed; {pip_install(PIP_NAMES.get(tracker, tracker))}"
+            f"{key} is not installed; {_pip_install(_PIP_NAMES.get(tracker, tracker))}"
         )
-    if tracker == "swanlab" and numbers(installed := version(tracker))[:2] >= WITHOUT_NO_RUN:
+    if tracker == "swanlab" and numbers(installed := version(tracker))[:2] >= _WITHOUT_NO_RUN:
         raise ResourceError(
             f"{key} {installed} does not work with the callback of transformers;"
-            f" {pip_install(PIP_NAMES[tracker])}"
+            f" {_pip_install(_PIP_NAMES[tracker])}"
         )
     for name in UPLOADS:
         if name in pass_env:

@@ -33,7 +33,7 @@ LIBRARY = Path("lib", "libtorch_python.so")
 NAMES = re.compile(
     rb"\0((?:(?:sm|compute)_\d+[af]?|gfx[0-9a-f]+)(?: (?:(?:sm|compute)_\d+[af]?|gfx[0-9a-f]+))*)\0"
 )
-JETSON = ((5, 3), (6, 2), (7, 2), (8, 7), (10, 1))
+_JETSON = ((5, 3), (6, 2), (7, 2), (8, 7), (10, 1))
 
 # A value of LOWMEM_TORCH -> the architectures of torch 2.13's build, by platform.machine(). Source:
 # torch 2.13's torch/cuda/__init__.py, PYTORCH_RELEASES_CODE_CC; those of cu130 on x86_64 measured
@@ -48,15 +48,15 @@ CUDA_BUILDS: dict[str, dict[str, str]] = {
         "aarch64": "sm_80 sm_90",
     },
 }
-OLDEST_DRIVER = {13: "580", 12: "525"}  # CUDA's major version -> its oldest driver
+_OLDEST_DRIVER = {13: "580", 12: "525"}  # CUDA's major version -> its oldest driver
 # The gfx names of torch 2.13's rocm7.2 build. Source: pytorch release/2.13,
 # .ci/docker/manywheel/build.sh
 ROCM_BUILD = (
     "gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1103 gfx1150"
     " gfx1151 gfx1200 gfx1201"
 )
-OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"  # ROCm's: a card runs as another of its generation
-CAUSE = "torch {version} cannot use {card}: {why}; fix: {fix}"
+_OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"  # ROCm's: a card runs as another of its generation
+_CAUSE = "torch {version} cannot use {card}: {why}; fix: {fix}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def serves(architectures: Sequence[str], gpu: Gpu, compiles_ptx: bool = True) ->
             continue
         code = int(parts[2]), int(parts[3])
         is_same = card == code or {card, code} == {(10, 1), (11, 0)}
-        is_compatible = parts[1] == "sm" and parts[4] != "a" and card not in JETSON
+        is_compatible = parts[1] == "sm" and parts[4] != "a" and card not in _JETSON
         is_ptx = parts[1] == "compute" and not parts[4] and compiles_ptx
         if (
             is_same
@@ -157,7 +157,7 @@ def refusal(
         )
         if why:
             card = f"{gpu.name} (GPU {gpu.index}, {gpu.architecture or 'architecture unknown'})"
-            return CAUSE.format(
+            return _CAUSE.format(
                 version=build.version, card=card, why=why, fix=_fix(build, gpus, gpu, cuda_driver)
             )
     return ""
@@ -174,7 +174,9 @@ def _nvidia_trouble(build: TorchBuild, gpu: Gpu, cuda_driver: str) -> str:
         return f"it is a build for {'AMD cards' if build.hip else 'CPUs'}"
     built, driver = numbers(build.cuda), numbers(cuda_driver)
     if driver and built[:1] > driver[:1]:
-        driver_note = f" ({OLDEST_DRIVER[built[0]]} or newer)" if built[0] in OLDEST_DRIVER else ""
+        driver_note = (
+            f" ({_OLDEST_DRIVER[built[0]]} or newer)" if built[0] in _OLDEST_DRIVER else ""
+        )
         return (
             f"driver {gpu.driver} serves CUDA up to {cuda_driver}, this build needs"
             f" {built[0]}.x{driver_note}"
@@ -188,7 +190,7 @@ def _nvidia_trouble(build: TorchBuild, gpu: Gpu, cuda_driver: str) -> str:
 def _amd_trouble(build: TorchBuild, gpu: Gpu, environ: Mapping[str, str]) -> str:
     if not build.hip:
         return f"it is a build for {'NVIDIA cards' if build.cuda else 'CPUs'}"
-    if build.architectures and not serves(build.architectures, gpu) and not environ.get(OVERRIDE):
+    if build.architectures and not serves(build.architectures, gpu) and not environ.get(_OVERRIDE):
         return f"it has kernels for {' '.join(build.architectures)}"
     return ""
 
@@ -197,21 +199,21 @@ def _fix(build: TorchBuild, gpus: Sequence[Gpu], gpu: Gpu, cuda_driver: str) -> 
     """The line that installs the right build. If no build supports the card, other advice."""
     name = best(gpus, cuda_driver)
     if name and name != installed_name(build):
-        return install_line(name, build)
+        return _install_line(name, build)
     if gpu.vendor == "amd":
         return (
             "no published build has kernels for it; if you know that those of a relative run on"
-            f" it, set {OVERRIDE} (10.3.0 is gfx1030); or train on the CPU: --launch.mode=cpu"
+            f" it, set {_OVERRIDE} (10.3.0 is gfx1030); or train on the CPU: --launch.mode=cpu"
         )
     if len(gpus) > 1 and best([gpu], cuda_driver):
         return (
             "no one build serves all of these cards; leave some out with CUDA_VISIBLE_DEVICES, and"
-            f" for {gpu.name} alone: {install_line(best([gpu], cuda_driver), build)}"
+            f" for {gpu.name} alone: {_install_line(best([gpu], cuda_driver), build)}"
         )
     newer = best(gpus, "")
     if newer and numbers(cuda_driver):
-        driver = OLDEST_DRIVER[numbers(_cuda_of(newer))[0]]
-        return f"update the NVIDIA driver to {driver} or newer, then {install_line(newer, build)}"
+        driver = _OLDEST_DRIVER[numbers(_cuda_of(newer))[0]]
+        return f"update the NVIDIA driver to {driver} or newer, then {_install_line(newer, build)}"
     return "no build of torch 2.13 has kernels for it; train on the CPU: --launch.mode=cpu"
 
 
@@ -237,7 +239,7 @@ def installed_name(build: TorchBuild) -> str:
     return f"cu{build.cuda.replace('.', '')}" if build.cuda else "cpu"
 
 
-def install_line(name: str, build: TorchBuild) -> str:
+def _install_line(name: str, build: TorchBuild) -> str:
     """A line to paste that replaces this build with another build, in .venv or in the user's own
     Python."""
     if is_own_venv():

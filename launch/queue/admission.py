@@ -20,7 +20,7 @@ from launch.schema.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Shortage:
+class _Shortage:
     """Memory or disk space that is too little for a start."""
 
     of: str
@@ -187,7 +187,7 @@ def _sizes(lease: Lease) -> str:
     return ", ".join(parts)
 
 
-def shortage(needs: Needs, supply: Supply, ended: Collection[int] = ()) -> Shortage | None:
+def shortage(needs: Needs, supply: Supply, ended: Collection[int] = ()) -> _Shortage | None:
     """The first memory that is too little for a start; None if all is there. `ended`: numbers of
     leases that are imagined to have ended."""
     live = [lease for lease in supply.leases if lease.number not in ended]
@@ -197,11 +197,11 @@ def shortage(needs: Needs, supply: Supply, ended: Collection[int] = ()) -> Short
         leased = sum(total(lease).host_bytes for lease in live)
         host_bytes = min(host_bytes, needs.host_limit_bytes - leased)
     if needs.host_bytes > host_bytes:
-        return Shortage("host RAM", needs.host_bytes, host_bytes)
+        return _Shortage("host RAM", needs.host_bytes, host_bytes)
     free = sorted(_cards(needs, supply, live, gone).values(), reverse=True)
     card_bytes = free[needs.num_cards - 1] if 0 < needs.num_cards <= len(free) else 0
     if needs.num_cards and card_bytes < needs.card_bytes:
-        return Shortage(f"VRAM on {needs.num_cards} card(s)", needs.card_bytes, card_bytes)
+        return _Shortage(f"VRAM on {needs.num_cards} card(s)", needs.card_bytes, card_bytes)
     leased = sum(
         rest(lease).disk_bytes
         for lease in live
@@ -210,7 +210,7 @@ def shortage(needs: Needs, supply: Supply, ended: Collection[int] = ()) -> Short
     if needs.disk_device in supply.disks:
         disk_bytes = supply.disks[needs.disk_device] - leased
         if needs.disk_bytes > disk_bytes:
-            return Shortage("disk space", needs.disk_bytes, disk_bytes)
+            return _Shortage("disk space", needs.disk_bytes, disk_bytes)
     return None
 
 

@@ -36,12 +36,12 @@ from launch.base.text import HIDDEN
 # Folders for all users, in order of preference: the first that this machine lets a user make
 FOLDERS = (Path("/run/lock/lowmem"), Path("/tmp/lowmem-leases"))
 NAME = re.compile(r"(\d{1,8})\.lease")
-LAST_NUMBER = 99_999_999  # after it come those that are free from 1 on
-MUTEX = "admission"  # locked while a start decides; it holds the number of the last lease
+_LAST_NUMBER = 99_999_999  # after it come those that are free from 1 on
+_MUTEX = "admission"  # locked while a start decides; it holds the number of the last lease
 RECORD_BYTES = 8192  # size of each file, so that a new record replaces all of the last
 MUTEX_S = 30.0  # a decision takes milliseconds
-READ_AGAIN_S = 0.01  # records that are being written
-FLOCK = "hhqqi4x"  # struct flock of fcntl(2)
+_READ_AGAIN_S = 0.01  # records that are being written
+_FLOCK = "hhqqi4x"  # struct flock of fcntl(2)
 
 State = Literal["waiting", "blocked", "granted"]  # blocked: it may not start yet, whatever is free
 Bytes = Annotated[int, Field(ge=0, le=1 << 50)]
@@ -223,7 +223,7 @@ def folder() -> Path:
 def live(place: Path) -> list[Lease]:
     """Every lease in the folder that is alive, without those of this process. Raises NoLeases."""
     alive, paths = [], _lease_files(place)
-    for wait_s in (READ_AGAIN_S, READ_AGAIN_S, 0.0):
+    for wait_s in (_READ_AGAIN_S, _READ_AGAIN_S, 0.0):
         unread = []
         for path in paths:
             try:
@@ -255,7 +255,7 @@ def admission(place: Path, patience_s: float = MUTEX_S) -> Iterator[Callable[[Re
 
     Raises NoLeases if the folder cannot be written to, or if another process does not come to an
     end with its decision in time."""
-    file = _mutex(place / MUTEX, patience_s)
+    file = _mutex(place / _MUTEX, patience_s)
     try:
         yield lambda record: _begin(place, file, record)
     finally:
@@ -274,7 +274,7 @@ def turn(record: Record, number: int) -> tuple[int, int, int]:
 def last_number(place: Path) -> int:
     """The number of the last lease that was taken in a folder; 0: none."""
     try:
-        file = _shared_file(place / MUTEX)
+        file = _shared_file(place / _MUTEX)
     except OSError:
         return 0
     try:
@@ -285,7 +285,7 @@ def last_number(place: Path) -> int:
 
 def _last_number(mutex: int) -> int:
     text = os.pread(mutex, 16, 0).strip(b" \0")
-    return int(text) if text.isdigit() and int(text) <= LAST_NUMBER else 0
+    return int(text) if text.isdigit() and int(text) <= _LAST_NUMBER else 0
 
 
 def lease_path(place: Path, number: int) -> Path:
@@ -387,7 +387,7 @@ def _begin(place: Path, mutex: int, record: Record) -> OwnLease:
 
 def _new_file(place: Path, last: int) -> tuple[int, int]:
     """The file of the first number after the last one that nobody has taken."""
-    for number in itertools.chain(range(last + 1, LAST_NUMBER + 1), range(1, last + 1)):
+    for number in itertools.chain(range(last + 1, _LAST_NUMBER + 1), range(1, last + 1)):
         path = lease_path(place, number)
         with suppress(FileExistsError):
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -471,8 +471,8 @@ def _holder(file: int) -> int | None:
 def _obstacle(file: int) -> tuple[int, int]:
     """The kind of the lock that keeps others from writing to a file, and its process; 0: it is in
     another container."""
-    query = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))
+    query = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, query))
     return kind, max(pid, 0)
 
 
@@ -518,7 +518,7 @@ def _mutex(path: Path, patience_s: float) -> int:
                 f"{path}: {problem}; end that process, or name another folder for all users with"
                 " LOWMEM_LEASES"
             )
-        time.sleep(READ_AGAIN_S)
+        time.sleep(_READ_AGAIN_S)
 
 
 def _shared_file(path: Path) -> int:

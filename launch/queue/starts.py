@@ -13,11 +13,11 @@ from launch.queue import admission, leases
 from launch.queue.admission import Supply
 from launch.queue.leases import Lease, Needs, OwnLease, Record
 
-GetSupply = Callable[[Sequence[Lease]], Supply]  # leases -> the memory of now beside them
+_GetSupply = Callable[[Sequence[Lease]], Supply]  # leases -> the memory of now beside them
 HELD = "python -m launch queue release {}: its user holds it"
 MUTEX_S = 5.0  # wait for the decision of another start, before the run says what it waits for
 POLL_S = 1.0  # pause between two looks at the memory and the leases
-PLAN_AGAIN_S = 30.0  # pause between two plans for what is free, where no lease is waited for
+_PLAN_AGAIN_S = 30.0  # pause between two plans for what is free, where no lease is waited for
 
 
 def split(live: Sequence[Lease]) -> tuple[list[Lease], list[Lease]]:
@@ -30,7 +30,7 @@ def split(live: Sequence[Lease]) -> tuple[list[Lease], list[Lease]]:
 def take(
     place: Path,
     record: Record,
-    get_supply: GetSupply,
+    get_supply: _GetSupply,
     planned_beside: Collection[int],
     assume_fits: bool,
     own_lease: OwnLease | None = None,
@@ -62,7 +62,7 @@ def take(
 
 
 @dataclass(frozen=True)
-class Obstacle:
+class _Obstacle:
     """The reason why a run that waits does not start now."""
 
     text: str
@@ -72,11 +72,11 @@ class Obstacle:
 
 
 def obstacle(
-    lease: OwnLease, live: Sequence[Lease], get_supply: GetSupply, blocked: str
-) -> Obstacle | None:
+    lease: OwnLease, live: Sequence[Lease], get_supply: _GetSupply, blocked: str
+) -> _Obstacle | None:
     """The obstacle to a run that waits; None: it may start."""
     if blocked:
-        return Obstacle(blocked, blocked, is_own=True)
+        return _Obstacle(blocked, blocked, is_own=True)
     granted, waiting = split(live)
     needs, turn = lease.record.needs, leases.turn(lease.record, lease.number)
     ahead = [other for other in waiting if other.turn < turn]
@@ -85,26 +85,26 @@ def obstacle(
     if shortage := admission.shortage(needs, supply):
         holders = ", ".join(other.name for other in granted)
         beside = f"; leased: {holders}" if holders else "; other programs hold the rest"
-        return Obstacle(
+        return _Obstacle(
             f"{shortage}{beside}{behind}",
             f"{shortage.of}{beside}{behind}",
             is_memory=not granted and not ahead,
         )
     if other := admission.ahead_of(needs, ahead, supply):
         text = f"{other.name} is before it, and waits for {admission.sizes(other.record.needs)}"
-        return Obstacle(text, text)
+        return _Obstacle(text, text)
     return None
 
 
 def wait(
     place: Path,
     record: Record,
-    get_supply: GetSupply,
+    get_supply: _GetSupply,
     blocked: Callable[[OwnLease], str],
     say: Callable[[str], None],
     own_lease: OwnLease | None = None,
     longest_s: float = math.inf,
-    plan_again_s: float = PLAN_AGAIN_S,
+    plan_again_s: float = _PLAN_AGAIN_S,
 ) -> tuple[OwnLease, bool]:
     """Wait in the order of all waiting runs until a start has its memory; its lease. False beside
     it: other programs hold memory, and no lease does, so a plan for what is free may start sooner.
@@ -131,7 +131,7 @@ def wait(
                     lease.waits_for, no_look = reason.what, ""
                     say(f"waiting as run {lease.number} for {reason.text}")
             except (OSError, ResourceError) as error:
-                reason = Obstacle(str(error), "a look at the leases")
+                reason = _Obstacle(str(error), "a look at the leases")
                 if str(error) != no_look:
                     no_look = str(error)
                     say(f"waiting for a look at the leases: {error}")
@@ -158,9 +158,9 @@ def _look(
     place: Path,
     lease: OwnLease,
     needs: Needs,
-    get_supply: GetSupply,
+    get_supply: _GetSupply,
     blocked: Callable[[OwnLease], str],
-) -> Obstacle | None:
+) -> _Obstacle | None:
     """The obstacle of now, which is written into the lease; None: the lease is granted."""
     lease.check_seen()
     asked, live = leases.read_asked(lease.path), leases.live(place)

@@ -32,13 +32,13 @@ from launch.schema.training_section import TrainingSection
 
 RECIPES = FILES / "configs" / "recipes"
 MAX_PROBLEMS = 5  # lines of a message; a file with more mistakes is read again anyway
-OVERRIDE_FORM = "--section.key=value, as in --training.learning_rate=1e-4"
+_OVERRIDE_FORM = "--section.key=value, as in --training.learning_rate=1e-4"
 NO_GPU = (
     "no GPU here: the small default model; name one with --model.shape=NAME or --model.path=FOLDER"
 )
 
 # a source, or a choice that is switched on -> the keys that lose their meaning if it changes
-BELONGING = {
+_BELONGING = {
     ("model", "shape"): ("path", "path_if_there", "freeze"),
     ("model", "path"): ("shape", "path_if_there", "freeze"),
     ("data", "train_file"): ("validation_file",),
@@ -47,7 +47,7 @@ BELONGING = {
     ("data", "packing"): ("batch_by_tokens",),
 }
 OF_TRAINED_TOKENIZER = (("tokenizer", "vocab_size"), ("tokenizer", "split"))
-REPLACED = {
+_REPLACED = {
     "model": "these are modules of the recipe's own model, which you replaced",
     "data": "these are held-out rows of the recipe's own data, which you replaced",
     "data.batch_by_tokens": "data.packing leaves nothing for it to do",
@@ -90,7 +90,7 @@ def load(
     if is_file(name_or_path):
         changes += [
             change
-            for change in _dropped(base, final, REPLACED)
+            for change in _dropped(base, final, _REPLACED)
             if change.key not in ("model.shape", "model.path")
         ]
     changes += [
@@ -206,7 +206,7 @@ class _Layer:
 
 
 def _over(base: _Layer, top: _Layer) -> _Layer:
-    """Merge `top` over `base`, key by key. Another source (BELONGING) removes the keys that
+    """Merge `top` over `base`, key by key. Another source (_BELONGING) removes the keys that
     belonged to the first source."""
     data = dict(base.data)
     for key, value in top.data.items():
@@ -216,7 +216,7 @@ def _over(base: _Layer, top: _Layer) -> _Layer:
         elif isinstance(below, dict):
             # any other value is a mistake in the file, which validation reports
             data[key] = {**below, **value}
-    for (section, key), belonging in BELONGING.items():
+    for (section, key), belonging in _BELONGING.items():
         before, chosen = base.section(section), top.section(section)
         if before and chosen.get(key) and chosen[key] != before.get(key):
             data[section] = {
@@ -270,7 +270,7 @@ def _overrides(texts: Sequence[str]) -> _Layer:
             r"[a-z]\w*(\.[a-z]\w*)?", section + dot + key, re.ASCII | re.IGNORECASE
         ):
             mistake = f"the key {show(name)}" if equals else "no '='"
-            raise ConfigError(f"override {place}: found {mistake}, expected {OVERRIDE_FORM}")
+            raise ConfigError(f"override {place}: found {mistake}, expected {_OVERRIDE_FORM}")
         key_path: KeyPath = (section, key) if key else (section,)
         parsed = strict_yaml.parse_value(value.strip(" "), key_path, place)
         above = data.get(section)

@@ -32,7 +32,7 @@ PATH_KEYS = (
     "output_dir",
     "log_dir",
 )
-HUB_KEYS = {  # keys that take a name on a hub -> the split of a data set's name without one
+_HUB_KEYS = {  # keys that take a name on a hub -> the split of a data set's name without one
     "model.path": "",
     "data.train_file": "train",
     "data.validation_file": "validation",
@@ -45,7 +45,7 @@ def with_downloads(
     """The recipe with a folder in the place of each name on a hub."""
     raw = recipe.model_dump(exclude_unset=True)
     changes = []
-    for dotted, split in HUB_KEYS.items():
+    for dotted, split in _HUB_KEYS.items():
         section, _, key = dotted.partition(".")
         value = raw.get(section, {}).get(key)
         of_list = [(source, "path") for source in value] if isinstance(value, list | tuple) else []
@@ -64,7 +64,9 @@ def pinned(recipe: Recipe, changes: Sequence[Change]) -> list[str]:
     """Keys that name the folders of what with_downloads() has replaced, for a later start."""
     replaced = {change.key for change in changes if change.reason.startswith("downloaded: ")}
     raw = recipe.model_dump(mode="json", exclude_unset=True)
-    values = {key: raw[key.split(".")[0]][key.split(".")[1]] for key in HUB_KEYS if key in replaced}
+    values = {
+        key: raw[key.split(".")[0]][key.split(".")[1]] for key in _HUB_KEYS if key in replaced
+    }
     return [
         f"--{key}={value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
         for key, value in values.items()
@@ -174,7 +176,7 @@ def _of_key(dotted: str, value: Any, base: Path) -> Any:
         )
     if dotted == "model.path" and names.is_model(value) and not (base / value).exists():
         return names.PREFIX + value.removeprefix(names.PREFIX)
-    if dotted in HUB_KEYS and isinstance(value, str) and not _is_path(value):
+    if dotted in _HUB_KEYS and isinstance(value, str) and not _is_path(value):
         return value
     return absolute(value, base)
 

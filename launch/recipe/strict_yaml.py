@@ -21,7 +21,7 @@ from launch.base.text import nearest
 
 MAX_BYTES = 1_000_000  # limit for a recipe file
 MAX_DEPTH = 20
-MAX_VALUES = 1000  # limit for a recipe file; the largest in configs/recipes has 40
+_MAX_VALUES = 1000  # limit for a recipe file; the largest in configs/recipes has 40
 
 KeyPath = tuple[str | int, ...]
 
@@ -190,11 +190,11 @@ class _Reader:
             )
         if len(key_path) > MAX_DEPTH:
             raise wrong(place, key_path[:3], f"more than {MAX_DEPTH} levels", "fewer", "flatten it")
-        if len(self.where) > MAX_VALUES:
+        if len(self.where) > _MAX_VALUES:
             raise wrong(
                 place,
                 key_path[:3],
-                f"more than {MAX_VALUES} values",
+                f"more than {_MAX_VALUES} values",
                 "a recipe",
                 "is this a data file?",
             )

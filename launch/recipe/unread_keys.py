@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from launch.schema.recipe import Recipe
 from launch.schema.training_section import TENSORBOARD
 
-NOTHING_HELD_OUT = (
+_NOTHING_HELD_OUT = (
     "no rows are held out to evaluate on; name some with --data.validation_file=FILE, or hold some"
     " out with --data.validation_size=0.05"
 )
 # optimizer -> the names that transformers 5.23 reads in optim_args; weight_decay has its own key
-OPTIM_ARGS = {
+_OPTIM_ARGS = {
     "sgd": {"momentum", "dampening", "nesterov"},
     "adagrad": {"lr_decay", "eps"},
     "rmsprop": {"momentum", "alpha", "eps", "centered"},
@@ -32,7 +32,7 @@ ROWS: Sequence[tuple[tuple[str, ...], Callable[[Recipe], bool], str]] = (
             "training.per_device_eval_batch_size",
         ),
         lambda recipe: not recipe.evaluates,
-        NOTHING_HELD_OUT,
+        _NOTHING_HELD_OUT,
     ),
     (
         ("training.warmup_steps",),
@@ -58,7 +58,9 @@ ROWS: Sequence[tuple[tuple[str, ...], Callable[[Recipe], bool], str]] = (
         ("training.optim_args",),
         lambda recipe: not _reads_optim_args(recipe),
         "the optimizer does not take all of these; "
-        + ", ".join(f"{optim} takes {' '.join(sorted(OPTIM_ARGS[optim]))}" for optim in OPTIM_ARGS),
+        + ", ".join(
+            f"{optim} takes {' '.join(sorted(_OPTIM_ARGS[optim]))}" for optim in _OPTIM_ARGS
+        ),
     ),
     (
         ("training.liger_kernel_config",),
@@ -107,7 +109,7 @@ ROWS: Sequence[tuple[tuple[str, ...], Callable[[Recipe], bool], str]] = (
 def _reads_optim_args(recipe: Recipe) -> bool:
     options = str(recipe.training.extras.get("optim_args") or "").replace(" ", "").split(",")
     names = {option.partition("=")[0] for option in options}
-    return recipe.training.optim.startswith("rmsprop_bnb") or names <= OPTIM_ARGS.get(
+    return recipe.training.optim.startswith("rmsprop_bnb") or names <= _OPTIM_ARGS.get(
         recipe.training.optim, set()
     )
 

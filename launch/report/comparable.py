@@ -26,8 +26,8 @@ from launch.schema.result import Continues, StepEvent
 
 # share by which the tokens of a step may differ where one batch counts packed sequences and the
 # other rows
-NEARLY = 0.05
-MADE_OF = {  # names for the parts of token_cache.token_identity()
+_NEARLY = 0.05
+_MADE_OF = {  # names for the parts of token_cache.token_identity()
     "version": "the version that tokenised",
     "train": "the content of data.train_file",
     "columns": "the columns that are read",
@@ -217,7 +217,7 @@ def _of_data(a: Side, b: Side) -> Iterator[Difference]:
         for made_of in (a.made_of, b.made_of)
     ]
     if parts := [
-        name for key, name in MADE_OF.items() if identities[0].get(key) != identities[1].get(key)
+        name for key, name in _MADE_OF.items() if identities[0].get(key) != identities[1].get(key)
     ]:
         yield Difference(f"data: A and B differ in {', '.join(parts)}", blocks=True)
     hashes = [made_of["validation"] for made_of in identities]
@@ -245,7 +245,7 @@ def _of_batch(a: Side, b: Side) -> Iterator[Difference]:
         f"{size} {'packed sequences' if side.is_packed else 'rows'} of {mean:,.0f} tokens in all"
         for side, size, mean in zip((a, b), sizes, tokens, strict=True)
     ]
-    yield _differs("effective batch", batches, blocks=abs(tokens[1] / tokens[0] - 1) > NEARLY)
+    yield _differs("effective batch", batches, blocks=abs(tokens[1] / tokens[0] - 1) > _NEARLY)
 
 
 def _of_start(a: Side, b: Side) -> Iterator[Difference]:

@@ -24,11 +24,11 @@ from launch.report.comparable import Difference, Side
 from launch.run_folder import steps
 from launch.schema.result import StepEvent
 
-LAST_PART = 0.1  # last share of the samples, whose mean is the training loss
-MOST_MEANS = 100  # points of a curve
+_LAST_PART = 0.1  # last share of the samples, whose mean is the training loss
+_MOST_MEANS = 100  # points of a curve
 COLORS = ("#f59e0b", "#1d4ed8")  # line of A, line of B
 WIDTHS = (4.5, 1.5)  # B is drawn over A: where they agree both are seen
-RULES = (
+_RULES = (
     f"speed: of all steps that count but the first {steps.STEADY_FROM} of each start",
     "seconds of a step: with its wait for data; without logs, evaluations and saves",
     "wall time: from the first of those steps to the last step or evaluation of each start",
@@ -52,7 +52,7 @@ def run(workspace: Workspace, first: str, second: str, anyway: bool) -> int:
         )
     table = figures(a, b)
     print(shown(as_text(table)))
-    for line in RULES:
+    for line in _RULES:
         print(line)
     file = workspace.runs / f"compare-{a.run.run_id}-{b.run.run_id}.html"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def heading(a: Side, b: Side, differs: Sequence[Difference]) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Figure:
+class _Figure:
     """A quantity of A and B; `missing` is shown for None."""
 
     name: str
@@ -100,21 +100,21 @@ class Figure:
         return of_a, of_b, ratio
 
 
-def figures(a: Side, b: Side) -> list[Figure]:
+def figures(a: Side, b: Side) -> list[_Figure]:
     """The rows of the table."""
     return [*_of_speed(a, b), *_of_memory(a, b), *_of_losses(a, b)]
 
 
-def _of_speed(a: Side, b: Side) -> Iterator[Figure]:
+def _of_speed(a: Side, b: Side) -> Iterator[_Figure]:
     speeds = steps.speed(a.last_parts), steps.speed(b.last_parts)
 
     def figure(
         name: str, take: Callable[[steps.Speed], float | None], text: Callable[[float], str]
-    ) -> Figure:
+    ) -> _Figure:
         first, second = (None if speed is None else take(speed) for speed in speeds)
         # an attempt's first do not count
-        missing = "too few steps" if None in speeds else Figure.missing
-        return Figure(name, (first, second), text, has_ratio=text is not _share, missing=missing)
+        missing = "too few steps" if None in speeds else _Figure.missing
+        return _Figure(name, (first, second), text, has_ratio=text is not _share, missing=missing)
 
     yield figure("non-padding tokens/s", lambda speed: speed.tokens_per_s, _number)
     yield figure("padding, of the tokens computed", lambda speed: speed.padding, _share)
@@ -125,9 +125,9 @@ def _of_speed(a: Side, b: Side) -> Iterator[Figure]:
     yield figure("  saves, logs, steps that were lost", lambda speed: speed.rest, _share)
 
 
-def _of_memory(a: Side, b: Side) -> Iterator[Figure]:
-    def figure(name: str, take: Callable[[Side], int], missing: str = "-") -> Figure:
-        return Figure(
+def _of_memory(a: Side, b: Side) -> Iterator[_Figure]:
+    def figure(name: str, take: Callable[[Side], int], missing: str = "-") -> _Figure:
+        return _Figure(
             name,
             (take(a) or None, take(b) or None),
             lambda count: base_text.size(int(count)),
@@ -152,12 +152,12 @@ def _predicted(side: Side, quantity: str) -> int:
     return getattr(side.plan.estimate, quantity) if is_predicted else 0
 
 
-def _of_losses(a: Side, b: Side) -> Iterator[Figure]:
+def _of_losses(a: Side, b: Side) -> Iterator[_Figure]:
     unit = _unit(a, b)
     common = min(_seen(side, unit)[-1] for side in (a, b))
     first, second = (_last_loss(side, unit, common) for side in (a, b))
-    since = (1 - LAST_PART) * common
-    yield Figure(
+    since = (1 - _LAST_PART) * common
+    yield _Figure(
         f"training loss, {since:,.0f}-{common:,.0f} {unit}",
         (first, second),
         _loss,
@@ -170,16 +170,16 @@ def _of_losses(a: Side, b: Side) -> Iterator[Figure]:
             pairs, key=lambda pair: (min(pair[0][0], pair[1][0]), -abs(pair[0][0] - pair[1][0]))
         )
         counts = " and ".join(dict.fromkeys(f"{point[0]:,.0f}" for point in (x, y)))
-        yield Figure(f"held-out loss at {counts} {unit}", (x[1], y[1]), _loss)
+        yield _Figure(f"held-out loss at {counts} {unit}", (x[1], y[1]), _loss)
     else:
-        yield Figure(f"held-out loss at equal {unit}", (None, None), _loss, missing="none")
+        yield _Figure(f"held-out loss at equal {unit}", (None, None), _loss, missing="none")
     if unit == "samples":
         first, second = (
             sum(step.tokens for step in side.steps if step.samples_seen <= common) or None
             for side in (a, b)
         )
         name = f"non-padding tokens of {common:,.0f} samples"
-        yield Figure(name, (first, second), _number, missing="no step there")
+        yield _Figure(name, (first, second), _number, missing="no step there")
 
 
 def _unit(a: Side, b: Side) -> str:
@@ -201,7 +201,7 @@ def _last_loss(side: Side, unit: str, common: float) -> float | None:
     """Mean over the samples of the last part up to `common`, and over one step at least."""
     pairs = zip(side.steps, _seen(side, unit), strict=True)
     up_to = [(step, count) for step, count in pairs if count <= common]
-    last = [step for step, count in up_to if count > (1 - LAST_PART) * common]
+    last = [step for step, count in up_to if count > (1 - _LAST_PART) * common]
     last = last or [step for step, _ in up_to[-1:]]
     num_samples = sum(step.samples for step in last)
     return sum(step.loss * step.samples for step in last) / num_samples if last else None
@@ -237,7 +237,7 @@ def _loss(value: float) -> str:
 # ---------------------------------------------------------------------------
 
 
-def as_text(table: Sequence[Figure]) -> str:
+def as_text(table: Sequence[_Figure]) -> str:
     """The table, at most as wide as this terminal."""
     drawn = Table(box=box.SIMPLE_HEAD)
     drawn.add_column("")
@@ -251,7 +251,7 @@ def as_text(table: Sequence[Figure]) -> str:
     return "\n".join(line.rstrip() for line in captured.get().strip("\n").splitlines())
 
 
-def html(a: Side, b: Side, differs: Sequence[Difference], table: Sequence[Figure]) -> str:
+def html(a: Side, b: Side, differs: Sequence[Difference], table: Sequence[_Figure]) -> str:
     """The comparison as one self-contained page."""
     return page.render(
         "compare.html",
@@ -260,14 +260,14 @@ def html(a: Side, b: Side, differs: Sequence[Difference], table: Sequence[Figure
         colors=COLORS,
         differs=differs,
         figures=table,
-        rules=RULES,
+        rules=_RULES,
         curves=_curves(a, b),
     )
 
 
 def _curves(a: Side, b: Side) -> str:
     unit = _unit(a, b)
-    every = [max(1, len(side.steps) // MOST_MEANS) for side in (a, b)]
+    every = [max(1, len(side.steps) // _MOST_MEANS) for side in (a, b)]
     means = "" if every == [1, 1] else f", means over {every[0]} steps of A and {every[1]} of B"
 
     def drawn(

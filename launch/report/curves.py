@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 1000, 300  # size of the drawing, which is stretched to its place
 BUCKETS = 500  # intervals of a line with more points: each keeps its lowest and its highest point
-DOTS = 40  # a line of at most as many points shows each
-LOG_FROM = 10.0  # highest / lowest value from which the axis is logarithmic at first
+_DOTS = 40  # a line of at most as many points shows each
+_LOG_FROM = 10.0  # highest / lowest value from which the axis is logarithmic at first
 LEAST, MOST = 1e-300, 1e300  # limits of an axis: a value nearer to 0 or farther is drawn at its end
 Point = tuple[float, float]
 
@@ -54,7 +54,7 @@ def figure(title: str, lines: Sequence[Line], unit: str, from_zero: bool) -> str
     axes = [_linear(min(ys), max(ys), from_zero)]
     if min(ys) > LEAST and max(ys) > min(ys):
         axes.append(_logarithmic(min(ys), max(ys)))
-    starts_log = len(axes) == 2 and not from_zero and max(ys) / min(ys) >= LOG_FROM
+    starts_log = len(axes) == 2 and not from_zero and max(ys) / min(ys) >= _LOG_FROM
     switch = (
         f'<label><input type="checkbox"{" checked" if starts_log else ""}> log axis</label>'
         if len(axes) == 2
@@ -103,7 +103,7 @@ def _view(
         + (
             f'<path d="{"".join(f"M{place(point)}h0" for point in points)}" {steady}'
             f' stroke="{line.color}" stroke-width="{line.width + 4}" stroke-linecap="round"/>'
-            if len(points) <= DOTS
+            if len(points) <= _DOTS
             else ""
         )
         for line, points in lines

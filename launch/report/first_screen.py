@@ -14,7 +14,7 @@ from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan
 from launch.schema.recipe import Recipe
 
-LINES, LABEL = 14, 13
+LINES, _LABEL = 14, 13
 SHOWN = (
     "model",
     "data",
@@ -27,8 +27,8 @@ SHOWN = (
     "host RAM",
     "time",
 )
-SHOWN_OF_A_CAUSE = 3  # changes; a preset makes a dozen
-VALUE_COLUMNS = 24  # width of a requested or effective value; a longer one is shortened
+_SHOWN_OF_A_CAUSE = 3  # changes; a preset makes a dozen
+_VALUE_COLUMNS = 24  # width of a requested or effective value; a longer one is shortened
 
 
 def lines(
@@ -69,12 +69,12 @@ def labelled(label: str, text: str) -> list[str]:
 
 def _with_label(label: str, paragraph: Sequence[str]) -> list[str]:
     return [
-        f"  {'' if number else label:<{LABEL - 2}}{line}" for number, line in enumerate(paragraph)
+        f"  {'' if number else label:<{_LABEL - 2}}{line}" for number, line in enumerate(paragraph)
     ]
 
 
 def _line(label: str, text: str) -> str:
-    return f"  {label:<{LABEL - 2}}{text}"
+    return f"  {label:<{_LABEL - 2}}{text}"
 
 
 def _short(text: str, columns: int) -> str:
@@ -87,7 +87,7 @@ def _short(text: str, columns: int) -> str:
 
 def _folded(label: str, text: str, columns: int) -> list[str]:
     """The text as lines of a paragraph with the label before the first."""
-    return _with_label(label, textwrap.wrap(text, columns - LABEL, break_on_hyphens=False))
+    return _with_label(label, textwrap.wrap(text, columns - _LABEL, break_on_hyphens=False))
 
 
 def _changes(changes: Sequence[Change], most: int, columns: int) -> tuple[list[str], int]:
@@ -100,7 +100,7 @@ def _changes(changes: Sequence[Change], most: int, columns: int) -> tuple[list[s
     # A preset makes the most changes, and comes last
     by_size = sorted(causes.items(), key=lambda item: len(item[1]))
     lines_each = max(most // max(len(by_size), 1), 1)
-    width = lines_each * (columns - LABEL) - 10 * (lines_each - 1)  # wrapping wastes some
+    width = lines_each * (columns - _LABEL) - 10 * (lines_each - 1)  # wrapping wastes some
     for count in range(len(by_size), 0, -1):
         texts = [_cause(cause, group, width) for cause, group in by_size[:count]]
         lines = [line for text, _ in texts for line in _folded("changed", text, columns)]
@@ -111,10 +111,10 @@ def _changes(changes: Sequence[Change], most: int, columns: int) -> tuple[list[s
 
 def _cause(cause: str, changes: Sequence[Change], columns: int) -> tuple[str, int]:
     """A text of at most `columns` with the first changes of a cause, and their number."""
-    text, width = "", VALUE_COLUMNS if columns < WHOLE // 2 else WHOLE
+    text, width = "", _VALUE_COLUMNS if columns < WHOLE // 2 else WHOLE
     if all(change.requested == change.effective for change in changes):  # a key by another name
         return _short(cause, columns), len(changes)
-    for num_shown in range(min(len(changes), SHOWN_OF_A_CAUSE), 0, -1):
+    for num_shown in range(min(len(changes), _SHOWN_OF_A_CAUSE), 0, -1):
         values = ", ".join(
             f"{change.key.rpartition('.')[2]} {_short(change.requested, width)} ->"
             f" {_short(change.effective, width)}"

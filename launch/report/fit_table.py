@@ -31,7 +31,7 @@ LEGEND = (
     "short by: what the nearest plan lacks. all: at every length. --lines prints, of each row that"
     " fits, the line that trains it.",
 )
-LINES_BEGIN = (
+_LINES_BEGIN = (
     "# --model.path=FOLDER, the downloaded model, replaces --model.shape, which has random weights",
     "# --data.train_file=FILE names your rows; plan in place of run shows what would run",
 )
@@ -91,7 +91,7 @@ def as_json(fits: Sequence[Fit]) -> list[dict[str, Any]]:
 
 def lines(fits: Sequence[Fit]) -> Iterator[str]:
     """Yield the line that trains each row that fits, below a comment with its name."""
-    yield from LINES_BEGIN
+    yield from _LINES_BEGIN
     for fit in fits:
         if fit.chosen is not None:
             name = f"# {fit.model} {NAMES[fit.method]}, {fit.length:,} tokens"

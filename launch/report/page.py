@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 # read now, so that a checkout may change while a run trains
-TEMPLATES = {
+_TEMPLATES = {
     file.name: file.read_text(encoding="utf-8")
     for file in (Path(__file__).parent / "templates").iterdir()
 }
@@ -33,7 +33,7 @@ def _environment() -> Environment:
         return shown(value) if is_text else value
 
     return jinja2.Environment(
-        loader=jinja2.DictLoader(TEMPLATES),
+        loader=jinja2.DictLoader(_TEMPLATES),
         autoescape=True,
         finalize=finalize,
         undefined=jinja2.StrictUndefined,

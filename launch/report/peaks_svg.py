@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from launch.base.text import size
 from launch.schema.plan import Compared
 
-WIDTH, LEFT, ROW, BAR, TOP, LINE = 840, 10, 44, 16, 14, 18
+WIDTH, LEFT, ROW, BAR, _TOP, LINE = 840, 10, 44, 16, 14, 18
 # uses in the order of a bar, with colours that colour-blind people tell apart (Okabe and Ito)
 COLORS = {
     "weights": "#0072b2",
@@ -24,7 +24,7 @@ COLORS = {
     "context and communicators": "#5f6b7a",
     "margin": "#e3e8ee",
 }
-OVER = 1.6  # times the budget: longer bars end there
+_OVER = 1.6  # times the budget: longer bars end there
 LETTER = 6.9  # mean width at 12 px
 
 
@@ -41,7 +41,7 @@ def picture(rows: Sequence[Compared]) -> str:
     parts = [_by_use(row.device_parts) for row in rows]
     budget = max(row.budget_bytes for row in rows)
     widest = max(sum(uses.values()) for uses in parts)
-    scale = (WIDTH - 2 * LEFT) / max(min(widest, OVER * budget), 1.02 * budget)
+    scale = (WIDTH - 2 * LEFT) / max(min(widest, _OVER * budget), 1.02 * budget)
     legend, top = _legend([use for use in COLORS if any(use in uses for uses in parts)])
     bars = "".join(
         _row(row, uses, top + number * ROW, scale)
@@ -97,7 +97,7 @@ def _row(row: Compared, uses: Mapping[str, int], y: float, scale: float) -> str:
 def _legend(uses: Sequence[str]) -> tuple[str, float]:
     """A coloured square and a name for each use, in as many lines as they need; and where they
     end."""
-    drawn, x, y = "", float(LEFT), float(TOP)
+    drawn, x, y = "", float(LEFT), float(_TOP)
     for use in uses:
         width = 18 + LETTER * len(use) + 14
         if x + width > WIDTH - LEFT:

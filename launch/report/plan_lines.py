@@ -29,13 +29,13 @@ from launch.schema.plan import (
 )
 from launch.schema.recipe import Recipe
 
-WORTH_A_WORD = 0.1  # least share of padding that grouping must save for a line on it
+_WORTH_A_WORD = 0.1  # least share of padding that grouping must save for a line on it
 # Learning rate of QLoRA (arXiv:2305.14314, table 9: 7B and 13B) and LoRA (arXiv:2106.09685, GPT-3).
 # "LoRA Without Regret" (Thinking Machines, 2025) finds ten times the rate of a full fine-tune.
 LORA_RATE = 2e-4
-HOPELESS_S = 90 * 86400.0  # a longer training is called hopeless
+_HOPELESS_S = 90 * 86400.0  # a longer training is called hopeless
 STATES = ("weights", "gradients", "optimizer")
-NAME_COLUMNS = 36  # width of a model's name on a terminal; a longer path shows its last part
+_NAME_COLUMNS = 36  # width of a model's name on a terminal; a longer path shows its last part
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def facts(
     yield Fact("model", _model(recipe, plan, columns))
     template = [f"chat template: {data.template}"] if data.template else []
     of_sources = [source.reason for source in data.of_sources or (data,)]
-    of_length = [] if plan.rows_of is None else [rows_of_line(plan)]
+    of_length = [] if plan.rows_of is None else [_rows_of_line(plan)]
     names, file = recipe.data.train_names, str(recipe.data.train_file)
     path = [] if recipe.data.is_mixed or file == names else [file]
     yield Fact(
@@ -87,7 +87,7 @@ def facts(
     margin = _seconds_margin(machine, plan)
     time = _time(recipe, machine, plan, now, finished_steps)
     yield Fact("time", time, (margin.reason,) if margin and plan.seconds_per_step else ())
-    yield Fact("schedule", _schedule(recipe, plan), tuple(schedule_notes(recipe, plan)))
+    yield Fact("schedule", _schedule(recipe, plan), tuple(_schedule_notes(recipe, plan)))
     for switch in plan.switches:
         yield Fact(switch.name, switch.runs, (switch.why,), "kernels")
     yield Fact("output", str(recipe.output_dir))
@@ -130,7 +130,7 @@ def _model(recipe: Recipe, plan: Plan, columns: int) -> str:
     model = plan.shape
     kind = "LoRA, " if recipe.lora else ""
     bits = ", weights in 4 bits" if recipe.quantized(plan.strategy.mixed_precision) else ""
-    is_shown = len(model.name) <= NAME_COLUMNS or columns == WHOLE
+    is_shown = len(model.name) <= _NAME_COLUMNS or columns == WHOLE
     name = model.name if is_shown else Path(model.name).name
     return (
         f"{name}: {model.parameters:,} parameters, {kind}{model.trainable_parameters:,}"
@@ -146,13 +146,13 @@ def _data(recipe: Recipe, plan: Plan) -> str:
         rows += f" ({plan.rows_left_out:,} left out)"
     elif plan.counts_bad_rows(recipe):
         rows += " (bad rows included)"
-    lengths = f"lengths are assumed: {length_text(plan)} tokens each"
+    lengths = f"lengths are assumed: {_length_text(plan)} tokens each"
     if plan.rows_of is not None:
         lengths = f"all {plan.rows_of:,} tokens long, as --rows-of says"
     if plan.padding and plan.padding.rows:
         mean = plan.padding.tokens / plan.padding.rows
         inputs = "inputs of " if plan.shape.is_encoder_decoder else ""
-        lengths = f"{inputs}{mean:,.0f} tokens on average, at most {length_text(plan)}"
+        lengths = f"{inputs}{mean:,.0f} tokens on average, at most {_length_text(plan)}"
     count = len(recipe.data.sources)
     name = recipe.data.train_names if count == 1 else f"{count} sources"
     files = f" ({plan.data_format.num_files:,} files)" if plan.data_format.num_files > 1 else ""
@@ -181,7 +181,7 @@ def _schedule(recipe: Recipe, plan: Plan) -> str:
     )
 
 
-def schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
+def _schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Sentences on a schedule that may surprise its author."""
     training, num_samples = recipe.training, plan.num_samples
     steps = plan.total_steps(recipe) or 0
@@ -213,7 +213,7 @@ def notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
     """Sentences that a reader of the short plan should not miss, the most important first."""
     if recipe.launch.assume_fits:
         yield "launch.assume_fits: predicted memory was not checked against available memory"
-    yield from schedule_notes(recipe, plan)
+    yield from _schedule_notes(recipe, plan)
     yield from plan.data_format.notes
 
 
@@ -228,7 +228,7 @@ def change_facts(changes: Sequence[Change]) -> Iterator[Fact]:
         yield Fact("changed", reason, tuple(changed))
 
 
-def rows_of_line(plan: Plan) -> str:
+def _rows_of_line(plan: Plan) -> str:
     """A sentence on rows that --rows-of makes equally long."""
     computed = max(plan.lengths)
     padding = (
@@ -248,7 +248,7 @@ def _batch(plan: Plan) -> Iterator[Fact]:
     why = list(_by_tokens(plan)) if plan.strategy.levers.batch_by_tokens else []
     if plan.packing:
         count = plan.strategy.effective_batch_size
-        content = f"of at most {length_text(plan)} tokens"
+        content = f"of at most {_length_text(plan)} tokens"
         if plan.padding:
             share = count / plan.padding.samples
             content = (
@@ -283,7 +283,7 @@ def _by_tokens(plan: Plan) -> Iterator[str]:
     rows = strategy.per_device_train_batch_size
     yield (
         f"by tokens: a micro-batch has at most {most}, padding included, as {rows} of"
-        f" the longest rows ({length_text(plan)}) have"
+        f" the longest rows ({_length_text(plan)}) have"
     )
     if plan.padding and plan.padding.micro_steps:
         micro_steps = plan.padding.micro_steps
@@ -303,7 +303,7 @@ def padding(plan: Plan, padding: Padding) -> str:
         line += f"; {padding.at_random:.0%} if rows came at random"
     elif padding.order == "by_length":
         line += f"; {padding.at_random:.0%} if rows were not grouped by length"
-    elif padding.share - padding.by_length > WORTH_A_WORD:
+    elif padding.share - padding.by_length > _WORTH_A_WORD:
         line += (
             f"; --data.group_by_length=true leaves {padding.by_length:.0%}, in steps of one length"
         )
@@ -358,7 +358,7 @@ def _peak(plan: Plan, peak: Peak) -> Iterator[str]:
     content = (
         f"{plan.micro_batch_tokens[0]:,} tokens at once"
         if varies
-        else f"rows of {length_text(plan)} tokens"
+        else f"rows of {_length_text(plan)} tokens"
     )
     yield f"peak {size(peak.allocated_bytes)} in {peak.section} ({peak.op}), {content}"
     yield _parts(peak.parts)
@@ -380,7 +380,7 @@ def _time(
 ) -> str:
     """Seconds a step, steps, hours and the end, as far as they are known before training."""
     text, seconds = _time_text(recipe, machine, plan, finished_steps)
-    if now is None or seconds is None or seconds > HOPELESS_S:
+    if now is None or seconds is None or seconds > _HOPELESS_S:
         return text
     # minutes are rounded up: a start at 10:00 that takes 10 s ends at 10:01
     end = (now + timedelta(seconds=seconds + 59)).replace(second=0)
@@ -403,7 +403,7 @@ def _time_text(
     steps_left = max(steps - finished_steps, 0)
     seconds = plan.seconds_per_step * steps_left
     count = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
-    hopeless = "; hopeless on this machine" if seconds > HOPELESS_S else ""
+    hopeless = "; hopeless on this machine" if seconds > _HOPELESS_S else ""
     return f"{each} x {count} = {duration(seconds)}{hopeless}", seconds
 
 
@@ -428,7 +428,7 @@ def _seconds_margin(machine: Machine, plan: Plan) -> SecondsMargin | SecondsCorr
     return seconds_margins.of_cards(machine.gpus[: plan.strategy.processes_per_machine])
 
 
-def length_text(plan: Plan) -> str:
+def _length_text(plan: Plan) -> str:
     source, target = plan.lengths
     return (
         f"{source:,}"

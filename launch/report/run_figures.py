@@ -20,7 +20,7 @@ from launch.schema.result import ALONE, Answers, HeldOut, Question, RunResult, S
 STEADY_FROM = 2  # steps that are slower than the rest
 MOST_ANSWERS = 8  # answers shown to a question: the first, the last, and some between
 # name, what stands at the right, and bars: (class, width in percent, text)
-Bars = tuple[str, str, list[tuple[str, float, str]]]
+_Bars = tuple[str, str, list[tuple[str, float, str]]]
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def beside_others(summary: Mapping[str, Any]) -> Iterator[str]:
 
 def predicted_beside_measured(
     plan: Plan, result: RunResult, events: Sequence[StepEvent]
-) -> Iterator[tuple[str, list[Bars]]]:
+) -> Iterator[tuple[str, list[_Bars]]]:
     """Bars of memory by category, then by phase, and of the time of a step."""
     groups = [
         ("by category", list(_by_category(plan, result.summary))),
@@ -125,7 +125,7 @@ def predicted_beside_measured(
         yield "seconds (median)", _bars([pair], lambda us: f"{us / 1e6:.3g} s")
 
 
-def _bars(pairs: Sequence[Pair], text: Callable[[int], str]) -> list[Bars]:
+def _bars(pairs: Sequence[Pair], text: Callable[[int], str]) -> list[_Bars]:
     most = max(value or 0 for pair in pairs for value in (pair.predicted, pair.measured))
     rows = []
     for pair in pairs:
@@ -181,7 +181,7 @@ def _by_host_phase(plan: Plan, result: RunResult, events: Sequence[StepEvent]) -
         yield Pair("peak of all", plan.estimate.host_bytes or None, peak_bytes or None)
 
 
-def time_lost(spent: Sequence[Spent]) -> list[Bars]:
+def time_lost(spent: Sequence[Spent]) -> list[_Bars]:
     """A bar for each use of the attempts' time; those that are not training in another colour."""
     total = sum(part.seconds for part in spent)
     most = max((part.seconds for part in spent), default=0)

@@ -14,9 +14,9 @@ from launch.schema.data_section import DataSection
 from launch.schema.plan import DataFormat
 from launch.schema.rows import ShownRow, ShownRows
 
-TARGET_STYLE = "bold green"
+_TARGET_STYLE = "bold green"
 BEGIN, END = "⟦", "⟧"  # marks around tokens with a loss, without colours
-BAR_WIDTH = 40
+_BAR_WIDTH = 40
 COUNTED = ("rows", "tokens")  # facts of many rows
 
 
@@ -57,7 +57,7 @@ def _histogram(lengths: list[int]) -> Iterator[str]:
     most = max((count for _, _, count in steps), default=0)
     digits = len(f"{steps[-1][1]:,}") if steps else 0
     for begin, end, count in steps:
-        bar = "█" * round(BAR_WIDTH * count / most) or ("▏" if count else "")
+        bar = "█" * round(_BAR_WIDTH * count / most) or ("▏" if count else "")
         yield f"{begin:>{digits},}-{end:<{digits},} {bar} {count:,}"
 
 
@@ -68,7 +68,7 @@ def _row(row: ShownRow, colours: bool) -> Text:
         if not part.is_target:
             text.append(plain)
         elif colours:
-            text.append(plain, style=TARGET_STYLE)
+            text.append(plain, style=_TARGET_STYLE)
         else:
             text.append(f"{BEGIN}{plain}{END}")
     return text

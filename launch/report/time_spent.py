@@ -20,7 +20,7 @@ SAVING = "saving checkpoints"
 AGAIN = "steps that were lost and trained again"
 WITHOUT = "attempts that trained no step"
 REST = "logs, export, closing down"
-LEAST_S = 0.05  # less is not shown
+_LEAST_S = 0.05  # less is not shown
 ORDER = (
     TRAINING,
     FIRST_STEPS,
@@ -63,7 +63,7 @@ def spent(attempts: Iterable[AttemptTime]) -> list[Spent]:
     for attempt in attempts:
         for name, seconds in _of(attempt):
             total[name] += max(seconds, 0.0)  # pyright: ignore[reportArgumentType]
-    return [Spent(name, total[name]) for name in ORDER if total[name] >= LEAST_S]
+    return [Spent(name, total[name]) for name in ORDER if total[name] >= _LEAST_S]
 
 
 def _of(attempt: AttemptTime) -> Iterator[tuple[str, float]]:

@@ -26,7 +26,7 @@ from launch.queue import leases
 from launch.run_folder import layout, manifest
 from launch.run_folder.layout import DRY_RUN, RunDir, holds_model
 
-ONLY_WEIGHTS = "its model is not in its output_dir any more, these are its only weights here"
+_ONLY_WEIGHTS = "its model is not in its output_dir any more, these are its only weights here"
 UNTOUCHED_S = 60.0  # a start makes its folder some seconds before its plan
 
 
@@ -48,14 +48,14 @@ class Removal:
 
 
 @dataclass(frozen=True)
-class Survey:
+class _Survey:
     """Removals in the order of the rules, and lines on runs that stay although they are old."""
 
     removals: list[Removal]
     stays: list[str]
 
 
-def survey(runs: Path, keep: int, unfinished: bool) -> Survey:
+def survey(runs: Path, keep: int, unfinished: bool) -> _Survey:
     """Look at all runs; nothing is changed. `keep`: so many of the newest runs of each recipe keep
     their checkpoints; `unfinished`: those of unfinished runs can go too."""
     removals, stays = list(_leftovers(runs)), []
@@ -72,26 +72,26 @@ def survey(runs: Path, keep: int, unfinished: bool) -> Survey:
             links = (run.root.parent, run.root, run.checkpoints)
             if link := next((path for path in links if path.is_symlink()), None):
                 stays.append(f"{run.run_id}: its checkpoints lie behind the link {link}")
-            elif is_in_use(run):
+            elif _is_in_use(run):
                 stays.append(f"{run.run_id}: in use")
             elif run.root.resolve() in protected:
                 stays.append(f"{run.run_id}: an unfinished run continues from its checkpoint")
             elif is_complete and not are_last:
                 removals.append(Removal("complete", run, checkpoints_bytes))
             elif unfinished:
-                note = ONLY_WEIGHTS if are_last else "it could still be continued"
+                note = _ONLY_WEIGHTS if are_last else "it could still be continued"
                 removals.append(Removal("unfinished", run, checkpoints_bytes, note))
             else:
-                why = ONLY_WEIGHTS if are_last else "not complete"
+                why = _ONLY_WEIGHTS if are_last else "not complete"
                 stays.append(f"{run.run_id}: {why}; --unfinished removes its checkpoints")
     order = {"dry run": 0, "start without a plan": 1, "complete": 2, "unfinished": 3}
-    return Survey(sorted(removals, key=lambda removal: order[removal.rule]), stays)
+    return _Survey(sorted(removals, key=lambda removal: order[removal.rule]), stays)
 
 
 def _leftovers(runs: Path) -> Iterator[Removal]:
     for root in sorted(runs.glob("*/*")):
         run = RunDir(root)
-        if not run.is_removable() or is_in_use(run):
+        if not run.is_removable() or _is_in_use(run):
             continue
         if time.time() - root.stat().st_mtime < UNTOUCHED_S:
             continue
@@ -120,7 +120,7 @@ def has_checkpoints(run: RunDir) -> bool:
     return run.checkpoints.is_dir() and any(run.checkpoints.glob("checkpoint-*"))
 
 
-def is_in_use(run: RunDir) -> bool:
+def _is_in_use(run: RunDir) -> bool:
     """True if a start trains the run, or waits for its memory."""
     return locks.holder_pid(run.lock_file) is not None or run.root.resolve() in _leased()
 

@@ -14,12 +14,12 @@ from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 
 # whatever the limit says: one checkpoint alone can be damaged, and there would be none
-MIN_KEPT = 2
+_MIN_KEPT = 2
 
 
 def num_kept(recipe: Recipe) -> int:
     """Checkpoints that a run keeps. While another is written, all of them are there."""
-    limit = max(recipe.training.save_total_limit, MIN_KEPT)
+    limit = max(recipe.training.save_total_limit, _MIN_KEPT)
     return limit + recipe.training.load_best_model_at_end
 
 
@@ -50,7 +50,7 @@ def check(run: RunDir, recipe: Recipe, plan: Plan, leased_bytes: int = 0) -> lis
     need = (num_there + 1 - there) * checkpoint_bytes
     if need > free:
         fits = free // checkpoint_bytes - 1 + there if checkpoint_bytes else 0
-        helps = f"--training.save_total_limit={fits}, or " if MIN_KEPT <= fits < num_there else ""
+        helps = f"--training.save_total_limit={fits}, or " if _MIN_KEPT <= fits < num_there else ""
         raise ResourceError(
             f"{run.checkpoints}: {num_there} checkpoints of about {size(checkpoint_bytes)} are kept"
             f" (training.save_total_limit {limit}) while the next is written, which takes"
@@ -70,10 +70,10 @@ def check(run: RunDir, recipe: Recipe, plan: Plan, leased_bytes: int = 0) -> lis
             f" {size(free_there)} are free there{beside}; choose an output_dir on a larger disk, or"
             " free some space there"
         )
-    if limit < MIN_KEPT:
+    if limit < _MIN_KEPT:
         return [
-            f"training.save_total_limit {limit}: the {MIN_KEPT} newest checkpoints that verify are"
-            f" kept all the same, about {size(MIN_KEPT * checkpoint_bytes)}; a single checkpoint"
+            f"training.save_total_limit {limit}: the {_MIN_KEPT} newest checkpoints that verify are"
+            f" kept all the same, about {size(_MIN_KEPT * checkpoint_bytes)}; a single checkpoint"
             " could be damaged, and the run would be lost"
         ]
     return []

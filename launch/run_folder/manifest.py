@@ -27,17 +27,17 @@ logger = logging.getLogger("lowmem")
 
 FILE = "manifest.json"
 # list beside the checkpoints: those that we have committed and not removed
-COMMITS = "commits.json"
+_COMMITS = "commits.json"
 NAME = re.compile(r"^checkpoint-\d{6,}$")
 # all that is written beside checkpoints: unfinished ones, those that are being removed, the list
 WRITTEN = re.compile(r"(tmp-([a-z]+-)?)?checkpoint-\d{6,}|commits\.(json|damaged)")
-KEY_BYTES, MOST_KEY_BYTES = 32, 4096
-KEY_NAME, CLOUD_KEY_NAME = "checkpoint.key", "cloud.key"
+KEY_BYTES, _MOST_KEY_BYTES = 32, 4096
+_KEY_NAME, CLOUD_KEY_NAME = "checkpoint.key", "cloud.key"
 WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # Files that transformers, Accelerate and DeepSpeed look for in a checkpoint, by name or pattern,
 # and then load.
 LOADED = re.compile(r"\.(pt|pth|bin|pkl|safetensors|distcp|metadata|json)$|^latest$")
-HASHING_THREADS = 4  # sha256 of one file is one core's work
+_HASHING_THREADS = 4  # sha256 of one file is one core's work
 # Facts of a manifest that continuing reads.
 FACTS = ("samples_seen", "world_size", "engine", "zero_stage", "mode")
 # The parts of a checkpoint that continuing needs, and their files: one for each rank where the
@@ -167,8 +167,8 @@ def _key_files() -> tuple[Path | None, Path, Path | None]:
     named, of_home = os.environ.get("LOWMEM_KEY"), None
     with suppress(ConfigError):  # a user may have no home
         state = os.environ.get("XDG_STATE_HOME") or base_files.expanded("~/.local/state")
-        of_home = Path(state) / "lowmem" / KEY_NAME
-    of_root = Workspace.here().root / ".lowmem" / KEY_NAME
+        of_home = Path(state) / "lowmem" / _KEY_NAME
+    of_root = Workspace.here().root / ".lowmem" / _KEY_NAME
     return base_files.expanded(named) if named else None, of_root, of_home
 
 
@@ -184,7 +184,7 @@ def _read_key(path: Path) -> bytes | None:
                 f"{path}: is no file, and the key that seals checkpoints should be one; remove it"
             )
         with path.open("rb") as file:
-            content = file.read(MOST_KEY_BYTES)
+            content = file.read(_MOST_KEY_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError:
@@ -291,7 +291,7 @@ def fault(folder: Path, hashed: bool = True, allow: Collection[str] = ()) -> str
         return f"{folder.name} lacks {missing}, without which its training cannot go on"
     if not hashed:
         return None
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+    with ThreadPoolExecutor(_HASHING_THREADS) as pool:
         try:
             digests = list(pool.map(base_files.sha256, [folder / relative for relative in files]))
         except OSError as error:
@@ -370,7 +370,7 @@ def committed(checkpoints: Path) -> list[Path]:
 def _listed(checkpoints: Path) -> dict[str, str]:
     """Folder names and their seals; a list that is damaged is put aside, and nothing that it named
     is removed."""
-    file = checkpoints / COMMITS
+    file = checkpoints / _COMMITS
     try:
         return base_files.read(file, dict[str, str]) or {}
     except CheckpointError as error:
@@ -399,13 +399,13 @@ def list_commit(checkpoints: Path, folder_name: str, sealed: str) -> None:
     """Add a checkpoint to the list, before the rename that makes it visible: a checkpoint that is
     not listed would never be removed."""
     listed = _listed(checkpoints)
-    base_files.write_json(checkpoints / COMMITS, {**listed, folder_name: sealed})
+    base_files.write_json(checkpoints / _COMMITS, {**listed, folder_name: sealed})
 
 
 def strike_commit(checkpoints: Path, folder_name: str) -> None:
     listed = _listed(checkpoints)
     base_files.write_json(
-        checkpoints / COMMITS, {key: value for key, value in listed.items() if key != folder_name}
+        checkpoints / _COMMITS, {key: value for key, value in listed.items() if key != folder_name}
     )
 
 
@@ -414,7 +414,7 @@ def strike_commit(checkpoints: Path, folder_name: str) -> None:
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
 # another major.minor of these may read a file differently
-WRITE_FILES = ("torch", "transformers", "deepspeed")
+_WRITE_FILES = ("torch", "transformers", "deepspeed")
 
 
 def versions() -> dict[str, str]:
@@ -446,7 +446,7 @@ def version_changes(then: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
     for package, old in then.items():
         new = current_versions.get(package)
         if new != old:
-            is_deep = package in WRITE_FILES and (
+            is_deep = package in _WRITE_FILES and (
                 new is None or new.split(".")[:2] != old.split(".")[:2]
             )
             yield f"{package} {old} -> {new or 'not installed'}", is_deep

@@ -56,11 +56,11 @@ class ResumeChoice:
     complete: bool = False
 
 
-NewRun = Callable[[], RunDir]
+_NewRun = Callable[[], RunDir]
 
 
 def decide(
-    runs: Path, recipe: Recipe, plan: Plan, tokens: TokenCache, resume: str, new_run: NewRun
+    runs: Path, recipe: Recipe, plan: Plan, tokens: TokenCache, resume: str, new_run: _NewRun
 ) -> ResumeChoice:
     """`resume`: auto, never, or a path to a run or one of its checkpoints. `new_run` makes the
     folder of a new run.
@@ -154,7 +154,7 @@ def _unfinished(earlier: Sequence[RunDir]) -> list[str]:
 
 
 def _from_path(
-    resume: str, recipe: Recipe, plan: Plan, tokens: TokenCache, new_run: NewRun
+    resume: str, recipe: Recipe, plan: Plan, tokens: TokenCache, new_run: _NewRun
 ) -> ResumeChoice:
     path, run = base_files.expanded(resume), run_at(resume)
     is_checkpoint = path != run.root
@@ -178,7 +178,7 @@ def _continued(
     checkpoint: Path | None,
     changes: Sequence[Change],
     recipe: Recipe,
-    new_run: NewRun,
+    new_run: _NewRun,
 ) -> ResumeChoice:
     """The run itself if nothing has changed, else a new run that takes over the given checkpoint,
     or the newest.
@@ -273,7 +273,7 @@ def _versions(source: Path, recipe: Recipe) -> list[str]:
     return [f"{source.name} was written with other libraries: {libraries}"]
 
 
-def _take_over(source: Path, new_run: NewRun, reason: str) -> ResumeChoice:
+def _take_over(source: Path, new_run: _NewRun, reason: str) -> ResumeChoice:
     """A new run that goes on from another run's checkpoint, at the same sample."""
     facts = manifest.read(source)
     samples_seen = facts.get("samples_seen")

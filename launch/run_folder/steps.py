@@ -18,7 +18,7 @@ from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import Answers, HeldOut, StepEvent
 
 STEADY_FROM = 2  # steps of an attempt that are slower than the rest
-MOST_DIGITS = 20
+_MOST_DIGITS = 20
 # Shorter lines of steps are read without a Python object for each value: beside the names of its
 # fields, no number in one has more digits than a float holds.
 PLAIN_BYTES = 500
@@ -94,7 +94,7 @@ def _unusual(line: bytes, record: TypeAdapter[Record]) -> Record:
 
 def _int(digits: str) -> int:
     """A number of a record; none has more digits than 64 bits hold."""
-    if len(digits) > MOST_DIGITS:
+    if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
 

@@ -193,7 +193,7 @@ def read_levers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 Refused = Callable[[Levers, "ModelFamily"], str | None]
 # least tokens per part of an MLP: a card computes smaller products at a lower rate
-LEAST_TOKENS = 1024
+_LEAST_TOKENS = 1024
 
 
 class Around(NamedTuple):
@@ -299,15 +299,15 @@ def _unless(can: Callable[[ForwardFacts], bool], lack: str, is_in_layers: bool =
     return refusal
 
 
-NO_TILES = (
+_NO_TILES = (
     "of which no part of the tokens can go through an MLP by itself (a mixture of experts, or an"
     " MLP that is no module)"
 )
-NO_PARTS = (
+_NO_PARTS = (
     "whose forward pass computes with the logits, scales them or caps them, and so cannot return"
     " the loss of their parts"
 )
-NOT_AT_TARGETS = "whose forward pass does not make each position's logits of that position alone"
+_NOT_AT_TARGETS = "whose forward pass does not make each position's logits of that position alone"
 
 
 def _no_tiles_in(mode: LaunchMode, num_shards: int) -> str | None:
@@ -322,7 +322,7 @@ def _no_tiles_in(mode: LaunchMode, num_shards: int) -> str | None:
 def _most_parts(tokens: int) -> int:
     """The most parts of an MLP's tokens that are large enough: each number is recorded for
     itself."""
-    return next((parts for parts in (8, 4, 2) if tokens // parts >= LEAST_TOKENS), 1)
+    return next((parts for parts in (8, 4, 2) if tokens // parts >= _LEAST_TOKENS), 1)
 
 
 def _no_parts_in(mode: LaunchMode, num_chunks: int) -> str | None:
@@ -434,7 +434,7 @@ LEVERS = (
             and parts == _most_parts(around.tokens)
         ),
         same=lambda _: "each MLP makes the same of a part of the tokens at a time",
-        refusal=_unless(lambda model: model.tiles_mlp, NO_TILES, is_in_layers=True),
+        refusal=_unless(lambda model: model.tiles_mlp, _NO_TILES, is_in_layers=True),
         mode_refusal=_no_tiles_in,
     ),
     Lever(
@@ -470,7 +470,7 @@ LEVERS = (
         requested=lambda recipe: recipe.training.num_output_chunks,
         tried=(1, 8, 32),  # 8: as many as torchtune's default
         same=lambda _: "the loss is the same sum, its logits made in parts",
-        refusal=_unless(lambda model: model.head == "unchanged", NO_PARTS),
+        refusal=_unless(lambda model: model.head == "unchanged", _NO_PARTS),
         mode_refusal=_no_parts_in,
     ),
     Lever(
@@ -482,7 +482,7 @@ LEVERS = (
         text=lambda _: "logits at targets",
         off="logits at all positions",
         requested=lambda recipe: recipe.training.logits_at_targets,
-        refusal=_unless(lambda model: model.head != "other", NOT_AT_TARGETS),
+        refusal=_unless(lambda model: model.head != "other", _NOT_AT_TARGETS),
     ),
     Lever(
         name="batch_by_tokens",

@@ -24,7 +24,7 @@ from launch.schema.run_sections import (
 from launch.schema.section import Section, affects
 from launch.schema.training_section import Precision, TrainingSection
 
-Concession = Literal["optimizer", "quantization", "lora.r", "data.max_length"]
+_Concession = Literal["optimizer", "quantization", "lora.r", "data.max_length"]
 
 
 class Recipe(Section):
@@ -57,7 +57,7 @@ class Recipe(Section):
     evaluation: EvaluationSection = Field(
         default=EvaluationSection(), description="What to measure besides the held-out loss."
     )
-    allow: Annotated[tuple[Concession, ...], affects("plan")] = Field(
+    allow: Annotated[tuple[_Concession, ...], affects("plan")] = Field(
         default=(), description="What may be relaxed if nothing else fits; it changes the result."
     )
     resume: ResumeSection = Field(

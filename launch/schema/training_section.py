@@ -17,7 +17,7 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
 TENSORBOARD: Tracker = "tensorboard"
 
 
-Schedule = Literal[
+_Schedule = Literal[
     "linear",
     "cosine",
     "cosine_with_restarts",
@@ -87,7 +87,7 @@ class TrainingSection(LeverKeys):
     learning_rate_batch_size: Annotated[int | None, affects("weights")] = Field(
         default=None, ge=1, description="Effective batch that learning_rate is for."
     )
-    lr_scheduler_type: Annotated[Schedule, affects("weights")] = Field(
+    lr_scheduler_type: Annotated[_Schedule, affects("weights")] = Field(
         default="linear", description="Course of the learning rate after the warmup."
     )
     weight_decay: Annotated[float, affects("weights", "memory")] = Field(

@@ -32,7 +32,7 @@ State = Literal[
     "failed",
     "lost",
 ]
-BY_SECTION: Mapping[str, State] = {
+_BY_SECTION: Mapping[str, State] = {
     "tokenise": "tokenising",
     "load": "loading",
     "first step": "training",
@@ -41,10 +41,10 @@ BY_SECTION: Mapping[str, State] = {
     "save": "saving",
     "export": "exporting",
 }
-ENDED: tuple[State, ...] = ("complete", "stopped", "failed", "lost")
-STOPPED_CODES = (75, 130)
+_ENDED: tuple[State, ...] = ("complete", "stopped", "failed", "lost")
+_STOPPED_CODES = (75, 130)
 KEPT_STEPS = 240
-TAIL_BYTES = 1 << 16  # end of the file of steps that is read when a run is first looked at
+_TAIL_BYTES = 1 << 16  # end of the file of steps that is read when a run is first looked at
 STEP, EVALUATION = TypeAdapter(StepEvent), TypeAdapter(HeldOut)
 
 
@@ -75,7 +75,7 @@ class RunState:
 
     @property
     def has_ended(self) -> bool:
-        return self.state in ENDED
+        return self.state in _ENDED
 
 
 class RunFiles:
@@ -101,7 +101,7 @@ class RunFiles:
         end = files.read_or_none(attempt.supervisor_file, AttemptEnd) if attempt else None
         state = self._state(beat, end)
         last = self._steps[-1] if self._steps else None
-        has_ended = state in ENDED
+        has_ended = state in _ENDED
         pace = self._pace()
         step = max(last.step if last else 0, beat.step if beat else 0)
         max_steps = max(last.max_steps if last else 0, beat.max_steps if beat else 0)
@@ -155,7 +155,7 @@ class RunFiles:
                 size = os.fstat(file.fileno()).st_size
                 if size <= self._read_bytes:
                     return
-                start = self._read_bytes or max(0, size - TAIL_BYTES)
+                start = self._read_bytes or max(0, size - _TAIL_BYTES)
                 file.seek(start)
                 content = file.read(size - start)
         except OSError:  # not there yet, or its disk is gone
@@ -190,10 +190,10 @@ class RunFiles:
 
     def _state(self, beat: heartbeats.Beat | None, end: AttemptEnd | None) -> State:
         if locks.holder_pid(self.run.lock_file) is not None:
-            return BY_SECTION.get(beat.section, "training") if beat and end is None else "starting"
+            return _BY_SECTION.get(beat.section, "training") if beat and end is None else "starting"
         if end is None:
             return "lost"
-        if end.exit_code in STOPPED_CODES:
+        if end.exit_code in _STOPPED_CODES:
             return "stopped"
         return "complete" if end.exit_code == 0 else "failed"
 
@@ -205,10 +205,10 @@ class RunFiles:
     def _verdict(self, attempts: list[AttemptDir], state: State) -> str:
         """The cause of the end of a run that has ended, or of the attempt before the one that runs
         now; "" if none failed. A stop is the user's own: it is no reason to say it again later."""
-        newest = attempts[-1:] if state in ENDED else attempts[-2:-1]
+        newest = attempts[-1:] if state in _ENDED else attempts[-2:-1]
         for attempt in newest:
             end = files.read_or_none(attempt.supervisor_file, AttemptEnd)
-            is_old_stop = state not in ENDED and end and end.exit_code in STOPPED_CODES
+            is_old_stop = state not in _ENDED and end and end.exit_code in _STOPPED_CODES
             if end and end.failure and not is_old_stop:
                 return f"attempt {attempt.number}: {end.failure.cause} (exit code {end.exit_code})"
         return ""

@@ -14,9 +14,9 @@ from launch.status.cards import CardState
 from launch.status.runs import RunState
 
 BARS = "▁▂▃▄▅▆▇█"
-CURVE_COLUMNS = 24
+_CURVE_COLUMNS = 24
 STYLES = {"complete": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
-SILENT_S = 60.0  # silence of a rank from which on it is shown
+_SILENT_S = 60.0  # silence of a rank from which on it is shown
 
 
 def page(
@@ -28,7 +28,7 @@ def page(
     """One screen: runs, those that wait, cards. `terminal`: its columns and rows; the runs that do
     not fit there are counted."""
     below = [Text(shown(line)) for line in waiting] + [Text(card_line(card)) for card in cards]
-    blocks = [[*run_lines(run)] for run in runs] or [[Text("no runs here yet")]]
+    blocks = [[*_run_lines(run)] for run in runs] or [[Text("no runs here yet")]]
     if terminal:
         blocks = _fitting(blocks, terminal[0], terminal[1] - _rows(below, terminal[0]))
     return Text("\n").join([*(line for block in blocks for line in block), *below])
@@ -50,7 +50,7 @@ def _rows(lines: Sequence[Text], columns: int) -> int:
     return sum(max(1, math.ceil(line.cell_len / columns)) for line in lines)
 
 
-def run_lines(run: RunState) -> Iterator[Text]:
+def _run_lines(run: RunState) -> Iterator[Text]:
     """One line for a run that has ended, three for one that has not; and the verdict of its last
     failure."""
     style = STYLES.get(run.state, "bold")
@@ -61,7 +61,7 @@ def run_lines(run: RunState) -> Iterator[Text]:
         head.append(f"  {eta(run.seconds_left).removeprefix('ETA ')} left")
     if run.attempt > 1:
         head.append(f"  attempt {run.attempt}")
-    if (run.silent_s or 0.0) >= SILENT_S:
+    if (run.silent_s or 0.0) >= _SILENT_S:
         head.append(f"  silent for {run.silent_s:.0f} s", "yellow")
     if run.has_ended:
         head.append(_losses(run))
@@ -93,7 +93,7 @@ def _memory(run: RunState) -> Iterator[str]:
             yield f"{name} {used}predicted {predicted / GIB:.2f} GiB{of}"
 
 
-def curve(values: Sequence[float], columns: int = CURVE_COLUMNS) -> str:
+def curve(values: Sequence[float], columns: int = _CURVE_COLUMNS) -> str:
     """The course of a series in bars, oldest first; what is not finite is a blank."""
     size = max(1, math.ceil(len(values) / columns))
     means = [

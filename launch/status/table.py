@@ -19,11 +19,11 @@ from launch.schema.result import Outcome
 from launch.status.runs import RunFiles
 from launch.status.screen import STYLES
 
-FIGURES_COLUMNS = 64  # figures of a run of a million steps that was stopped early
+_FIGURES_COLUMNS = 64  # figures of a run of a million steps that was stopped early
 
 
 @dataclass(frozen=True)
-class RunRow:
+class _RunRow:
     """A run, how far it came, how it ended, and what it takes on the disk."""
 
     recipe: str
@@ -40,13 +40,13 @@ class RunRow:
     folder: str
 
 
-def rows(runs: Path) -> list[RunRow]:
+def rows(runs: Path) -> list[_RunRow]:
     """Every run, the newest first."""
     rows = [_row(run) for run in RunDir.all(runs)]
     return sorted(rows, key=lambda row: Path(row.folder).name, reverse=True)
 
 
-def _row(run: RunDir) -> RunRow:
+def _row(run: RunDir) -> _RunRow:
     state = RunFiles(run).state()
     last = run.attempts()[-1:]
     outcome = files.read_or_none(last[0].outcome_file, Outcome) if last else None
@@ -54,7 +54,7 @@ def _row(run: RunDir) -> RunRow:
         started_at = datetime.strptime(run.root.name[:15], "%Y%m%d-%H%M%S").isoformat()
     except ValueError:
         started_at = ""
-    return RunRow(
+    return _RunRow(
         recipe=run.root.parent.name,
         run=state.run,
         started_at=started_at,
@@ -70,7 +70,7 @@ def _row(run: RunDir) -> RunRow:
     )
 
 
-def table(rows: Sequence[RunRow]) -> Table:
+def table(rows: Sequence[_RunRow]) -> Table:
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("run", min_width=_widest(rows))  # a part of a name is no name
     drawn.add_column("state", no_wrap=True)
@@ -94,10 +94,10 @@ def table(rows: Sequence[RunRow]) -> Table:
     return drawn
 
 
-def least_columns(rows: Sequence[RunRow]) -> int:
+def least_columns(rows: Sequence[_RunRow]) -> int:
     """The columns of text that the table needs, for names and figures in one piece."""
-    return _widest(rows) + FIGURES_COLUMNS
+    return _widest(rows) + _FIGURES_COLUMNS
 
 
-def _widest(rows: Sequence[RunRow]) -> int:
+def _widest(rows: Sequence[_RunRow]) -> int:
     return max((len(row.run) for row in rows), default=0)

@@ -19,7 +19,7 @@ from launch.status import screen
 from launch.status.cards import cards
 from launch.status.runs import RunFiles, RunState
 
-ENDED_SHOWN = 8  # newest runs that have ended
+_ENDED_SHOWN = 8  # newest runs that have ended
 
 
 class Watcher:
@@ -45,7 +45,7 @@ class Watcher:
         newest = sorted(ended, key=lambda state: Path(state.folder).name, reverse=True)
         return [
             *(state for state in states if not state.has_ended),
-            *newest[:ENDED_SHOWN],
+            *newest[:_ENDED_SHOWN],
         ]
 
     def waiting(self) -> list[str]:

@@ -26,17 +26,17 @@ from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 from launch.supervise.watch import Ended, RankWatcher
 
-LOG_TAIL_BYTES = 1 << 20  # a cause and the stacks of eight ranks after it, at 98 KiB each
+_LOG_TAIL_BYTES = 1 << 20  # a cause and the stacks of eight ranks after it, at 98 KiB each
 # Variables by which launchers configure their ranks. Those of a launcher around this one, or
 # exported by hand, would change what ours starts: ACCELERATE_USE_CPU drops DeepSpeed, RANK and
 # WORLD_SIZE change the number of ranks.
-LAUNCHERS_OWN = re.compile(
+_LAUNCHERS_OWN = re.compile(
     r"(ACCELERATE|FSDP|TORCHELASTIC)_|((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT))$"
 )
 # Settings of torchrun's agent, with which accelerate starts several ranks. It passes signals on to
 # them, also Slurm's early signal, which would end it, and does not limit the time for their
 # checkpoint. accelerate has no flag for either.
-AGENTS_OWN = {
+_AGENTS_OWN = {
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
     "PET_SHUTDOWN_TIMEOUT": "86400",
 }
@@ -165,8 +165,8 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     inherited = environment.passed(os.environ, pass_env)
     variables = {
-        **{key: value for key, value in inherited.items() if not LAUNCHERS_OWN.match(key)},
-        **AGENTS_OWN,
+        **{key: value for key, value in inherited.items() if not _LAUNCHERS_OWN.match(key)},
+        **_AGENTS_OWN,
         **command.env,
         "LOWMEM_RUN": run.tag,  # marks every process of this run
         "LOWMEM_ROOT_PID": str(os.getpid()),
@@ -207,7 +207,7 @@ def log_tail(path: Path) -> str:
         return ""
     with path.open("rb") as file:
         file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - LOG_TAIL_BYTES))
+        file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
         return file.read().decode("utf-8", "replace")
 
 

@@ -13,15 +13,15 @@ SMALLER = (
 AGAIN = "run the same line again"
 # Text before an exception at the end of a traceback: the rank as torchrun writes it, the
 # exception's module.
-EXCEPTION = r"^(\[(rank|default)?\d+\]:\s*)?([A-Za-z_]\w*\.)*"
+_EXCEPTION = r"^(\[(rank|default)?\d+\]:\s*)?([A-Za-z_]\w*\.)*"
 
 
 # A text that a message quotes, on one line; an apostrophe within a word opens none, and what a C++
 # program prints of its own exception ('with description "..."') is no quotation
-QUOTED = re.compile(r"""(?<![\w)\]])(?<!description )(['"])(?:(?!\1)[^\\\n]|\\.)+\1(?!\w)""")
+_QUOTED = re.compile(r"""(?<![\w)\]])(?<!description )(['"])(?:(?!\1)[^\\\n]|\\.)+\1(?!\w)""")
 # Exceptions on a value, whose messages repeat it: a row's text is none of the machine's words
-OF_A_VALUE = re.compile(
-    rf"{EXCEPTION}((Value|Key|Type|Lookup|Index|Attribute|Unicode\w*|JSONDecode|Template"
+_OF_A_VALUE = re.compile(
+    rf"{_EXCEPTION}((Value|Key|Type|Lookup|Index|Attribute|Unicode\w*|JSONDecode|Template"
     r"|Undefined|Validation)Error|Arrow(Invalid|TypeError|KeyError)): "
 )
 # kinds that such an exception may name; a rank that wrote its error would have named them itself
@@ -56,9 +56,9 @@ class Pattern:
     def _is_said(self, match: re.Match[str]) -> bool:
         line, begin = full_line(match), match.string.rfind("\n", 0, match.end()) + 1
         start, end = match.start() - begin, match.end() - begin
-        if any(quote.start() < start and end < quote.end() for quote in QUOTED.finditer(line)):
+        if any(quote.start() < start and end < quote.end() for quote in _QUOTED.finditer(line)):
             return False
-        return self.kind in OWN_KINDS or not OF_A_VALUE.match(line)
+        return self.kind in OWN_KINDS or not _OF_A_VALUE.match(line)
 
 
 def full_line(match: re.Match[str]) -> str:
@@ -210,8 +210,8 @@ PATTERNS = (
         (
             r"ptxas fatal\s*: Value 'sm_\w+' is not defined",
             r"too old to be supported by the triton",
-            rf"{EXCEPTION}OutOfResources: out of resource",
-            rf"{EXCEPTION}RuntimeError: PassManager::run failed",
+            rf"{_EXCEPTION}OutOfResources: out of resource",
+            rf"{_EXCEPTION}RuntimeError: PassManager::run failed",
             r"only supports? Ampere GPUs or newer",
             r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ARCH_MISMATCH",
         ),
@@ -235,12 +235,12 @@ PATTERNS = (
                 r"Assertion `?(srcIndex < srcSelectDimSize|t >= 0 && t < n_classes|ind >=? ?0 &&"
                 r" ind < \w+)"
             ),
-            rf"{EXCEPTION}IndexError: index out of range in self",
-            rf"{EXCEPTION}IndexError: Target -?\d+ is out of bounds",
-            rf"{EXCEPTION}UnicodeDecodeError: ",
-            rf"{EXCEPTION}JSONDecodeError: |{EXCEPTION}ArrowInvalid: JSON parse error",
+            rf"{_EXCEPTION}IndexError: index out of range in self",
+            rf"{_EXCEPTION}IndexError: Target -?\d+ is out of bounds",
+            rf"{_EXCEPTION}UnicodeDecodeError: ",
+            rf"{_EXCEPTION}JSONDecodeError: |{_EXCEPTION}ArrowInvalid: JSON parse error",
             (
-                rf"{EXCEPTION}ArrowInvalid: (Parquet magic bytes not found|Could not open"
+                rf"{_EXCEPTION}ArrowInvalid: (Parquet magic bytes not found|Could not open"
                 r" Parquet|CSV parse error)"
             ),
             r"device-side assert triggered",
@@ -276,7 +276,7 @@ PATTERNS = (
             r"(Cuda|HIP) failure (2\b|'out of memory')|Failed to CUDA (c|m)alloc",
             r"Triton Error \[(CUDA|HIP)\]: out of memory",
             r"Error out of memory at line \d+ in file",
-            rf"{EXCEPTION}OutOfMemoryError: ",
+            rf"{_EXCEPTION}OutOfMemoryError: ",
             # torch's allocator, when it asks how much is free, and with expandable segments
             r"(NVML_SUCCESS == r|handles_\.at\(i\)) INTERNAL ASSERT FAILED",
         ),
@@ -319,7 +319,7 @@ PATTERNS = (
             r"can't start new thread",
             r"ThreadPoolBuildError|Failed to launch worker thread",  # tokenizers, pyarrow
             r"pthread_create failed|libgomp: Thread creation failed",
-            rf"{EXCEPTION}BlockingIOError: \[Errno 11\] Resource temporarily unavailable",
+            rf"{_EXCEPTION}BlockingIOError: \[Errno 11\] Resource temporarily unavailable",
             r"Too many open files",
         ),
     ),
@@ -343,7 +343,7 @@ PATTERNS = (
         "the user of the run has no name on this machine",
         "`export USER=me LOGNAME=me`; a container gets the names with `-v"
         " /etc/passwd:/etc/passwd:ro`",
-        (rf"{EXCEPTION}(KeyError: 'getpwuid|OSError: No username set in the environment)",),
+        (rf"{_EXCEPTION}(KeyError: 'getpwuid|OSError: No username set in the environment)",),
     ),
     Pattern(
         "configuration",
@@ -358,15 +358,15 @@ PATTERNS = (
         "the host ran out of memory",
         SMALLER,
         (
-            rf"{EXCEPTION}_?(Array)?MemoryError\b",
-            rf"{EXCEPTION}ArrowMemoryError\b",
+            rf"{_EXCEPTION}_?(Array)?MemoryError\b",
+            rf"{_EXCEPTION}ArrowMemoryError\b",
             r"std::bad_alloc",
             r"Cannot allocate memory",  # also the end of DefaultCPUAllocator's
             r"OpenBLAS error: Memory allocation still failed",
             r"memory allocation of \d+ bytes failed",
             r"failed to map segment from shared object",
             # oneDNN's, which names no cause
-            rf"{EXCEPTION}RuntimeError: could not create a (primitive|memory)\b",
+            rf"{_EXCEPTION}RuntimeError: could not create a (primitive|memory)\b",
         ),
     ),
     Pattern(
@@ -380,7 +380,7 @@ PATTERNS = (
             r"Disk quota exceeded",
             r"File too large",
             r"Read-only file system",
-            rf"{EXCEPTION}OSError: \[Errno 5\] Input/output error",
+            rf"{_EXCEPTION}OSError: \[Errno 5\] Input/output error",
             # torch.save
             r"inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing file",
             r"SafetensorError: Error while serializing: I/?O ?error",
@@ -392,7 +392,7 @@ PATTERNS = (
         "a file or folder may not be opened by this user",
         "the proof names it: give it to the user of the run (`chown`, `chmod u+rwX`), or name"
         " another output_dir or model.path",
-        (rf"{EXCEPTION}PermissionError: \[Errno 13\]",),
+        (rf"{_EXCEPTION}PermissionError: \[Errno 13\]",),
     ),
     Pattern(
         "disk",
@@ -402,10 +402,10 @@ PATTERNS = (
         f" `-o nolock`), or write elsewhere (output_dir, TMPDIR), then {AGAIN}",
         (
             r"Stale (NFS )?file handle",
-            rf"{EXCEPTION}(OS|BrokenPipe)Error: \[Errno (37|107|108|112|121|524)\] ",
+            rf"{_EXCEPTION}(OS|BrokenPipe)Error: \[Errno (37|107|108|112|121|524)\] ",
             r"fcntl\.f?lockf?\(.*\s.{0,20}OSError: \[Errno (38|95)\] ",
             # error of a named file; without a name it may be a socket's
-            rf"{EXCEPTION}(OS|Timeout)Error: \[Errno (16|110)\] [\w ]+: '(?!\S*\.nfs)",
+            rf"{_EXCEPTION}(OS|Timeout)Error: \[Errno (16|110)\] [\w ]+: '(?!\S*\.nfs)",
         ),
     ),
     Pattern(
@@ -414,7 +414,7 @@ PATTERNS = (
         "a file of weights is cut short or damaged",
         "compare it with its source (`sha256sum`) and fetch it again; model.path and the proof say"
         " which it is",
-        (rf"{EXCEPTION}SafetensorError: Error while deserializing",),
+        (rf"{_EXCEPTION}SafetensorError: Error while deserializing",),
     ),
     Pattern(
         "CheckpointError",
@@ -443,7 +443,7 @@ PATTERNS = (
         "the name of a machine has no address",
         "see launch.main_process_ip, /etc/hosts and the name server (`getent hosts NAME`); an"
         " address in numbers needs neither",
-        (rf"{EXCEPTION}gaierror: \[Errno -\d+\]",),
+        (rf"{_EXCEPTION}gaierror: \[Errno -\d+\]",),
     ),
     Pattern(
         "join",
@@ -502,8 +502,8 @@ PATTERNS = (
             r"version `(GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found",
             r"undefined symbol: ",
             r"cuDNN version (incompatibility|mismatch)|CUDNN_STATUS_(SUBLIBRARY_)?VERSION_MISMATCH",
-            rf"{EXCEPTION}ModuleNotFoundError: No module named",
-            rf"{EXCEPTION}ImportError: cannot import name",
+            rf"{_EXCEPTION}ModuleNotFoundError: No module named",
+            rf"{_EXCEPTION}ImportError: cannot import name",
         ),
     ),
     Pattern(
@@ -543,8 +543,8 @@ PATTERNS = (
             r"libcuda\.so cannot found|cannot find -lcuda",
             r"(PTXAS error|Triton PTX codegen error|`ptxas` failed with error)",
             r"CppCompileError: |Cannot find a working triton installation",
-            rf"{EXCEPTION}CalledProcessError: Command '\[.{{0,80}}\b(gcc|cc|clang|g\+\+)\b",
-            rf"{EXCEPTION}(InductorError|BackendCompilerFailed): |torch\._dynamo\.exc\.\w+: ",
+            rf"{_EXCEPTION}CalledProcessError: Command '\[.{{0,80}}\b(gcc|cc|clang|g\+\+)\b",
+            rf"{_EXCEPTION}(InductorError|BackendCompilerFailed): |torch\._dynamo\.exc\.\w+: ",
             r"Triton Error \[(CUDA|HIP)\]: ",
         ),
         "consequence",

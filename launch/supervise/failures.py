@@ -19,26 +19,26 @@ from launch.supervise.failure_patterns import (
     full_line,
 )
 
-PROOF_CHARS = 400  # the HSA runtime says at the end of its line how much GPU memory was free
+_PROOF_CHARS = 400  # the HSA runtime says at the end of its line how much GPU memory was free
 
 # Reports of ranks that a signal ended, by torchrun and by accelerate's launcher of one process.
 # torchrun lists those that had ended when it looked, not those that it ends itself then; which of
 # them it calls the root cause may be a tie.
-REPORTED_KILL = re.compile(
+_REPORTED_KILL = re.compile(
     r"^\s*rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*-9 \(pid: (\d+)\)", re.MULTILINE
 )
 # ranks that torchrun reports as failed, and processes that it ends itself
-REPORTED = re.compile(r"^\s*rank\s*:\s*(\d+) ", re.MULTILINE)
+_REPORTED = re.compile(r"^\s*rank\s*:\s*(\d+) ", re.MULTILINE)
 CLOSED = re.compile(r"Sending process (\d+) closing signal")
-WORKER_KILLED = "is killed by signal: Killed"  # torch's message on a worker of a data loader
-KILLED_FIRST = re.compile(r"exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>")
-CRASHED = re.compile(
+_WORKER_KILLED = "is killed by signal: Killed"  # torch's message on a worker of a data loader
+_KILLED_FIRST = re.compile(r"exitcode\s*:\s*-9\b|died with <Signals.SIGKILL: 9>")
+_CRASHED = re.compile(
     r"exitcode\s*:\s*-(?!(?:9|15|2|1|10)\b)(\d+)|died with <Signals\.(?!SIGKILL|SIGTERM)\w+: (\d+)>"
 )
 # exit code of a rank that wrote no error
-EXITED = re.compile(r"exitcode\s*:\s*(\d+)\b|returned non-zero exit status (\d+)")
+_EXITED = re.compile(r"exitcode\s*:\s*(\d+)\b|returned non-zero exit status (\d+)")
 KINDS = {kind.exit_code: kind.__name__ for kind in errors.LaunchError.__subclasses__()}
-SIGNALS = {
+_SIGNALS = {
     "SIGSEGV": "native code touched memory that is not its own",
     "SIGBUS": "a file or /dev/shm behind mapped memory is gone, cut short or full",
     "SIGILL": "native code was built for another CPU",
@@ -50,7 +50,7 @@ LIMITS = {
     "SIGXFSZ": ("disk", 10, "a file grew past the limit of sizes", "ulimit -f"),
     "SIGXCPU": ("limit", 3, "a process used up its limit of CPU time", "ulimit -t"),
 }
-SIGNAL_FIX = (
+_SIGNAL_FIX = (
     "see the stacks in the attempt's log.txt; `pip install --force-reinstall -r requirements.txt`"
     " mends mixed builds; if it comes back anywhere else each time, test the machine's memory"
 )
@@ -61,19 +61,19 @@ WARNING = re.compile(
 )
 STEP = re.compile(r"  step \d+/\d+  epoch ")
 # kinds that a card's failure leaves behind
-OF_A_CARD = (
+_OF_A_CARD = (
     *("hang", "crash", "unknown", "signal", "nccl", "collective_timeout", "driver"),
     "library",  # kernels of cuBLAS, cuDNN, Triton, bitsandbytes
 )
 # The driver's words in Xid 154, which sums up the Xids before it
 ADVICE = re.compile(r"GPU recovery action changed from .+ to 0x\w+ \((?!None)(.+?)\)")
-ADVISED = (
+_ADVISED = (
     "do what the driver asks, after the programs on that card have ended: `sudo nvidia-smi"
     " --gpu-reset` resets it, `sudo reboot` restarts the machine"
 )
-STOPPED = "Stopped"  # errors.Stopped, as ranks write it
+_STOPPED = "Stopped"  # errors.Stopped, as ranks write it
 YIELDED = "yielded"  # the kind of an end that waits for memory again
-CONTINUE = "run the same line again to continue"
+_CONTINUE = "run the same line again to continue"
 
 
 def classify(record: AttemptRecord) -> Failure | None:
@@ -92,11 +92,11 @@ def _with_xid(failure: Failure, xids: Sequence[Xid]) -> Failure:
     says = f"; the driver says: {advice}" if advice else ""
     if failure.kind == "gpu_broken" and xids:
         cause = f"{failure.cause}: {_described((hardware or xids)[0])}{says}"
-        return replace(failure, cause=cause, fix=ADVISED if advice else failure.fix)
-    if failure.kind in OF_A_CARD and hardware:
+        return replace(failure, cause=cause, fix=_ADVISED if advice else failure.fix)
+    if failure.kind in _OF_A_CARD and hardware:
         broken = next(row for row in PATTERNS if row.kind == "gpu_broken")
         cause = f"{broken.cause}: {_described(hardware[0])}{says}; {failure.cause}"
-        fix = ADVISED if advice else broken.fix
+        fix = _ADVISED if advice else broken.fix
         return Failure(broken.kind, broken.exit_code, cause, hardware[0].line, fix)
     return failure
 
@@ -109,7 +109,7 @@ def _described(xid: Xid) -> str:
 def _cause(record: AttemptRecord) -> Failure:
     """The cause of an attempt's end, from everything but Xids."""
     record = replace(record, log_tail=_without_ours(record))
-    was_killed = _is_killed(record) or WORKER_KILLED in record.log_tail
+    was_killed = _is_killed(record) or _WORKER_KILLED in record.log_tail
     if record.oom_kills and (was_killed or not record.oom_kills_of_machine):
         return _oom_kill(record)
     if record.pressure:
@@ -128,7 +128,7 @@ def _cause(record: AttemptRecord) -> Failure:
         return stopped(record.stopped_by, _saved(record))
     if record.is_yielded:
         cause = f"gave its memory to the runs that wait{_saved(record)}"
-        return Failure(YIELDED, 75, cause, "python -m launch queue yield", CONTINUE)
+        return Failure(YIELDED, 75, cause, "python -m launch queue yield", _CONTINUE)
     if _has_stopped(record):
         return _preempted(record)
     return _fallen(record)
@@ -140,9 +140,9 @@ def _has_stopped(record: AttemptRecord) -> bool:
     if record.preempted is None or record.returncode == -signal.SIGKILL:
         return False
     types = [error.type for error in record.rank_errors]
-    if STOPPED in types[1:] and types[0] != STOPPED:
+    if _STOPPED in types[1:] and types[0] != _STOPPED:
         return False
-    is_killed = KILLED_FIRST.search(record.log_tail) or CRASHED.search(record.log_tail)
+    is_killed = _KILLED_FIRST.search(record.log_tail) or _CRASHED.search(record.log_tail)
     return record.preempted.checkpoint is not None or not is_killed
 
 
@@ -164,7 +164,7 @@ def stopped(number: int, ending: str = "") -> Failure:
         130 if number == signal.SIGINT else 75,
         f"stopped by {name}{ending}",
         name,
-        CONTINUE,
+        _CONTINUE,
     )
 
 
@@ -185,15 +185,17 @@ def _fallen(record: AttemptRecord) -> Failure:
     """The failure of ranks that nobody stopped: a mistake that a rank names itself, a kill, or a
     cause in what the ranks and the libraries printed."""
     is_killed = _is_killed(record)
-    is_crashed = is_killed or bool(CRASHED.search(record.log_tail))
+    is_crashed = is_killed or bool(_CRASHED.search(record.log_tail))
     # the launcher stops the other ranks once a rank has failed
     first = record.rank_errors[0] if record.rank_errors and not is_crashed else None
-    rank_errors = [error for error in record.rank_errors if error.type != STOPPED or error is first]
+    rank_errors = [
+        error for error in record.rank_errors if error.type != _STOPPED or error is first
+    ]
     for error in rank_errors:
         if error.exit_code:
             kind, fix = error.type, error.fix
-            if error.type == STOPPED:
-                kind, fix = "stopped", CONTINUE
+            if error.type == _STOPPED:
+                kind, fix = "stopped", _CONTINUE
             return Failure(kind, error.exit_code, error.message, f"rank {error.rank}", fix)
     if is_killed:
         return Failure(
@@ -206,19 +208,19 @@ def _fallen(record: AttemptRecord) -> Failure:
                 else " but not by the kernel's OOM killer"
             ),
             _killed(record.log_tail),
-            CONTINUE,
+            _CONTINUE,
         )
     return _from_texts(record, rank_errors)
 
 
 def _is_killed(record: AttemptRecord) -> bool:
     """True if SIGKILL ended the launcher, or the rank that failed first."""
-    return record.returncode == -9 or bool(KILLED_FIRST.search(record.log_tail))
+    return record.returncode == -9 or bool(_KILLED_FIRST.search(record.log_tail))
 
 
 def _killed(log: str) -> str:
     """Ranks that SIGKILL ended, as torchrun's agent reports them."""
-    named = [f"rank {rank} (process {pid})" for rank, pid in REPORTED_KILL.findall(log)]
+    named = [f"rank {rank} (process {pid})" for rank, pid in _REPORTED_KILL.findall(log)]
     if not named:
         return "SIGKILL is the launcher's first observed failure"
     return f"the launcher reports SIGKILL for {', '.join(named)}"
@@ -264,7 +266,7 @@ def _silent(record: AttemptRecord) -> str:
     """The first rank that ended before the others and left no error, whose end torchrun neither
     caused nor calls a failure; "" if there is none."""
     ended = {int(pid) for pid in CLOSED.findall(record.log_tail)} | {*record.ended_ranks}
-    failed = {int(rank) for rank in REPORTED.findall(record.log_tail)}
+    failed = {int(rank) for rank in _REPORTED.findall(record.log_tail)}
     ranks = (rank for rank, pid in record.silent_ranks if rank not in failed and pid not in ended)
     return next((f"rank {rank}" for rank in ranks), "")
 
@@ -318,7 +320,7 @@ def _with_reserved(failure: Failure, record: AttemptRecord) -> Failure:
 
 def _signal(record: AttemptRecord) -> Failure | None:
     """The signal that ended a rank, where the launcher names one that nobody sends."""
-    match = CRASHED.search(record.log_tail)
+    match = _CRASHED.search(record.log_tail)
     if match is None:
         return None
     name, proof = _signal_name(int(match[1] or match[2])), _proof(full_line(match))
@@ -326,8 +328,10 @@ def _signal(record: AttemptRecord) -> Failure | None:
         kind, code, exceeded, command = LIMITS[name]
         fix = f"raise the limit (`{command} unlimited` before the same line); `{command}` shows it"
         return Failure(kind, code, f"a rank was ended by {name}: {exceeded}", proof, fix)
-    cause = f"a rank was ended by {name}: {SIGNALS.get(name, 'a signal that the run does not use')}"
-    return Failure("signal", 1, cause, proof, SIGNAL_FIX)
+    cause = (
+        f"a rank was ended by {name}: {_SIGNALS.get(name, 'a signal that the run does not use')}"
+    )
+    return Failure("signal", 1, cause, proof, _SIGNAL_FIX)
 
 
 def _signal_name(number: int) -> str:
@@ -341,7 +345,7 @@ def _signal_name(number: int) -> str:
 def _exit_code(record: AttemptRecord) -> Failure | None:
     """The failure that a rank's documented exit code names, where the rank could not write its
     error, for instance because the disk is full."""
-    for match in EXITED.finditer(record.log_tail):
+    for match in _EXITED.finditer(record.log_tail):
         code = int(match[1] or match[2])
         if code in KINDS and code > 1:
             message = re.search(r"^error: .+", record.log_tail, re.MULTILINE)
@@ -356,7 +360,7 @@ def _exit_code(record: AttemptRecord) -> Failure | None:
 
 
 def _proof(line: str) -> str:
-    return line.strip()[:PROOF_CHARS]
+    return line.strip()[:_PROOF_CHARS]
 
 
 def _unknown(record: AttemptRecord) -> Failure:
@@ -372,10 +376,10 @@ def _unknown(record: AttemptRecord) -> Failure:
 def _preempted(record: AttemptRecord) -> Failure:
     """The end of ranks that agreed to stop, because of a signal of their own or of what rank 0
     saw."""
-    stops = [error for error in record.rank_errors if error.type == STOPPED]
+    stops = [error for error in record.rank_errors if error.type == _STOPPED]
     code = stops[0].exit_code or 75 if stops else 75
     cause = f"{stops[0].message if stops else 'the ranks agreed to stop'}{_saved(record)}"
-    kind, fix = "stopped", CONTINUE
+    kind, fix = "stopped", _CONTINUE
     if code == 10:
         kind, fix = "disk", "free space where runs/ is, then run the same line again"
     return Failure(kind, code, cause, "outcome.json", fix)

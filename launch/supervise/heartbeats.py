@@ -29,8 +29,8 @@ MAPPING = (*BEFORE_TRAINING, "export")  # sections in which whole models are map
 # stuck
 SPARED = 2.5
 IDLE = 0.02  # CPU seconds a second: below it a rank computes nothing
-SLOW_WINDOW_S = 10.0
-SLOW_FACTOR = 3.0
+_SLOW_WINDOW_S = 10.0
+_SLOW_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,14 @@ class Progress:
             self._window = (now_s, beats[0].step, used)
             return None
         since, step, before = self._window
-        if now_s - since < SLOW_WINDOW_S:
+        if now_s - since < _SLOW_WINDOW_S:
             return None
         self._window = (now_s, beats[0].step, used)
         if any(beat.section != "step" for beat in beats):
             return None
         pace = (now_s - since) / max(beats[0].step - step, 1)
         median_pace = statistics.median(self._paces) if len(self._paces) >= 3 else pace
-        if pace <= SLOW_FACTOR * median_pace:
+        if pace <= _SLOW_FACTOR * median_pace:
             self._paces.append(pace)
             self._is_slow = False
             return None

@@ -9,8 +9,8 @@ from launch.base.text import size
 from launch.probe import machine
 
 # share of ten seconds in which all processes of the machine waited for memory
-STALLED_PERCENT = 50.0
-PRESSURE = re.compile(r"^full avg10=([\d.]+)", re.MULTILINE)
+_STALLED_PERCENT = 50.0
+_PRESSURE = re.compile(r"^full avg10=([\d.]+)", re.MULTILINE)
 
 
 def pressure(
@@ -29,10 +29,10 @@ def pressure(
     if job_bytes > fraction * limit_bytes:
         return f"the job takes {size(job_bytes)} of a host limit of {size(limit_bytes)}"
     try:
-        stalled = PRESSURE.search((root / "proc/pressure/memory").read_text(encoding="ascii"))
+        stalled = _PRESSURE.search((root / "proc/pressure/memory").read_text(encoding="ascii"))
     except OSError:  # a kernel without it
         return None
-    if stalled and float(stalled[1]) > STALLED_PERCENT:
+    if stalled and float(stalled[1]) > _STALLED_PERCENT:
         return (
             f"every process waited for memory in {stalled[1]} % of the last 10 s"
             " (/proc/pressure/memory)"

@@ -21,7 +21,7 @@ from launch.schema.result import Failure, RunResult
 from launch.supervise import heartbeats
 
 # kinds of failures, and the memory that they speak of; other kinds speak of the host's
-OF_KINDS: Mapping[str, Memory] = {"device_oom": "device", "pinned_oom": "pinned"}
+_OF_KINDS: Mapping[str, Memory] = {"device_oom": "device", "pinned_oom": "pinned"}
 
 
 def of_attempt(
@@ -29,7 +29,7 @@ def of_attempt(
 ) -> OomEvent:
     """The shortage in which the run's last attempt has just ended; `planned_on` is the machine as
     it was at the time of the plan."""
-    of = OF_KINDS.get(failure.kind, "host")
+    of = _OF_KINDS.get(failure.kind, "host")
     attempt = run.attempts()[-1]
     beats = [beat for beat in heartbeats.read_all(attempt) if beat.section != "tokenise"]
     section = max(beats, key=lambda beat: beat.monotonic_s).section if beats else "load"

@@ -13,15 +13,15 @@ from launch.schema.result import Failure
 PASSING = frozenset({"killed", "hang", "network", "nccl", "collective_timeout", "port"})
 # Kinds that may pass if the attempt had trained steps: a card or native code that worked so long
 # often works again.
-AFTER_PROGRESS = frozenset({"crash", "unknown", "signal", "gpu_broken"})
+_AFTER_PROGRESS = frozenset({"crash", "unknown", "signal", "gpu_broken"})
 NO_PROGRESS = 3  # restarts in a row that committed no new step
 # another plan may take less
 MEMORY = frozenset({"device_oom", "host_oom", "host_pressure", "pinned_oom"})
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 
 
 @dataclass(frozen=True)
-class Next:
+class _Next:
     """The next action after a failure, and the line that says why."""
 
     action: Literal["again", "plan", "stop"]
@@ -48,7 +48,7 @@ def decide(
     limit: int,
     replans: bool = True,
     is_plans_fault: bool = True,
-) -> Next:
+) -> _Next:
     """Decide what follows a failed attempt, and add it to `history`.
 
     The attempt began at the committed step `began` and reached step `reached`; `committed` is the
@@ -60,34 +60,34 @@ def decide(
     history.in_vain = 0 if has_new else history.in_vain
     is_memory = failure.kind in MEMORY
     if is_memory and not replans:
-        return Next("stop", "launch.on_oom: fail")
+        return _Next("stop", "launch.on_oom: fail")
     if is_memory and is_plans_fault:
-        return Next("plan")
+        return _Next("plan")
     end = (failure.kind, reached)
     is_repeated = end in history.ends and reached > 0
     history.ends.append(end)
     if (
         failure.kind not in PASSING
         and not is_memory
-        and not (failure.kind in AFTER_PROGRESS and reached > began)
+        and not (failure.kind in _AFTER_PROGRESS and reached > began)
     ):
-        return Next("stop")
+        return _Next("stop")
     if is_repeated:
-        return Next(
+        return _Next(
             "stop",
             f"step {reached} ended in the same failure before ({failure.kind}): no further restart",
         )
     if history.in_vain >= NO_PROGRESS:
-        return Next(
+        return _Next(
             "stop", f"{NO_PROGRESS} restarts in a row committed no new step: no further restart"
         )
     if history.restarts >= limit:
-        return Next("stop", f"launch.max_restarts {limit} is used up" if limit else "")
-    wait_s = min(FIRST_WAIT_S * 2**history.in_vain, LONGEST_WAIT_S)
+        return _Next("stop", f"launch.max_restarts {limit} is used up" if limit else "")
+    wait_s = min(_FIRST_WAIT_S * 2**history.in_vain, _LONGEST_WAIT_S)
     history.restarts += 1
     history.in_vain += 1
     source = f"from step {committed}" if committed else "from the beginning"
-    return Next(
+    return _Next(
         "again",
         f"restart {history.restarts} of {limit} in {wait_s:.0f} s, {source}: {failure.cause}",
         wait_s,

@@ -21,7 +21,7 @@ from launch.run_folder.layout import RunDir
 from launch.schema.result import SecondStep
 from launch.schema.run_sections import LaunchSection, start_time
 
-STORED_INTERVAL_S = 10.0  # pause between two counts of the checkpoints that are there
+_STORED_INTERVAL_S = 10.0  # pause between two counts of the checkpoints that are there
 
 
 class RunLease:
@@ -89,7 +89,7 @@ class RunLease:
         if self._own is None:
             return False
         now_s = time.monotonic()
-        if now_s - self._stored_at > STORED_INTERVAL_S:
+        if now_s - self._stored_at > _STORED_INTERVAL_S:
             self._stored_at = now_s
             self._stored_bytes = disk_space.stored_bytes(run, choice.recipe, choice.plan)
         card_bytes = self._own.record.taken.card_bytes

@@ -21,7 +21,7 @@ from launch.run_folder.layout import AttemptDir
 from launch.supervise import heartbeats
 
 STEP_LINE = re.compile(r"  step \d+/\d+  epoch \S+  (ETA (?:\S| (?! ))+  )?")
-SECTION_WORDS = {
+_SECTION_WORDS = {
     "load": "loading the model",
     "first step": "the first step",
     "step": "training",
@@ -140,7 +140,7 @@ class Screen:
             self.note(line)
         beat = heartbeats.read(self._attempt.heartbeat_file(0))
         if self._bar and beat:
-            work = SECTION_WORDS.get(beat.section, beat.section)
+            work = _SECTION_WORDS.get(beat.section, beat.section)
             self._bar.show(work, beat.step, beat.max_steps, self._figures)
 
     def stop(self) -> None:

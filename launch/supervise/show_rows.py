@@ -16,9 +16,9 @@ from launch.data.worker import WORKER, EncodeRows
 from launch.schema.rows import ShownRows
 
 NUM_READ = 1000  # rows that are read for the counts of ShownRows
-CHECKED_ROWS, CHECKED_SHARDS = 100, 8  # rows and shards that check() encodes at first
-ALL_ROWS = 1 << 30  # or as many as the child reads of a file
-TURN_TOKENS = 16  # most tokens of a template of ours around a message
+_CHECKED_ROWS, _CHECKED_SHARDS = 100, 8  # rows and shards that check() encodes at first
+_ALL_ROWS = 1 << 30  # or as many as the child reads of a file
+_TURN_TOKENS = 16  # most tokens of a template of ours around a message
 
 
 def encoded(
@@ -49,11 +49,11 @@ def check(tokens: TokenCache) -> None:
     if tokens.folder.exists() or checked.exists() or (is_ours and _is_trained(tokens)):
         return
     files = [
-        file for name in recipe.data.paths for file in shards.list_shards(name)[:CHECKED_SHARDS]
+        file for name in recipe.data.paths for file in shards.list_shards(name)[:_CHECKED_SHARDS]
     ]
-    rows = encoded(tokens, files, 1, num_read=CHECKED_ROWS)
+    rows = encoded(tokens, files, 1, num_read=_CHECKED_ROWS)
     if not rows.lengths:
-        rows = encoded(tokens, files, 1, num_read=ALL_ROWS)
+        rows = encoded(tokens, files, 1, num_read=_ALL_ROWS)
     refuse_untrained(recipe.data.paths, rows)
     checked.parent.mkdir(parents=True, exist_ok=True)
     checked.touch()
@@ -77,7 +77,7 @@ def _is_trained(tokens: TokenCache) -> bool:
     bad, own = BadRows(data.max_bad_rows), tokens.data_format.of_source(0)
     return any(
         len(text_of(sample).encode()) < data.max_length - _template_tokens(sample)
-        for sample in samples_of(first, own, bad, CHECKED_ROWS)
+        for sample in samples_of(first, own, bad, _CHECKED_ROWS)
     )
 
 
@@ -85,7 +85,7 @@ def _template_tokens(sample: Sample) -> int:
     """The most tokens of a template of ours in a sample; more than a row has, if its last message
     may have no loss, or its text is a single token."""
     if isinstance(sample, str):
-        return 2 if len(sample.split()) > 2 else ALL_ROWS
+        return 2 if len(sample.split()) > 2 else _ALL_ROWS
     last = sample.messages[-1]
     is_answer = last["role"] == "assistant" and last.get("weight") != 0 and last["content"]
-    return TURN_TOKENS * len(sample.messages) if is_answer and is_answer.strip() else ALL_ROWS
+    return _TURN_TOKENS * len(sample.messages) if is_answer and is_answer.strip() else _ALL_ROWS

@@ -29,7 +29,7 @@ from launch.supervise.stop_signals import StopSignals
 from launch.supervise.watch import Ended
 
 GRACE_S = 5.0  # time for the child to remove half-written files
-MORE_MEMORY = (
+_MORE_MEMORY = (
     "it was tokenising, not training: give it more memory; the same line again keeps finished parts"
 )
 
@@ -81,7 +81,7 @@ def until_done(facts: Facts, run: RunDir, say: Callable[[str], None], signals: S
             say(following.why)
         is_last = following.action == "stop" or not signals.wait(following.wait_s)
         if is_last and failure.kind in restarts.MEMORY:
-            failure = replace(failure, fix=MORE_MEMORY)
+            failure = replace(failure, fix=_MORE_MEMORY)
             result = replace(result, failure=failure)
         supervise_attempt.write_outcome(result, attempt)
         if is_last:

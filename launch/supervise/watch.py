@@ -22,14 +22,14 @@ from launch.supervise.heartbeats import Beat, Progress
 from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 
-MEASURED_INTERVAL_S = 1.0
-STOOD_S = 5.0  # gap between two looks: this process itself was stopped, or its machine slept
-LOAD_GRACE_S = 10.0  # time for ranks that have trained nothing yet
+_MEASURED_INTERVAL_S = 1.0
+_STOOD_S = 5.0  # gap between two looks: this process itself was stopped, or its machine slept
+_LOAD_GRACE_S = 10.0  # time for ranks that have trained nothing yet
 STACKS_S = 2.0  # time for stacks to be written
-HANG_GRACE_S = 10.0  # time between SIGTERM and SIGKILL of ranks that hang
-ALONE_GRACE_S = 10.0  # time for the launcher and the other ranks, once a rank has ended
-REPORT_S = 2.0  # time for the launcher to report how each rank ended, once all have ended
-STACKS_SIGNAL = signal.SIGQUIT
+_HANG_GRACE_S = 10.0  # time between SIGTERM and SIGKILL of ranks that hang
+_ALONE_GRACE_S = 10.0  # time for the launcher and the other ranks, once a rank has ended
+_REPORT_S = 2.0  # time for the launcher to report how each rank ended, once all have ended
+_STACKS_SIGNAL = signal.SIGQUIT
 
 
 @dataclass
@@ -113,7 +113,7 @@ class RankWatcher:
         """Beats of the ranks that are alive. Where this process has been stopped too (Ctrl-Z, a
         paused container), they begin when it goes on."""
         now_s = self._clock()
-        if now_s - self._looked_s > STOOD_S:
+        if now_s - self._looked_s > _STOOD_S:
             self._woke_s = now_s
         self._looked_s = now_s
         return [
@@ -134,7 +134,7 @@ class RankWatcher:
 
     def _measure(self, now_s: float, beats: list[Beat]) -> None:
         in_training = bool(beats) and all(beat.section not in heartbeats.MAPPING for beat in beats)
-        if now_s - self._measured_at < MEASURED_INTERVAL_S:
+        if now_s - self._measured_at < _MEASURED_INTERVAL_S:
             self._job.sample(in_training)
             return
         self._measured_at = now_s
@@ -187,7 +187,7 @@ class RankWatcher:
             child.terminate()
         is_training = any(beat.section not in heartbeats.BEFORE_TRAINING for beat in beats)
         return self._signals.at_once or (
-            not is_training and now_s - self._stopping_since > LOAD_GRACE_S
+            not is_training and now_s - self._stopping_since > _LOAD_GRACE_S
         )
 
     def _hang(self, beats: list[Beat], now_s: float) -> bool:
@@ -200,7 +200,7 @@ class RankWatcher:
                     if beat.pid not in self._signalled:
                         self._signalled.add(beat.pid)
                         processes.send(beat.pid, signal.SIGTERM)
-            return now_s - self._hanging_since > STACKS_S + HANG_GRACE_S
+            return now_s - self._hanging_since > STACKS_S + _HANG_GRACE_S
         silent = self._progress.silent(beats, now_s, self._launch.hang_floor_s)
         if silent is None:
             return False
@@ -209,7 +209,7 @@ class RankWatcher:
         self._signalled.clear()
         self._screen.say(f"{silent}; stacks of all ranks: {self._attempt.root}/ranks/*/stacks.txt")
         for beat in beats:
-            processes.send(beat.pid, STACKS_SIGNAL)
+            processes.send(beat.pid, _STACKS_SIGNAL)
             # a rank that was stopped writes its stacks only now
             processes.send(beat.pid, signal.SIGCONT)
         return False
@@ -227,13 +227,13 @@ class RankWatcher:
         if child.poll() is not None or all(processes.is_alive(beat.pid) for beat in trained):
             return False
         self._alone_since = self._alone_since or now_s
-        if now_s - self._alone_since <= ALONE_GRACE_S:
+        if now_s - self._alone_since <= _ALONE_GRACE_S:
             return False
         for beat in beats:
             with suppress(psutil.NoSuchProcess):  # it has followed
                 if processes.is_tagged(psutil.Process(beat.pid), self._run.tag):
                     self._end_rank(beat, now_s - self._alone_since)
-        return now_s - self._alone_since > ALONE_GRACE_S + REPORT_S
+        return now_s - self._alone_since > _ALONE_GRACE_S + _REPORT_S
 
     def _end_rank(self, beat: Beat, waited_s: float) -> None:
         """Send SIGKILL, and say so once."""

@@ -11,20 +11,20 @@ from pathlib import Path
 
 from llama_server import LlamaServer
 
-TEXTS_A_REQUEST = 200
-BETWEEN = -1  # an id that no tokenizer gives, between two texts
+_TEXTS_A_REQUEST = 200
+_BETWEEN = -1  # an id that no tokenizer gives, between two texts
 CONTEXT = 512
 
 
-def split_by(server: LlamaServer, texts: Sequence[str]) -> Iterator[list[int]]:
+def _split_by(server: LlamaServer, texts: Sequence[str]) -> Iterator[list[int]]:
     """The ids of each text, many in one request."""
-    for start in range(0, len(texts), TEXTS_A_REQUEST):
-        part = texts[start : start + TEXTS_A_REQUEST]
-        content = [piece for text in part for piece in (text, BETWEEN)]
+    for start in range(0, len(texts), _TEXTS_A_REQUEST):
+        part = texts[start : start + _TEXTS_A_REQUEST]
+        content = [piece for text in part for piece in (text, _BETWEEN)]
         ids = server.post("/tokenize", {"content": content, "parse_special": True})["tokens"]
         split = list[int]()
         for number in ids:
-            if number == BETWEEN:
+            if number == _BETWEEN:
                 yield split
                 split = []
             else:
@@ -34,7 +34,7 @@ def split_by(server: LlamaServer, texts: Sequence[str]) -> Iterator[list[int]]:
 def first_difference(
     server: LlamaServer, texts: Sequence[tuple[str, list[int]]]
 ) -> tuple[int, str] | None:
-    split = split_by(server, [text for text, _ in texts])
+    split = _split_by(server, [text for text, _ in texts])
     for number, (ids, (text, expected)) in enumerate(zip(split, texts, strict=True)):
         if ids != expected:
             return number, f"{text!r} becomes {ids} instead of {expected}"

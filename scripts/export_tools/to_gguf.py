@@ -24,9 +24,9 @@ TYPES = {
     "bf16": gguf.LlamaFileType.MOSTLY_BF16,
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
 }
-COMMON_RULES = ("gpt-2", "llama-bpe", "qwen2", "smollm", "deepseek-llm", "gpt-4o", "tekken")
+_COMMON_RULES = ("gpt-2", "llama-bpe", "qwen2", "smollm", "deepseek-llm", "gpt-4o", "tekken")
 WIDTH = 32  # of the model without knowledge that a vocabulary is loaded with
-NO_TOKEN = -1
+_NO_TOKEN = -1
 CONTEXT = 4096
 
 
@@ -34,7 +34,7 @@ class Refused(Exception):
     """Nothing is converted; the message says why."""
 
 
-def model_class(folder: Path) -> type[TextModel]:
+def _model_class(folder: Path) -> type[TextModel]:
     """The converter's class for a folder. Raises Refused for a type that it does not know."""
     architecture = get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT)
     try:
@@ -57,7 +57,7 @@ def opened(
     stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = {**stored, **ModelBase.load_hparams(folder, False)}
     config.setdefault("n_ctx", config.get("n_positions"))
-    model = model_class(folder)(folder, TYPES[file_type], file, hparams=config)
+    model = _model_class(folder)(folder, TYPES[file_type], file, hparams=config)
     if rule is not None:
         model.get_vocab_base_pre = lambda tokenizer: rule
     set_vocabulary = model.set_vocab
@@ -93,7 +93,7 @@ def vocabulary(folder: Path, expected: dict[str, Any]) -> tuple[dict[str, Any], 
     return dict(model.gguf_writer.kv_data[0]), is_known
 
 
-def write_vocabulary(file: Path, values: dict[str, Any]) -> None:
+def _write_vocabulary(file: Path, values: dict[str, Any]) -> None:
     """Write a Llama of one layer of zeros with this vocabulary, which llama.cpp loads."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.kv_data[0].update(
@@ -120,7 +120,7 @@ def write_vocabulary(file: Path, values: dict[str, Any]) -> None:
     writer.close()
 
 
-class NoSuchRule(Exception):
+class _NoSuchRule(Exception):
     """llama.cpp does not load a vocabulary with this rule."""
 
 
@@ -128,20 +128,20 @@ def first_difference(
     values: dict[str, Any], expected_file: Path, part: str = "texts"
 ) -> tuple[int, str] | None:
     """The number of the first text or prompt that llama.cpp splits otherwise by a tokenizer's
-    keys, and a line on it. Raises NoSuchRule."""
+    keys, and a line on it. Raises _NoSuchRule."""
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "vocabulary.gguf"
-        write_vocabulary(file, values)
+        _write_vocabulary(file, values)
         argv = [sys.executable, Path(__file__).with_name("first_difference.py"), file]
         done = subprocess.run(
             [*argv, expected_file, part], capture_output=True, text=True, check=False
         )
     if done.returncode:
-        raise NoSuchRule
+        raise _NoSuchRule
     return json.loads(done.stdout)
 
 
-def set_space_prefix(values: dict[str, Any], expected_file: Path) -> None:
+def _set_space_prefix(values: dict[str, Any], expected_file: Path) -> None:
     """Let SentencePiece put no blank before a text and behind a special token, if that alone gives
     the ids of the prompts."""
     key = gguf.Keys.Tokenizer.ADD_PREFIX
@@ -152,7 +152,7 @@ def set_space_prefix(values: dict[str, Any], expected_file: Path) -> None:
         values[key] = without[key]
 
 
-def splitting_rule(folder: Path, expected_file: Path) -> tuple[dict[str, Any], bool, str]:
+def _splitting_rule(folder: Path, expected_file: Path) -> tuple[dict[str, Any], bool, str]:
     """The keys of a tokenizer with the rule that splits all texts as it does, whether it was
     searched, and the first text that a rule which the converter knows splits otherwise. Raises
     Refused without a rule."""
@@ -162,19 +162,19 @@ def splitting_rule(folder: Path, expected_file: Path) -> tuple[dict[str, Any], b
         rule = values.get(key, values[gguf.Keys.Tokenizer.MODEL]).value
         try:
             if values[gguf.Keys.Tokenizer.MODEL].value == "llama":
-                set_space_prefix(values, expected_file)
+                _set_space_prefix(values, expected_file)
             different = first_difference(values, expected_file)
-        except NoSuchRule as error:
+        except _NoSuchRule as error:
             raise Refused(f"llama.cpp does not load its vocabulary (rule {rule})") from error
         return values, False, different[1] if different else ""
     source = inspect.getsource(TextModel.get_vocab_base_pre)
-    rules = dict.fromkeys((*COMMON_RULES, *re.findall(r'res = "([^"]+)"', source)))
+    rules = dict.fromkeys((*_COMMON_RULES, *re.findall(r'res = "([^"]+)"', source)))
     nearest = (-1, "")
     for rule in rules:
         values[key] = gguf.GGUFValue(rule, gguf.GGUFValueType.STRING)
         try:
             different = first_difference(values, expected_file)
-        except NoSuchRule:
+        except _NoSuchRule:
             continue
         if different is None:
             return values, True, ""
@@ -210,13 +210,13 @@ def chosen(server: LlamaServer, prompt: list[int], expected: list[int]) -> list[
         reply = server.complete(begin, missing)["tokens"]
         pairs = zip(reply, expected[len(tokens) :], strict=False)
         equal = next((i for i, (token, other) in enumerate(pairs) if token != other), len(reply))
-        tokens += reply[: equal + 1] or [NO_TOKEN]
+        tokens += reply[: equal + 1] or [_NO_TOKEN]
     return tokens
 
 
 def convert(arguments: argparse.Namespace, expected: dict[str, Any]) -> dict[str, Any]:
     folder, file = arguments.folder, arguments.file
-    values, is_searched, other_ids = splitting_rule(folder, arguments.expected)
+    values, is_searched, other_ids = _splitting_rule(folder, arguments.expected)
     names = gguf.Keys.Tokenizer
     rule = values.get(names.PRE, values[names.MODEL]).value
     print(f"splitting rule {rule}; writing {file.name}", flush=True)

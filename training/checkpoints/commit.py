@@ -26,15 +26,15 @@ from launch.base.errors import StorageError
 from launch.run_folder import manifest
 
 STAGING = "tmp-"  # followed by the name of an unfinished checkpoint
-TRASH = "tmp-trash-"  # being removed
-CONVERTED = "tmp-converted-"  # for this start only
-TEMPORARY = re.compile(rf"^({STAGING}|{TRASH}|{CONVERTED})checkpoint-\d{{6,}}$")
+_TRASH = "tmp-trash-"  # being removed
+_CONVERTED = "tmp-converted-"  # for this start only
+_TEMPORARY = re.compile(rf"^({STAGING}|{_TRASH}|{_CONVERTED})checkpoint-\d{{6,}}$")
 # a pickle of the arguments, including tokens; lowmem never reads it
 NOT_KEPT = "training_args.bin"
-MIN_VERIFIED = 2  # kept whatever the limit says, because a checkpoint can be damaged
-FREE_FACTOR = 1.1  # disk space that must be free before a save, in sizes of the last checkpoint
+_MIN_VERIFIED = 2  # kept whatever the limit says, because a checkpoint can be damaged
+_FREE_FACTOR = 1.1  # disk space that must be free before a save, in sizes of the last checkpoint
 # Messages of the native writers of torch, safetensors and tokenizers for a failed write.
-WRITE_FAILED = re.compile(
+_WRITE_FAILED = re.compile(
     r"PytorchStreamWriter|inline_container|iostream error|unexpected pos|write\(\): fd|\(os error"
     r" \d+\)"
 )
@@ -130,7 +130,7 @@ def storage_problem(error: BaseException) -> str | None:
         if isinstance(cause, OSError):
             where = f"{Path(cause.filename).name}: " if isinstance(cause.filename, str) else ""
             return f"{where}{cause.strerror or cause}"
-        if WRITE_FAILED.search(str(cause)):
+        if _WRITE_FAILED.search(str(cause)):
             return str(cause).splitlines()[0]
     return None
 
@@ -193,7 +193,7 @@ def check_disk_space(checkpoints: Path, predicted_bytes: int) -> None:
     last checkpoint, or else as predicted."""
     sealed = [folder for folder in manifest.ours(checkpoints) if (folder / manifest.FILE).exists()]
     expected = size_bytes(sealed[-1]) if sealed else predicted_bytes
-    need = int(expected * FREE_FACTOR)
+    need = int(expected * _FREE_FACTOR)
     if need > base_files.free_bytes(checkpoints):
         raise StorageError(f"No space left on device: it needs {need:,} bytes")
 
@@ -295,10 +295,10 @@ def rotate(checkpoints: Path, keep: int, verified: set[str], best: str | None = 
     """
     good, checked, spare = 0, 0, []
     for folder in reversed(manifest.ours(checkpoints)):
-        if checked >= MIN_VERIFIED and good >= keep:
+        if checked >= _MIN_VERIFIED and good >= keep:
             if folder.name != best:
                 spare.append(folder)
-        elif checked < MIN_VERIFIED:
+        elif checked < _MIN_VERIFIED:
             if folder.name in verified or manifest.fault(folder) is None:
                 verified.add(folder.name)
                 checked, good = checked + 1, good + 1
@@ -310,7 +310,7 @@ def rotate(checkpoints: Path, keep: int, verified: set[str], best: str | None = 
 
 
 def discard(folder: Path) -> None:
-    trash = folder.with_name(f"{TRASH}{folder.name}")
+    trash = folder.with_name(f"{_TRASH}{folder.name}")
     if trash.exists():
         shutil.rmtree(trash)
     folder.rename(trash)  # a half-removed folder must not look like a checkpoint
@@ -321,7 +321,7 @@ def discard(folder: Path) -> None:
 def clear_staging(checkpoints: Path) -> None:
     """Remove the temporary folders of a killed save, removal or start, and no other folders."""
     for folder in checkpoints.glob("tmp-*"):
-        if TEMPORARY.match(folder.name):
+        if _TEMPORARY.match(folder.name):
             shutil.rmtree(folder)
 
 
@@ -336,7 +336,7 @@ OF_TRAINER = frozenset(("trainer_state.json", "scheduler.pt", "scaler.pt"))
 def converted(source: Path, write: Callable[[Path], None]) -> Path:
     """Make a folder that Trainer resumes from, with the files of `write` in place of the
     engine's."""
-    folder = source.with_name(f"{CONVERTED}{source.name}")
+    folder = source.with_name(f"{_CONVERTED}{source.name}")
     folder.mkdir()
     write(folder)
     for relative in manifest.read(source)["files"]:

@@ -24,7 +24,7 @@ from training.compat import deepspeed_private, torch_private
 from training.compat.transformers_private import Network, OpenTrainer
 
 FILE = "states.safetensors"
-WEIGHT = "weight"
+_WEIGHT = "weight"
 # "<state>/<parameter>"; a state is weight, exp_avg, ..., or step, which is a scalar
 States = dict[str, torch.Tensor]
 # PEFT's names of a copied module and of the adapter, which it leaves out of its files
@@ -50,7 +50,7 @@ def write(source: Path, described: Mapping[str, Any], trainer: OpenTrainer, fold
         name: deepspeed_private.whole_shape(parameter) for name, parameter in trained(trainer)
     }
     states = READERS[described["engine"]](source, described, trained_shapes)
-    missing = [name for name in trained_shapes if f"{WEIGHT}/{name}" not in states]
+    missing = [name for name in trained_shapes if f"{_WEIGHT}/{name}" not in states]
     if missing:
         raise CheckpointError(
             f"{source}: has no weights for {missing[0]} and {len(missing) - 1} more of the"
@@ -103,7 +103,7 @@ def _of_trained(weights: States, trained_shapes: Shapes) -> States:
     for name in trained_shapes:
         stored = name if name in weights else ADAPTER.sub("", name)
         if stored in weights:
-            states[f"{WEIGHT}/{name}"] = weights[stored]
+            states[f"{_WEIGHT}/{name}"] = weights[stored]
     return states
 
 
@@ -120,7 +120,7 @@ def _zero(source: Path, described: Mapping[str, Any], trained_shapes: Shapes) ->
 
     def collect(name: str, flat: torch.Tensor, states: States, start: int, length: int) -> None:
         """Take a rank's part of a parameter's states out of the flat states."""
-        for key, value in {WEIGHT: flat, **states}.items():
+        for key, value in {_WEIGHT: flat, **states}.items():
             if torch.is_tensor(value) and value.dim():
                 parts[f"{key}/{name}"].append(value.flatten()[start : start + length])
             elif key == "step":
@@ -234,7 +234,7 @@ def load(trainer: OpenTrainer, strategy: Strategy, folder: Path) -> list[str]:
             _begin_zero(trainer, read(next(iter(parameters))))
         for name, parameter in parameters.items():
             into(trainer, parameter, read(name))
-    return [name for name in parameters if state_names[name] == [WEIGHT]]
+    return [name for name in parameters if state_names[name] == [_WEIGHT]]
 
 
 def load_schedule(trainer: OpenTrainer, state: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ def apply_schedule(trainer: OpenTrainer) -> None:
 def _into_torch(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: States) -> None:
     """Plain, DDP and FSDP2: the optimizer has a state for each parameter, divided like the
     parameter."""
-    _local(parameter).copy_(_local(_placed(states.pop(WEIGHT), parameter)))
+    _local(parameter).copy_(_local(_placed(states.pop(_WEIGHT), parameter)))
     if not states:
         return
     optimizer = trainer.optimizer.optimizer
@@ -307,7 +307,7 @@ def _begin_zero(trainer: OpenTrainer, like: States) -> None:
             group["step"] = int(step)
     of_torch = type(optimizer).__module__.startswith("torch.")
     on_device = any(optimizer.defaults.get(option) for option in ("fused", "capturable"))
-    names = [key for key, value in like.items() if value.dim() and key != WEIGHT]
+    names = [key for key, value in like.items() if value.dim() and key != _WEIGHT]
     for flat in deepspeed_private.master_slices(zero):
         state: dict[str, Any] = {key: torch.zeros_like(flat) for key in names}
         if step is not None:
@@ -320,7 +320,7 @@ def _begin_zero(trainer: OpenTrainer, like: States) -> None:
 def _into_zero(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: States) -> None:
     """ZeRO 1 and 2: a rank has a slice of all parameters joined, and maybe a part of this parameter
     in it."""
-    parameter.copy_(states[WEIGHT])
+    parameter.copy_(states[_WEIGHT])
     mapping = deepspeed_private.slice_mapping(parameter)
     if mapping is None:
         return
@@ -329,7 +329,7 @@ def _into_zero(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: Stat
     inside, of_slice = mapping.lp_fragment_address, mapping.hp_fragment_address
     for key, value in states.items():
         if value.dim():
-            target = flat if key == WEIGHT else zero.optimizer.state[flat][key]
+            target = flat if key == _WEIGHT else zero.optimizer.state[flat][key]
             part = value.flatten()[inside.start : inside.start + inside.numel]
             target[of_slice.start : of_slice.start + of_slice.numel].copy_(part)
 
@@ -341,15 +341,15 @@ def _into_zero3(trainer: OpenTrainer, parameter: torch.nn.Parameter, states: Sta
 
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
         if trainer.args.process_index == 0:
-            parameter.copy_(states[WEIGHT])
+            parameter.copy_(states[_WEIGHT])
     ranks, rank = trainer.args.world_size, trainer.args.process_index
-    length = -(-states[WEIGHT].numel() // ranks)
+    length = -(-states[_WEIGHT].numel() // ranks)
     for key, value in states.items():
         if value.dim():
             padding = length * ranks - value.numel()
             padded = torch.nn.functional.pad(value.flatten().float(), (0, padding))
             part = padded[rank * length : (rank + 1) * length]
-            if key == WEIGHT:
+            if key == _WEIGHT:
                 safe_set_local_fp32_param(parameter, part)
             else:
                 safe_set_local_optimizer_state(parameter, part, key)

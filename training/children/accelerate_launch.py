@@ -20,7 +20,7 @@ def python_path(name: str, folder: str) -> str:
     return os.environ.get(name, "")
 
 
-def pass_requests_on(launcher: int) -> None:
+def _pass_requests_on(launcher: int) -> None:
     """Send each request that comes to this process to the launcher, which knows the ranks."""
     while True:
         os.kill(launcher, signal.sigwait({signal.SIGUSR2}))
@@ -29,7 +29,7 @@ def pass_requests_on(launcher: int) -> None:
 if __name__ == "__main__":
     if "LOWMEM_ROOT_PID" in os.environ:  # else this line was typed, and no launcher is above it
         threading.Thread(
-            target=pass_requests_on, args=(int(os.environ["LOWMEM_ROOT_PID"]),), daemon=True
+            target=_pass_requests_on, args=(int(os.environ["LOWMEM_ROOT_PID"]),), daemon=True
         ).start()
 
     from accelerate.commands import launch

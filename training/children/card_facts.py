@@ -17,7 +17,7 @@ from training.compat import torch_private
 from training.trace import cuda_semantics
 from training.trace.cuda_semantics import Call, Target
 
-COPY_BYTES = 256 << 20
+_COPY_BYTES = 256 << 20
 COPIES = 5
 HEADS, LENGTH, WIDTH = 12, 512, 64
 KERNELS = {
@@ -81,7 +81,7 @@ def attention(capability: str) -> dict[str, list[str]]:
 
 def copies() -> dict[str, float]:
     """Rates between pinned host memory and the card, by direction."""
-    host = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty_like(host, device="cuda", pin_memory=False)
     return {
         "to the card": rate(device, host),
@@ -97,7 +97,7 @@ def rate(target: torch.Tensor, source: torch.Tensor) -> float:
         target.copy_(source)
         torch.cuda.synchronize()
         seconds.append(time.monotonic() - began)
-    return COPY_BYTES / min(seconds)
+    return _COPY_BYTES / min(seconds)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from launch.schema.result import Evaluation, FinishedModel
 MOST_ROWS = 64  # at once: more are hardly faster
 # float32 values of a token, in units of the hidden size: states, queries, keys, values and the MLP
 WIDTHS = 24
-LOGITS = 3  # copies of the logits in float32: the model's, the loss's, and their softmax
+_LOGITS = 3  # copies of the logits in float32: the model's, the loss's, and their softmax
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def token_bytes(model: Any) -> int:
     the keys and values of all layers."""
     config = model.config.get_text_config()
     of_layers = config.hidden_size * (WIDTHS + 2 * config.num_hidden_layers)
-    return 4 * (LOGITS * model.get_output_embeddings().weight.shape[0] + of_layers)
+    return 4 * (_LOGITS * model.get_output_embeddings().weight.shape[0] + of_layers)
 
 
 def rows_at_once(row_bytes: int, free_bytes: int, num_rows: int, file: str) -> int:
@@ -116,7 +116,7 @@ def scores(work: Work) -> dict[str, Any]:
     return {"questions": len(pairs), **shares, "rouge_l": sum(overlaps) / len(overlaps)}
 
 
-def evaluate_rows(
+def _evaluate_rows(
     tokens: TokenCache,
     source: FinishedModel,
     device: torch.device,
@@ -181,7 +181,7 @@ def main() -> int:
 
     try:
         device = torch.device(arguments.device)
-        evaluation = evaluate_rows(
+        evaluation = _evaluate_rows(
             *(tokens, finished, device, dtype, arguments.fuses, arguments.free_bytes, say)
         )
     except LaunchError as error:

@@ -24,8 +24,8 @@ from launch.data.rows import UNLIMITED, BadRows
 from launch.run_folder.layout import RunDir
 from launch.schema.result import ExpectedAnswers, Prompt
 
-NUM_PROMPTS, NEW_TOKENS = 20, 32
-NUM_ROWS, NUM_STRINGS = 10_000, 10_000  # whose ids are compared
+_NUM_PROMPTS, _NEW_TOKENS = 20, 32
+NUM_ROWS, _NUM_STRINGS = 10_000, 10_000  # whose ids are compared
 MOST_CHARACTERS = 400  # of a row's text, and of a text that is continued
 QUESTIONS = (
     "What is the capital of France?",
@@ -55,7 +55,7 @@ RANGES = (
     *((0x627, 0x64A), (0x905, 0x939), (0xE01, 0xE2E), (0x3041, 0x3096), (0x30A1, 0x30FA)),
     *((0x4E00, 0x9FA5), (0xAC00, 0xD7A3), (0x2010, 0x2027), (0x2190, 0x21FF), (0x1F600, 0x1F64F)),
 )
-PIECES = (
+_PIECES = (
     *("'s", "'LL", "'re ", " ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", "\t\t", " \n ", "\u3000"),
     *("2024", "7", "123456", "3.14", "1,000", "½", "the", " The", "HELLO", "camelCase", "don't"),
     *("...", "!?", "--", "_", "#include", "</p>", "http://a.b/c?d=1", "e\u0301", "ﬁ", "👩‍🚀"),
@@ -66,18 +66,18 @@ def strings(texts: Sequence[str]) -> Iterator[str]:
     """Generated strings, the same for the same texts: signs of many scripts, numbers, blanks and
     parts of the texts, composed as text usually is (NFC)."""
     rng = random.Random(0)
-    for _ in range(NUM_STRINGS):
+    for _ in range(_NUM_STRINGS):
         parts = []
         for _ in range(rng.randint(1, 8)):
             first, last = rng.choice(RANGES)
             signs = "".join(chr(rng.randint(first, last)) for _ in range(rng.randint(1, 4)))
             text = rng.choice(texts)
             start = rng.randrange(len(text) + 1)
-            parts.append(rng.choice((signs, rng.choice(PIECES), text[start : start + 12])))
+            parts.append(rng.choice((signs, rng.choice(_PIECES), text[start : start + 12])))
         yield unicodedata.normalize("NFC", "".join(parts))
 
 
-def rows_of_run(folder: Path) -> tuple[list[Sample], list[Sample]]:
+def _rows_of_run(folder: Path) -> tuple[list[Sample], list[Sample]]:
     """The first samples of a run's training data and of its held-out data; none where the data is
     gone."""
     run, bad = RunDir(folder), BadRows(UNLIMITED)
@@ -95,7 +95,7 @@ def rows_of_run(folder: Path) -> tuple[list[Sample], list[Sample]]:
         return [], []
 
 
-def read_prompts(file: Path) -> list[Sample]:
+def _read_prompts(file: Path) -> list[Sample]:
     """A question a line. Raises ResourceError."""
     return [_question(line) for line in files.lines_of_text(file)]
 
@@ -128,7 +128,7 @@ class Reference:
         import torch
 
         reply, margins, cache, step = list[int](), list[float](), None, torch.tensor([ids])
-        while len(reply) < NEW_TOKENS and not self.ends & {*reply[-1:]}:
+        while len(reply) < _NEW_TOKENS and not self.ends & {*reply[-1:]}:
             with torch.no_grad():
                 output = self.model(step, past_key_values=cache, use_cache=True)
             best = output.logits[0, -1].topk(2)
@@ -169,12 +169,12 @@ def expected(folder: Path, run: Path | None, file: Path | None) -> ExpectedAnswe
     was trained on, or built-in questions."""
     reference = load(folder)
     tokenizer = reference.tokenizer
-    trained, held_out = rows_of_run(run) if run else ([], [])
-    asked, origin = prompts_of(held_out or trained, tokenizer), "training rows"
+    trained, held_out = _rows_of_run(run) if run else ([], [])
+    asked, origin = _prompts_of(held_out or trained, tokenizer), "training rows"
     if held_out:
         origin = "held-out rows"
     if file is not None:
-        asked, origin = read_prompts(file), file.name
+        asked, origin = _read_prompts(file), file.name
     if not asked:
         asked, origin = [_question(text) for text in QUESTIONS], "built-in questions"
     prompts = tuple(map(reference.prompt, asked))
@@ -195,13 +195,13 @@ def expected(folder: Path, run: Path | None, file: Path | None) -> ExpectedAnswe
     )
 
 
-def prompts_of(dataset: Sequence[Sample], tokenizer: Any) -> Sequence[Sample]:
+def _prompts_of(dataset: Sequence[Sample], tokenizer: Any) -> Sequence[Sample]:
     """The first conversations that can be asked, without their answers, else the first texts."""
     from training.loop import evaluate
 
-    pairs = evaluate.questions(dataset, NUM_PROMPTS, tokenizer, False)
+    pairs = evaluate.questions(dataset, _NUM_PROMPTS, tokenizer, False)
     texts = [text for text in dataset if isinstance(text, str)]
-    return [question for question, _ in pairs] or texts[:NUM_PROMPTS]
+    return [question for question, _ in pairs] or texts[:_NUM_PROMPTS]
 
 
 def main() -> int:

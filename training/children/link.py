@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 READY = "link test: ready"  # link_test.py looks for this line
-BUFFER_BYTES = 64 << 20  # above DDP's bucket of 25 MiB: limited by bandwidth, not by latency
-MEASURE_S = 1.0
-MAX_REPEATS = 5
-MATMUL_SIZE = 4096
+_BUFFER_BYTES = 64 << 20  # above DDP's bucket of 25 MiB: limited by bandwidth, not by latency
+_MEASURE_S = 1.0
+_MAX_REPEATS = 5
+_MATMUL_SIZE = 4096
 
 
 def main() -> None:
@@ -86,16 +86,16 @@ def measure(device: torch.device, rank: int, world_size: int) -> float:
     """
     expected = world_size * (world_size + 1) / 2
     # float32; small messages take another path through NCCL than large messages
-    for size in (1024, BUFFER_BYTES // 4):
+    for size in (1024, _BUFFER_BYTES // 4):
         buffer = torch.full((size,), rank + 1.0, device=device)
-        seconds = timed_all_reduce(buffer, device)
+        seconds = _timed_all_reduce(buffer, device)
         check(buffer, expected, f"all-reduce of {size} values")
-    repeats = max(1, min(MAX_REPEATS, int(MEASURE_S / agreed_max(seconds, device))))
+    repeats = max(1, min(_MAX_REPEATS, int(_MEASURE_S / _agreed_max(seconds, device))))
     buffer.fill_(1.0)
-    best = min(agreed_max(timed_all_reduce(buffer, device), device) for _ in range(repeats))
+    best = min(_agreed_max(_timed_all_reduce(buffer, device), device) for _ in range(repeats))
     check(buffer, float(world_size) ** repeats, f"{repeats} rounds of all-reduce")
     # a single rank moves nothing between cards: its bus bandwidth is 0 by definition
-    return BUFFER_BYTES * 2 * (world_size - 1) / world_size / best
+    return _BUFFER_BYTES * 2 * (world_size - 1) / world_size / best
 
 
 def check(buffer: torch.Tensor, expected: float, action: str) -> None:
@@ -107,7 +107,7 @@ def check(buffer: torch.Tensor, expected: float, action: str) -> None:
         )
 
 
-def timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> float:
+def _timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> float:
     """Time an all-reduce in place, in seconds."""
     return timed(lambda: dist.all_reduce(buffer), device)
 
@@ -120,7 +120,7 @@ def timed(do: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def agreed_max(seconds: float, device: torch.device) -> float:
+def _agreed_max(seconds: float, device: torch.device) -> float:
     """Return the slowest rank's time, so that all ranks decide alike."""
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -134,11 +134,11 @@ def matmul_flops_per_s(device: torch.device) -> float:
     # of random numbers: those of equal ones take less power, so that clocks are higher than in
     # training (thonking.ai/p/strangely-matrix-multiplications)
     first, second = (
-        torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2)
+        torch.randn(_MATMUL_SIZE, _MATMUL_SIZE, dtype=dtype, device=device) for _ in range(2)
     )
     # the first products are slower
     best = min(timed(lambda: torch.mm(first, second), device) for _ in range(5))
-    return 2 * MATMUL_SIZE**3 / best
+    return 2 * _MATMUL_SIZE**3 / best
 
 
 def synchronize(device: torch.device) -> None:

@@ -22,11 +22,11 @@ from launch.base.workspace import Workspace
 from launch.run_folder.layout import RankStart, RunDir
 from training import run as training_run
 
-WARNS_FROM, WARNS_UNTIL = 2, 8  # steps; before and after them torch does not look for waits
-FRAMES = 5  # of the stack of a wait
+_WARNS_FROM, _WARNS_UNTIL = 2, 8  # steps; before and after them torch does not look for waits
+_FRAMES = 5  # of the stack of a wait
 
 
-class StepCosts(TrainerCallback):
+class _StepCosts(TrainerCallback):
     """Callback that counts waits and measures times."""
 
     def __init__(self, trainer: Any) -> None:
@@ -38,7 +38,7 @@ class StepCosts(TrainerCallback):
     def note(self, message: Warning | str, *others: Any, **more: Any) -> None:
         """Take a warning; torch warns of each operation that waits."""
         if "synchronizing CUDA operation" in str(message):
-            frames = traceback.extract_stack(limit=FRAMES + 1)[:-1]
+            frames = traceback.extract_stack(limit=_FRAMES + 1)[:-1]
             self._waits[self._step].append([f"{frame.filename}:{frame.lineno}" for frame in frames])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -48,12 +48,12 @@ class StepCosts(TrainerCallback):
         self._waits[self._step] = []
         self._begins[self._step] = time.monotonic()
         self._saved[self._step] = self._trainer.save_s
-        is_counted = WARNS_FROM <= self._step < WARNS_UNTIL
+        is_counted = _WARNS_FROM <= self._step < _WARNS_UNTIL
         torch.cuda.set_sync_debug_mode("warn" if is_counted else "default")
 
     def result(self) -> dict[str, Any]:
         # from the middle of a step to the middle of the next
-        counted = range(WARNS_FROM + 1, WARNS_UNTIL - 1)
+        counted = range(_WARNS_FROM + 1, _WARNS_UNTIL - 1)
         return {
             "waits": [self._waits[step] for step in counted if step in self._waits],
             **self._checkpoint(),
@@ -64,7 +64,7 @@ class StepCosts(TrainerCallback):
 
         The rest is the check of all numbers before it, and the next step, which finds the
         allocator's cache empty."""
-        steps = [step for step in self._begins if step >= WARNS_UNTIL and step + 1 in self._begins]
+        steps = [step for step in self._begins if step >= _WARNS_UNTIL and step + 1 in self._begins]
         saved = {step for step in steps if self._saved[step + 1] > self._saved[step]}
         after = {step + 1 for step in saved}
         plain = [self._seconds(step, 1) for step in steps if step not in saved | after]
@@ -83,10 +83,10 @@ class StepCosts(TrainerCallback):
 
 def measure(folder: Path, watch: Callable[[Any], None] = lambda trainer: None) -> dict[str, Any]:
     """Train the run to its end on this rank. `watch` gets the trainer before that."""
-    costs: list[StepCosts] = []
+    costs: list[_StepCosts] = []
 
     def begin(trainer: Any) -> None:
-        costs.append(StepCosts(trainer))
+        costs.append(_StepCosts(trainer))
         trainer.add_callback(costs[0])
         warnings.showwarning = costs[0].note
         warnings.simplefilter("always")

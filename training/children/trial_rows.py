@@ -17,7 +17,7 @@ from launch.data import token_cache, token_hashes
 from training.data import stored_rows
 
 LISTS = ("input_ids", "labels")
-SHORTER = 4  # each row at a multiple of this loses a token, so that batches are padded
+_SHORTER = 4  # each row at a multiple of this loses a token, so that batches are padded
 
 
 def main(tokens: Path, folder: Path, count: int) -> None:
@@ -49,7 +49,7 @@ def write_rows(sources: list[Path], target: Path, count: int) -> None:
                     rows[column] = row
     repeated = islice(cycle(rows.values()), count)
     written = [
-        _without_a_token(row) if number % SHORTER == 0 else row
+        _without_a_token(row) if number % _SHORTER == 0 else row
         for number, row in enumerate(repeated)
     ]
     with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:

@@ -9,7 +9,7 @@ import traceback
 from multiprocessing import process, queues
 from typing import Any
 
-LONGEST_SOCKET = 107  # bytes of a path, of unix(7): sun_path has one more, for its end
+_LONGEST_SOCKET = 107  # bytes of a path, of unix(7): sun_path has one more, for its end
 
 
 def end_what_cannot_send(worker: int) -> None:
@@ -30,7 +30,7 @@ def shorten_socket_folder() -> None:
     """Put the sockets of this process's data workers below /tmp, where TMPDIR is too long for
     one."""
     socket = "/pymp-......../listener-........"
-    if len(os.fsencode(tempfile.gettempdir() + socket)) > LONGEST_SOCKET:
+    if len(os.fsencode(tempfile.gettempdir() + socket)) > _LONGEST_SOCKET:
         folder = tempfile.mkdtemp(prefix="pymp-", dir="/tmp")
         process.current_process()._config["tempdir"] = folder  # pyright: ignore
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.base import processes
 
 WRITE_INTERVAL_S = 0.5
-KEPT_INTERVALS = 200  # newest intervals of each section
+_KEPT_INTERVALS = 200  # newest intervals of each section
 # always as many, written in place: a full disk does not stop the write, and a reader sees a full
 # record
 FILE_BYTES = 256
@@ -31,7 +31,7 @@ class Heartbeat:
         self._section = ""
         self._beat_at = self._written_at = 0.0
         self._intervals: dict[str, deque[float]] = defaultdict(
-            lambda: deque(maxlen=KEPT_INTERVALS)  # section -> its newest intervals
+            lambda: deque(maxlen=_KEPT_INTERVALS)  # section -> its newest intervals
         )
         self._steps = (0, 0)
 

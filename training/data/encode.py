@@ -254,7 +254,7 @@ def pieces(row: Row, max_length: int) -> Iterator[Row]:
 # ---- the cache
 # ---------------------------------------------------------------------------
 
-COUNTED_BEFORE = {
+_COUNTED_BEFORE = {
     "samples",
     "dropped",
     "truncated",
@@ -262,7 +262,7 @@ COUNTED_BEFORE = {
     "lengths",
     "stride",
 }  # rows are packed
-SUMMED = (
+_SUMMED = (
     *("samples", "rows", "bad", "dropped", "truncated", "split", "unread"),
     *("tokens", "target_tokens", "documents"),
 )
@@ -270,7 +270,7 @@ LARGEST = ("longest", "longest_input", "longest_target")
 # fewer than 1,000 long samples are tokenised at once, because a token takes 200 bytes meanwhile
 BATCH_CHARACTERS = 1 << 20
 # the least number of rows whose lengths are stored; the plan computes padding from them
-LENGTHS_KEPT = 2048
+_LENGTHS_KEPT = 2048
 
 
 @dataclass
@@ -307,7 +307,7 @@ class CacheCounts:
             length = len(row["input_ids"])
             if self.rows % self.stride == 0:
                 self.lengths.append((length, len(row["labels"])))
-                if len(self.lengths) == 2 * LENGTHS_KEPT:
+                if len(self.lengths) == 2 * _LENGTHS_KEPT:
                     self.lengths, self.stride = self.lengths[::2], 2 * self.stride
             self.rows += 1
             self.tokens += length
@@ -333,9 +333,9 @@ class CacheCounts:
         lengths = [
             pair for counts in summands for pair in counts.lengths[:: stride // counts.stride]
         ]
-        while len(lengths) >= 2 * LENGTHS_KEPT:
+        while len(lengths) >= 2 * _LENGTHS_KEPT:
             lengths, stride = lengths[::2], 2 * stride
-        summed = {name: sum(getattr(counts, name) for counts in summands) for name in SUMMED}
+        summed = {name: sum(getattr(counts, name) for counts in summands) for name in _SUMMED}
         largest = {name: max(getattr(counts, name) for counts in summands) for name in LARGEST}
         shortest = min((counts.shortest_input for counts in summands if counts.rows), default=0)
         return CacheCounts(
@@ -400,7 +400,7 @@ def write_cache(
             write(packer.finish())
     if packer is None:
         return counts
-    before = {name: value for name, value in asdict(counts).items() if name in COUNTED_BEFORE}
+    before = {name: value for name, value in asdict(counts).items() if name in _COUNTED_BEFORE}
     return replace(packed, **before, documents=packer.documents)
 
 

@@ -17,10 +17,12 @@ import numpy as np
 from launch.data.rows import IGNORED
 
 LEAST = 2  # tokens of a document: the first is never a target
-WINDOW_TOKENS = 1 << 22  # 8 bytes each; of rows of 150 tokens this fills sequences of 512 to 99.9 %
+_WINDOW_TOKENS = (
+    1 << 22
+)  # 8 bytes each; of rows of 150 tokens this fills sequences of 512 to 99.9 %
 Row = Mapping[str, Sequence[int]]  # input_ids, labels
 # input_ids, labels, lengths and numbers of the documents, all int32
-Sequences = Iterator[dict[str, np.ndarray]]
+_Sequences = Iterator[dict[str, np.ndarray]]
 
 
 @dataclass
@@ -30,12 +32,12 @@ class Packer:
 
     max_length: int
     splits: bool  # texts are split at the end of a sequence, so that all sequences are full
-    window_tokens: int = WINDOW_TOKENS
+    window_tokens: int = _WINDOW_TOKENS
     documents: int = 0  # number of documents so far
     _rows: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     _tokens: int = 0
 
-    def add(self, rows: Iterable[Row]) -> Sequences:
+    def add(self, rows: Iterable[Row]) -> _Sequences:
         """Add rows and yield the sequences that they fill."""
         for row in rows:
             self._rows.append(
@@ -45,11 +47,11 @@ class Packer:
             if self._tokens >= self.window_tokens:
                 yield from self._packed(is_last=False)
 
-    def finish(self) -> Sequences:
+    def finish(self) -> _Sequences:
         """Yield the last sequences, after all rows were added."""
         yield from self._packed(is_last=True)
 
-    def _packed(self, is_last: bool) -> Sequences:
+    def _packed(self, is_last: bool) -> _Sequences:
         rows, self._rows, self._tokens = self._rows, [], 0
         if self.splits:
             rows, packs = self._in_order(rows, is_last)

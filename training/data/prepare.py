@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from training.data.tokenise import TokeniseJob
 
 STAGING = ".parts"  # ends the name of an unfinished folder
-TOKENIZER_CHARACTERS = 64 << 20  # beginning of a streamed corpus on which a tokenizer is trained
+_TOKENIZER_CHARACTERS = 64 << 20  # beginning of a streamed corpus on which a tokenizer is trained
 COMPARED_ROWS = 100  # rows in two readings of a tokenizer
-ABANDONED_S = 7 * 86400.0
-FIRST_LINE_S, LONGEST_PAUSE_S = 1.0, 30.0  # time between lines on tokenised rows
+_ABANDONED_S = 7 * 86400.0
+_FIRST_LINE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # time between lines on tokenised rows
 
 
 def ensure(
@@ -76,7 +76,7 @@ def _clear_abandoned(folder: Path) -> None:
     """Remove folders that were left unfinished long ago, for example because the data has
     changed."""
     for staging in folder.glob(f".*{STAGING}"):
-        if time.time() - staging.stat().st_mtime < ABANDONED_S:
+        if time.time() - staging.stat().st_mtime < _ABANDONED_S:
             continue
         name = staging.name.removeprefix(".").removesuffix(STAGING)
         # another process may work on it
@@ -179,11 +179,11 @@ def _texts(tokens: TokenCache) -> Iterator[str]:
 
 def _said(texts: Iterator[str], say: Callable[[str], None]) -> Iterator[str]:
     """Yield the texts, and say at intervals how many a tokenizer has been trained on."""
-    due = time.monotonic() + LONGEST_PAUSE_S
+    due = time.monotonic() + _LONGEST_PAUSE_S
     for number, text in enumerate(texts):
         if time.monotonic() > due:
             say(f"training the tokenizer: {number:,} rows read so far")
-            due += LONGEST_PAUSE_S
+            due += _LONGEST_PAUSE_S
         yield text
 
 
@@ -219,7 +219,7 @@ def _first(texts: Iterator[str]) -> Iterator[str]:
     for text in texts:
         yield text
         characters += len(text)
-        if characters >= TOKENIZER_CHARACTERS:
+        if characters >= _TOKENIZER_CHARACTERS:
             return
 
 
@@ -301,7 +301,7 @@ class _RowCounter:
     ) -> None:
         self._name, self._total, self._say, self._goes_on = name, total, say, goes_on
         self._rows, self._began = 0, time.monotonic()
-        self._due = self._began + FIRST_LINE_S
+        self._due = self._began + _FIRST_LINE_S
 
     def __call__(self, rows: int) -> None:
         self._rows += rows
@@ -310,7 +310,7 @@ class _RowCounter:
         if now_s >= self._due:
             seconds = now_s - self._began
             self._say(RowProgress(self._name, self._rows, self._total).line(seconds))
-            self._due = now_s + min(max(FIRST_LINE_S, seconds / 10), LONGEST_PAUSE_S)
+            self._due = now_s + min(max(_FIRST_LINE_S, seconds / 10), _LONGEST_PAUSE_S)
 
 
 def main() -> int:

@@ -32,14 +32,14 @@ from training.data.encode import (
 
 UNLIMITED = 1 << 40  # tokens
 MOST_CHARACTERS = 16 << 20  # text read of a file, which takes a few seconds of one CPU
-MOST_LENGTHS = 10_000  # pieces read of a file, where rows are split
+_MOST_LENGTHS = 10_000  # pieces read of a file, where rows are split
 # Limits of the report: rows of a source and of all sources, characters of a row, errors of bad rows
 # and characters of an error
-REPORT_ROWS, ALL_REPORT_ROWS, REPORT_CHARACTERS, REPORT_ERRORS, ERROR_CHARACTERS = (
+_REPORT_ROWS, _ALL_REPORT_ROWS, _REPORT_CHARACTERS, _REPORT_ERRORS, _ERROR_CHARACTERS = (
     *(5, 20, 2000, 3, 400),
 )
 NUM_READ = 1000  # rows
-ESCAPE = "\\"  # mark before a text that is written as a special token is
+_ESCAPE = "\\"  # mark before a text that is written as a special token is
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class RowSummary:
             if batch_characters >= BATCH_CHARACTERS:
                 self._add(batch, num_shown)
                 characters, batch, batch_characters = characters + batch_characters, [], 0
-            if characters >= MOST_CHARACTERS or len(self._lengths) - before >= MOST_LENGTHS:
+            if characters >= MOST_CHARACTERS or len(self._lengths) - before >= _MOST_LENGTHS:
                 break
         self._add(batch, num_shown)
 
@@ -218,11 +218,13 @@ class RowSummary:
         num_targets = sum(label != IGNORED for label in labels)
         return ShownRow(
             *(place, parts, self._num_tokens(row), num_targets, TRUNCATED in row),
-            has_escapes=any(ESCAPE + name in part.text for part in parts for name in self._special),
+            has_escapes=any(
+                _ESCAPE + name in part.text for part in parts for name in self._special
+            ),
         )
 
     def _text(self, ids: list[int]) -> str:
-        """The text of tokens. What only looks like a special token has an ESCAPE before it."""
+        """The text of tokens. What only looks like a special token has an _ESCAPE before it."""
         text = self.tokenizer.decode(ids)
         names = [name for name in self._special if name in text]
         count = sum(token in self._special.values() for token in ids)
@@ -232,7 +234,7 @@ class RowSummary:
         for is_special, group in groupby(ids, key=lambda token: token in self._special.values()):
             piece = self.tokenizer.decode(list(group))
             for name in () if is_special else names:
-                piece = piece.replace(name, ESCAPE + name)
+                piece = piece.replace(name, _ESCAPE + name)
             pieces.append(piece)
         return "".join(pieces)
 
@@ -279,12 +281,12 @@ def _uses(number: int, passes: list[tuple[int, RowChoice]]) -> tuple[int, bool]:
 
 def for_report(tokens: TokenCache, loaded: Any) -> ShownRows:
     """The first rows of each source of the training data, shortened: a file of at most about
-    100 kB. Of more than ALL_REPORT_ROWS sources, the first."""
+    100 kB. Of more than _ALL_REPORT_ROWS sources, the first."""
     data = tokens.recipe.data
     # tokenising has counted bad rows, for each part alone
     summary = RowSummary(tokens, loaded, max_bad_rows=UNLIMITED)
-    shown_sources = data.sources[:ALL_REPORT_ROWS]
-    num_shown = min(REPORT_ROWS, ALL_REPORT_ROWS // len(shown_sources))
+    shown_sources = data.sources[:_ALL_REPORT_ROWS]
+    num_shown = min(_REPORT_ROWS, _ALL_REPORT_ROWS // len(shown_sources))
     num_read = min(NUM_READ, data.max_train_samples or NUM_READ) // len(shown_sources) or 1
     for source in shown_sources:
         before = len(summary.rows)
@@ -294,19 +296,19 @@ def for_report(tokens: TokenCache, loaded: Any) -> ShownRows:
     return replace(
         rows,
         rows=[_shortened(row) for row in rows.rows],
-        bad=[error[:ERROR_CHARACTERS] for error in rows.bad[:REPORT_ERRORS]],
+        bad=[error[:_ERROR_CHARACTERS] for error in rows.bad[:_REPORT_ERRORS]],
     )
 
 
 def _shortened(row: ShownRow) -> ShownRow:
     """The row with the first characters of its text."""
     parts: list[ShownPart] = []
-    free = REPORT_CHARACTERS
+    free = _REPORT_CHARACTERS
     for part in row.parts:
         parts.append(replace(part, text=part.text[:free]))
         free -= len(parts[-1].text)
         if free <= 0:
-            missing = sum(len(part.text) for part in row.parts) - REPORT_CHARACTERS
+            missing = sum(len(part.text) for part in row.parts) - _REPORT_CHARACTERS
             more = [ShownPart(f" ... ({missing:,} more characters)", False)] if missing else []
             parts += more
             break

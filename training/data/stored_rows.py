@@ -18,8 +18,8 @@ import pyarrow as pa
 
 from launch.data.rows import IGNORED
 
-HIGH = "_high"  # ends the name of a column of upper bits
-LOW_BITS = 16
+_HIGH = "_high"  # ends the name of a column of upper bits
+_LOW_BITS = 16
 
 
 def schema(largest_id: int, has_labels: bool, is_packed: bool) -> pa.Schema:
@@ -27,8 +27,8 @@ def schema(largest_id: int, has_labels: bool, is_packed: bool) -> pa.Schema:
     types = {}
     for name in ("input_ids", "labels") if has_labels else ("input_ids",):
         types[name] = pa.list_(pa.uint16())
-        if largest_id >> LOW_BITS:
-            types[name + HIGH] = pa.list_(pa.uint8())
+        if largest_id >> _LOW_BITS:
+            types[name + _HIGH] = pa.list_(pa.uint8())
     if not has_labels:
         types["targets"] = pa.list_(pa.int32())
     if is_packed:
@@ -42,16 +42,16 @@ def batch(rows: Sequence[Mapping[str, Any]], columns: pa.Schema) -> pa.RecordBat
 
 
 def _column(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array:
-    name = field.name.removesuffix(HIGH)
+    name = field.name.removesuffix(_HIGH)
     lists = [np.asarray(row["labels" if name == "targets" else name], np.int64) for row in rows]
     if name == "targets":
         lists = [_borders(labels != IGNORED) for labels in lists]
     ends = np.cumsum([0, *map(len, lists)]).astype(np.int32)
     values = np.concatenate(lists) if lists else np.empty(0, np.int64)
     if field.name != name:
-        values = values >> LOW_BITS
+        values = values >> _LOW_BITS
     elif pa.types.is_uint16(field.type.value_type):
-        values = values & ((1 << LOW_BITS) - 1)
+        values = values & ((1 << _LOW_BITS) - 1)
     return pa.ListArray.from_arrays(_array(ends, pa.int32()), _array(values, field.type.value_type))
 
 
@@ -101,7 +101,7 @@ def read(table: pa.Table) -> list[dict[str, np.ndarray]]:
     """The rows of a table as integer arrays: input_ids and labels, and of packed sequences lengths
     and documents."""
     columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-    names = [name for name in columns if not name.endswith(HIGH)]
+    names = [name for name in columns if not name.endswith(_HIGH)]
     rows = []
     for index in range(len(table)):
         row = {name: _values(columns, name, index) for name in names}
@@ -115,7 +115,7 @@ def read(table: pa.Table) -> list[dict[str, np.ndarray]]:
 
 def _values(columns: Mapping[str, pa.ListArray], name: str, index: int) -> np.ndarray:
     values: Any = np.from_dlpack(columns[name][index].values)  # to_numpy() would import pandas
-    if name + HIGH not in columns:
+    if name + _HIGH not in columns:
         return values
-    high = np.from_dlpack(columns[name + HIGH][index].values).astype(np.int32)
-    return values | high << LOW_BITS
+    high = np.from_dlpack(columns[name + _HIGH][index].values).astype(np.int32)
+    return values | high << _LOW_BITS

@@ -38,19 +38,19 @@ from training.data.tokenise_pool import Child
 
 BLOCK_UNITS = 4  # DataSection.stream_unit_bytes knows it
 POLL_S = 0.02
-WINDOW, FAILED = "stream", "failed.json"
+_WINDOW, FAILED = "stream", "failed.json"
 # File beside the tokenizer: for each unit the number of its sequences plus 1, little-endian
-COUNTS, COUNT_BYTES = "units.u32", 4
+COUNTS, _COUNT_BYTES = "units.u32", 4
 Result = TypeVar("Result")
 
 
 def job(tokens: TokenCache, attempt: Path) -> TokeniseJob:
     """The job that turns units into files in the attempt's folder, which all ranks see."""
     sources = data_sources.of_part(tokens.recipe.data, tokens.data_format, None, "train")
-    return tokenise.job(tokens, sources, attempt / WINDOW, "train")
+    return tokenise.job(tokens, sources, attempt / _WINDOW, "train")
 
 
-class Layout:
+class _Layout:
     """The unit and its row at each position, as far as the units have been counted."""
 
     def __init__(self, counts: Path, num_units: int, seed: int) -> None:
@@ -98,8 +98,8 @@ class Layout:
 def _counted(counts: Path, unit: int) -> int | None:
     try:
         with counts.open("rb") as file:
-            file.seek(COUNT_BYTES * unit)
-            stored = int.from_bytes(file.read(COUNT_BYTES), "little")
+            file.seek(_COUNT_BYTES * unit)
+            stored = int.from_bytes(file.read(_COUNT_BYTES), "little")
     except FileNotFoundError:
         return None
     return stored - 1 if stored else None  # a count that was never written reads as 0
@@ -119,7 +119,7 @@ class StreamRows(Dataset):
     ) -> None:
         """`goes_on` is called while the rank waits for a sequence."""
         self._job, self._seed, self._num_samples, self._goes_on = job, seed, num_samples, goes_on
-        self._layout = Layout(counts, len(job.units), seed)
+        self._layout = _Layout(counts, len(job.units), seed)
         self._block: tuple[int, np.ndarray, dict[int, TokenRows]] = (
             -1,
             np.empty((0, 2), dtype=np.int64),
@@ -189,7 +189,7 @@ class Feeder(TrainerCallback):
 
     def __init__(self, job: TokeniseJob, counts: Path, order: SampleOrder, seed: int) -> None:
         self._job, self._counts, self._order = job, counts, order
-        self._layout = Layout(counts, len(job.units), seed)
+        self._layout = _Layout(counts, len(job.units), seed)
         self._position = 0
         self._is_over = threading.Event()
         # its children end with it
@@ -205,7 +205,7 @@ class Feeder(TrainerCallback):
     ) -> None:
         self._position = self._order.samples_seen(state.global_step)
         # Attempts that were killed have left their windows
-        for leftover in self._job.folder.parent.parent.glob(f"*/{WINDOW}"):
+        for leftover in self._job.folder.parent.parent.glob(f"*/{_WINDOW}"):
             shutil.rmtree(leftover)
         self._counts.touch()
         self._job.folder.mkdir()
@@ -285,8 +285,8 @@ class Feeder(TrainerCallback):
         if tokenised.error:
             raise DataError(tokenised.error)
         with self._counts.open("r+b") as file:
-            file.seek(COUNT_BYTES * unit)
-            file.write((tokenised.counts.rows + 1).to_bytes(COUNT_BYTES, "little"))
+            file.seek(_COUNT_BYTES * unit)
+            file.write((tokenised.counts.rows + 1).to_bytes(_COUNT_BYTES, "little"))
         self._bad[unit] = len(tokenised.bad)
         if sum(self._bad.values()) > self._job.max_bad_rows:
             raise DataError(

@@ -24,9 +24,9 @@ from launch.data.rows import BadRows
 from training.data.encode import CacheCounts
 from training.data.tokenise import TokeniseJob
 
-SPACE_CHECKS = 64  # times that the disk space is checked while a part is tokenised
+_SPACE_CHECKS = 64  # times that the disk space is checked while a part is tokenised
 # each process uses one CPU
-LONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+_LONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def part(
@@ -68,7 +68,7 @@ def part(
 def _check_disk_space(job: TokeniseJob, unit: int) -> None:
     """Raise ResourceError if the disk has no space for the units that are still missing."""
     count = len(job.units)
-    if unit % max(count // SPACE_CHECKS, 1):
+    if unit % max(count // _SPACE_CHECKS, 1):
         return
     files = list(job.folder.glob(f"{job.part}-*.arrow"))
     more = sum(file.stat().st_size for file in files) * (count - len(files)) // max(len(files), 1)
@@ -88,7 +88,7 @@ class Child:
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "training.children.tokenise_units", str(folder)],
-            env={**os.environ, "PYTHONPATH": str(workspace.CODE), **LONE},
+            env={**os.environ, "PYTHONPATH": str(workspace.CODE), **_LONE},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -27,7 +27,7 @@ from launch.schema.result import ExportedModel
 NAME = "the tokenizer"  # name in errors, if its folder is not known
 # Limits of CPU time for a call, and for a character; ten times as much as slow tokenizers take
 CALL_S, CHARACTER_S, SLOW_CHARACTER_S = 5.0, 1e-5, 2e-4
-PAD, END, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = [
+PAD, END, USER, _ASSISTANT, _SYSTEM = _SPECIAL_TOKENS = [
     "<|pad|>",
     "<|end|>",
     "<|user|>",
@@ -342,7 +342,7 @@ def train(
     else:
         tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
-    special_tokens = [*SPECIAL_TOKENS, *section.add_tokens]
+    special_tokens = [*_SPECIAL_TOKENS, *section.add_tokens]
     read: Any = None
     if config is not None:
         read = read_beside(_wrapped(tokenizer), config)

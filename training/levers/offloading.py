@@ -49,17 +49,17 @@ class LayerInput:
             self._owner.take_back(self._buffer)
 
 
-class InputHooks(saved_tensors_hooks):
+class _InputHooks(saved_tensors_hooks):
     """Hooks for the inputs of one layer: within them what autograd saves is kept on the host."""
 
     def __init__(self, offloading: Offloading) -> None:
         self._offloading = offloading
         self._inputs: list[weakref.ref[LayerInput]] = []
-        self._before: weakref.ref[InputHooks] | None = None  # hooks of the layer that ran before
+        self._before: weakref.ref[_InputHooks] | None = None  # hooks of the layer that ran before
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | LayerInput:
-        if not is_activation(tensor):
+        if not _is_activation(tensor):
             return tensor
         if not self._inputs:
             self._before = self._offloading.enter(self)
@@ -94,13 +94,13 @@ class Offloading:
         self._free: list[torch.Tensor] = []  # host memory that no input is in
         self._sending: list[LayerInput] = []  # inputs of the layer that ran last in forward
         # hooks of the layer that ran last in forward
-        self._last: weakref.ref[InputHooks] | None = None
+        self._last: weakref.ref[_InputHooks] | None = None
 
-    def hooks(self, **unused: Any) -> InputHooks:
+    def hooks(self, **unused: Any) -> _InputHooks:
         """The hooks of the next layer."""
-        return InputHooks(self)
+        return _InputHooks(self)
 
-    def enter(self, layer: InputHooks) -> weakref.ref[InputHooks] | None:
+    def enter(self, layer: _InputHooks) -> weakref.ref[_InputHooks] | None:
         """Give the memory of the input of the layer before back. Returns that layer."""
         for layer_input in self._sending:
             self.wait(layer_input.copied)
@@ -147,7 +147,7 @@ class Offloading:
             return smallest
         if self._free and self.stream is not None:
             self._free.clear()
-            empty_host_cache()
+            _empty_host_cache()
         power_of_two = 1 << (size_bytes - 1).bit_length()  # PyTorch pins no other sizes
         return torch.empty(power_of_two, dtype=torch.uint8, pin_memory=self._pin_memory)
 
@@ -180,13 +180,13 @@ def apply(trainer: Any, levers: Levers) -> None:
         setattr(*SAVE_ON_CPU, trainer.host_copies().hooks)
 
 
-def is_activation(tensor: torch.Tensor) -> bool:
+def _is_activation(tensor: torch.Tensor) -> bool:
     """False for weights and their views, for masks and numbers of positions, and for nothing."""
     is_weight = isinstance(tensor, torch.nn.Parameter) or levers_private.is_view_of_weight(tensor)
     return tensor.is_floating_point() and tensor.numel() > 0 and not is_weight
 
 
-def empty_host_cache() -> None:
+def _empty_host_cache() -> None:
     """Give pinned memory that nothing uses back to the system, if this torch can (2.13 can)."""
     if empty := getattr(torch.accelerator, "empty_host_cache", None):
         empty()

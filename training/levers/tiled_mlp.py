@@ -22,7 +22,7 @@ from launch.schema.levers import Levers
 # the attribute of a layer that its MLP is in
 NAMES = ("mlp", "DenseReluDense")
 # parts of a mixture of experts, which routes tokens
-ROUTED = ("experts", "router")
+_ROUTED = ("experts", "router")
 
 
 def apply(trainer: Any, levers: Levers) -> None:
@@ -35,7 +35,7 @@ def tile(network: torch.nn.Module, num_shards: int) -> None:
     modules = list(mlps(network))
     assert modules, "launch.schema.levers.TILED lists a type without such an MLP"
     for mlp in modules:
-        mlp.forward = TiledForward(mlp, num_shards)
+        mlp.forward = _TiledForward(mlp, num_shards)
 
 
 def mlps(network: torch.nn.Module) -> Iterator[Any]:
@@ -46,11 +46,11 @@ def mlps(network: torch.nn.Module) -> Iterator[Any]:
             continue
         of_peft = getattr(module, "original_module", module)  # lora.modules_to_save
         inputs = list(inspect.signature(type(of_peft).forward).parameters)[1:]
-        if len(inputs) == 1 and not any(hasattr(of_peft, part) for part in ROUTED):
+        if len(inputs) == 1 and not any(hasattr(of_peft, part) for part in _ROUTED):
             yield module
 
 
-class TiledForward:
+class _TiledForward:
     """The forward method of an MLP, in parts."""
 
     def __init__(self, mlp: torch.nn.Module, num_shards: int) -> None:
@@ -65,14 +65,14 @@ class TiledForward:
         if torch.is_grad_enabled():
             saved: Any = _Saved.apply(tokens.new_empty(0, requires_grad=True), tokens)
             trained = [each for each in self._mlp.parameters() if each.requires_grad]
-            tiles = Tiles(self._compute, size, trained, self._mlp.training, saved)
+            tiles = _Tiles(self._compute, size, trained, self._mlp.training, saved)
             out: Any = _Tiled.apply(tiles, tokens, *trained)
         else:
             out = _joined(self._compute, tokens, size)
         return out.view(*hidden.shape[:-1], out.size(-1))
 
 
-class Tiles:
+class _Tiles:
     """A call of an MLP, with all that backward needs to compute it again."""
 
     def __init__(
@@ -142,7 +142,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tiles: Tiles, tokens: torch.Tensor, *trained: torch.Tensor
+        ctx: Any, tiles: _Tiles, tokens: torch.Tensor, *trained: torch.Tensor
     ) -> torch.Tensor:
         ctx.tiles = tiles
         tiles.before(tokens.device)
@@ -151,7 +151,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        tiles: Tiles = ctx.tiles
+        tiles: _Tiles = ctx.tiles
         tokens, of_tokens, (gradient,) = tiles.input(), None, gradients
         if ctx.needs_input_grad[1]:
             of_tokens = torch.empty_like(tokens)
@@ -179,7 +179,7 @@ def _joined(
 
 
 def _gradients(
-    tiles: Tiles, part: torch.Tensor, of_out: torch.Tensor, of_input: bool
+    tiles: _Tiles, part: torch.Tensor, of_out: torch.Tensor, of_input: bool
 ) -> tuple[torch.Tensor | None, Sequence[torch.Tensor | None]]:
     """The gradients of a part of the tokens, and of the weights from that part."""
     part = part.detach().requires_grad_(of_input)

@@ -28,14 +28,14 @@ from training.loop.memory_peaks import MemoryPeaks, Part
 
 logger = logging.getLogger("lowmem")
 
-STEADY_STEP = 2  # the first step has no optimizer states yet
+_STEADY_STEP = 2  # the first step has no optimizer states yet
 LONG_WAIT_S = 60.0  # wait until a log line: the remaining time is logged before
 COUNTED = ("tokens", "computed_tokens", "samples")
-HOST_INTERVAL_S = 2.0  # finding the job's processes takes a millisecond
+_HOST_INTERVAL_S = 2.0  # finding the job's processes takes a millisecond
 
 
 class HostMemory:
-    """Host RAM of the job (launcher, ranks, data workers), read at most every HOST_INTERVAL_S
+    """Host RAM of the job (launcher, ranks, data workers), read at most every _HOST_INTERVAL_S
     seconds."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class HostMemory:
             os.getppid() if "WORLD_SIZE" in os.environ else os.getpid()
         )
         self._job = processes.JobMemory(int(root))
-        self._read_at = -HOST_INTERVAL_S
+        self._read_at = -_HOST_INTERVAL_S
         self._in_training = False
 
     def begin_training(self) -> None:
@@ -56,7 +56,7 @@ class HostMemory:
         self._in_training = False
 
     def read(self) -> int:
-        if time.monotonic() - self._read_at >= HOST_INTERVAL_S:
+        if time.monotonic() - self._read_at >= _HOST_INTERVAL_S:
             self._read_at = time.monotonic()
             self._job.read(self._in_training)
         return self._job.bytes
@@ -253,13 +253,13 @@ class Reporter(TrainerCallback):
         )
         self._steps += 1
         self._peaks.begin("step")
-        if self._steps == STEADY_STEP:
+        if self._steps == _STEADY_STEP:
             self._write_second_step()
             now_s = time.monotonic()
         self._step_began = now_s
         if self._second_step_at is None and self._steps > 1:
             self._second_step_at, self._scheduled = now_s, processes.scheduled()
-        if self._steps == STEADY_STEP + 1:
+        if self._steps == _STEADY_STEP + 1:
             logging_steps = max(int(args.logging_steps), 1)
             self._say_time_left_early(state.global_step, state.max_steps, logging_steps)
         if self._bar:
@@ -343,7 +343,7 @@ class Reporter(TrainerCallback):
     def _pace_s(self) -> float | None:
         """Seconds of a step of this attempt, without evaluations and saves; None before its third
         step."""
-        past = self._steps - STEADY_STEP
+        past = self._steps - _STEADY_STEP
         if self._second_step_at is None or past < 1:
             return None
         between_s = sum(map(sum, self._between.values()))

@@ -19,7 +19,7 @@ import torch
 from training.compat import deepspeed_private
 
 logger = logging.getLogger("lowmem")
-LEAST_BYTES = 1 << 20  # least size of a tensor; smaller ones share pages with other objects
+_LEAST_BYTES = 1 << 20  # least size of a tensor; smaller ones share pages with other objects
 
 
 def exclude_from_forks(tensors: Iterable[torch.Tensor]) -> None:
@@ -35,7 +35,7 @@ def exclude_from_forks(tensors: Iterable[torch.Tensor]) -> None:
     for start, size_bytes in {(each.data_ptr(), each.nbytes()) for each in storages}:
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if size_bytes >= LEAST_BYTES and libc.madvise(first, end - first, mmap.MADV_DONTFORK):
+        if size_bytes >= _LEAST_BYTES and libc.madvise(first, end - first, mmap.MADV_DONTFORK):
             error = os.strerror(ctypes.get_errno())
             logger.warning("data workers may copy weights and states in host RAM: %s", error)
             break

@@ -14,7 +14,7 @@ from transformers import (
 
 from training.loop.last_step import NothingLeft
 
-COUNTER = "early_stopping_patience_counter"
+_COUNTER = "early_stopping_patience_counter"
 
 
 class EarlyStopping(EarlyStoppingCallback):
@@ -37,7 +37,7 @@ class EarlyStopping(EarlyStoppingCallback):
         assert isinstance(stored, dict)
         # a checkpoint from before the key was set has no count, and Trainer expects one
         of_checkpoint = stored.setdefault(type(self).__name__, self.state())
-        self.early_stopping_patience_counter = of_checkpoint["attributes"][COUNTER]
+        self.early_stopping_patience_counter = of_checkpoint["attributes"][_COUNTER]
         self._first_step = state.global_step
         if self.has_stopped:
             raise NothingLeft(f"training had stopped early at step {state.global_step:,}")

@@ -169,9 +169,9 @@ COUNTED = (
     "reference",
     *(f"{what}{order}" for order in ORDERS for what in ("same", "of")),
 )
-IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
+_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
 # a Chinese character, a word, a sign
-TOKEN = re.compile(f"[{IDEOGRAPHS}]|[^\\W{IDEOGRAPHS}]+|[^\\w\\s]")
+TOKEN = re.compile(f"[{_IDEOGRAPHS}]|[^\\W{_IDEOGRAPHS}]+|[^\\w\\s]")
 
 
 def overlap(text: str, reference: str) -> Counter[str]:

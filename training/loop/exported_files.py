@@ -22,12 +22,12 @@ from training.compat.transformers_private import Network
 from training.model import merging
 
 # Files of a tokenizer that transformers 5 reads, but does not write beside tokenizer.json
-VOCABULARIES = (
+_VOCABULARIES = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt"),
     *("vocab.txt", "added_tokens.json", "special_tokens_map.json"),
 )
 # Types whose configs of transformers 4.57 take a rope_scaling with the key `type` and factors alone
-TYPE_AND_FACTORS = ("phi3", "phi4_multimodal", "olmo", "olmo2", "hunyuan_v1_dense", "fuyu")
+_TYPE_AND_FACTORS = ("phi3", "phi4_multimodal", "olmo", "olmo2", "hunyuan_v1_dense", "fuyu")
 
 
 def save_model(
@@ -41,7 +41,7 @@ def save_model(
         weights = {**model.state_dict(), "lm_head.weight": head.weight.detach().clone()}
     model.save_pretrained(folder, state_dict=weights, max_shard_size=max_bytes)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = for_both_versions(config, base)
+    config = _for_both_versions(config, base)
     is_tied = head is None or head.weight is model.get_input_embeddings().weight
     if not is_tied and merging.can_untie(model):  # transformers 4.57 ties what this says
         for part in (config, config.get("text_config", {})):
@@ -49,11 +49,11 @@ def save_model(
     files.write_json(folder / "config.json", config)
 
 
-def for_both_versions(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+def _for_both_versions(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config.json beside those that transformers 4.57 reads in their place, and the
     use_cache of the base, which training turns off."""
     mended: dict[str, Any] = {
-        key: for_both_versions(value, base.get(key) or {})
+        key: _for_both_versions(value, base.get(key) or {})
         if isinstance(value, dict) and value.get("model_type") in CONFIG_MAPPING
         else value
         for key, value in config.items()
@@ -90,7 +90,7 @@ def _rope_of_4(model_type: str, rope: Mapping[str, Any]) -> dict[str, Any]:
     }
     if model_type.startswith("gpt_neox"):
         rotary |= {"rotary_emb_base": theta, "rotary_pct": share}
-    if model_type in TYPE_AND_FACTORS:
+    if model_type in _TYPE_AND_FACTORS:
         factors = {key: value for key, value in of_all.items() if key.endswith("factor")}
         rotary["rope_scaling"] = {"type": of_all["rope_type"], **factors} if factors else None
     elif of_all != {"rope_type": "default"}:
@@ -120,7 +120,7 @@ def save_tokenizer(
     files.write_json(file, config)
     left_out = [
         name
-        for name in VOCABULARIES
+        for name in _VOCABULARIES
         if source and (source / name).is_file() and not (folder / name).exists()
     ]
     if source is None or not left_out:

@@ -33,11 +33,11 @@ logger = logging.getLogger("lowmem")
 # Overflows in a row: fp16's loss scale starts at 65,536 and halves each time, so a longer series
 # has another cause than the scale
 MAX_OVERFLOWS = 15
-MAX_SPIKES = 5  # spikes in a row; after so many skipped steps the loss is high at these weights
-WARN_SPIKE = 100.0  # times the median
-REMEMBERED = 50  # steps whose median is computed
+_MAX_SPIKES = 5  # spikes in a row; after so many skipped steps the loss is high at these weights
+_WARN_SPIKE = 100.0  # times the median
+_REMEMBERED = 50  # steps whose median is computed
 LEAST_REMEMBERED = 10
-EXCHANGE_S = 20.0
+_EXCHANGE_S = 20.0
 SHOWN = 8  # rows or names in a message
 
 
@@ -64,7 +64,7 @@ class Spikes:
     """Comparison of a value with the median of the values before it."""
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=REMEMBERED)
+        self._values: deque[float] = deque(maxlen=_REMEMBERED)
 
     def ratio(self, value: float) -> float:
         """The value divided by the median; 0 while there are too few values."""
@@ -117,7 +117,7 @@ class NanGuard(TrainerCallback):
         ratio = self._norms.ratio(norm)
         shown = f"the gradient norm {norm:.3g} is {ratio:.0f} times the median of the last steps"
         if self._skip_above is None or ratio <= self._skip_above:
-            if ratio > WARN_SPIKE:
+            if ratio > _WARN_SPIKE:
                 self._warn(
                     f"step {step}: {shown}; numerics.skip_spikes_above would skip such a step"
                 )
@@ -125,8 +125,8 @@ class NanGuard(TrainerCallback):
             self._norms.remember(norm)
             return True
         self._skipped += 1
-        if self._skipped == MAX_SPIKES:
-            raise self._ended(f"step {step}: {shown}, {MAX_SPIKES} steps in a row", self._slower())
+        if self._skipped == _MAX_SPIKES:
+            raise self._ended(f"step {step}: {shown}, {_MAX_SPIKES} steps in a row", self._slower())
         self._warn(
             f"step {step} is skipped: {shown} (numerics.skip_spikes_above {self._skip_above:g})"
         )
@@ -247,7 +247,7 @@ class NanGuard(TrainerCallback):
     def check_loss(self, step: int, loss: float) -> None:
         """Warn of a spike in the loss of a step, which was summed over the ranks."""
         ratio = self._step_losses.ratio(loss)
-        if ratio > WARN_SPIKE:
+        if ratio > _WARN_SPIKE:
             self._warn(
                 f"step {step}: the loss {loss:.4g} is {ratio:.0f} times the median of the last"
                 " steps"
@@ -368,7 +368,7 @@ def _exchange(name: str, facts: dict[str, Any]) -> dict[int, dict[str, Any]]:
         for other in range(world_size):
             try:
                 store.wait(
-                    [f"lowmem/{name}/{stage}/{other}"], timedelta(seconds=EXCHANGE_S / world_size)
+                    [f"lowmem/{name}/{stage}/{other}"], timedelta(seconds=_EXCHANGE_S / world_size)
                 )
             except torch.distributed.DistStoreError:
                 continue

@@ -23,13 +23,13 @@ from training.loop import evaluate
 
 logger = logging.getLogger("lowmem")
 
-DEFAULT_COUNT = 3
-LEAST_NEW_TOKENS = 4  # a question that leaves fewer is not asked
+_DEFAULT_COUNT = 3
+_LEAST_NEW_TOKENS = 4  # a question that leaves fewer is not asked
 MOST_READ = 200  # held-out rows among which short questions are looked for
 MOST_CHARACTERS = 2000  # longest question or answer that is written down
 # Vectors of the hidden size for each token that a layer holds at once in an evaluation: its input,
 # the residual, queries, keys, values, and those of an MLP, which is wider than all of them.
-VECTORS_OF_LAYER = 8
+_VECTORS_OF_LAYER = 8
 
 
 def count(recipe: Recipe, plan: Plan) -> int:
@@ -38,7 +38,7 @@ def count(recipe: Recipe, plan: Plan) -> int:
     if recipe.evaluation.sample_answers is not None:
         return recipe.evaluation.sample_answers
     is_slow = plan.strategy.launch_mode.shards_parameters
-    return DEFAULT_COUNT if recipe.evaluation.exact_match_rows and not is_slow else 0
+    return _DEFAULT_COUNT if recipe.evaluation.exact_match_rows and not is_slow else 0
 
 
 def most_tokens(plan: Plan, network: Network) -> int:
@@ -48,7 +48,7 @@ def most_tokens(plan: Plan, network: Network) -> int:
     layers = network.config.get_text_config().num_hidden_layers
     vectors = 2 * layers * (2 if network.config.is_encoder_decoder else 1)
     evaluated = plan.strategy.per_device_eval_batch_size * max(plan.lengths)
-    return VECTORS_OF_LAYER * evaluated // (vectors + VECTORS_OF_LAYER)
+    return _VECTORS_OF_LAYER * evaluated // (vectors + _VECTORS_OF_LAYER)
 
 
 class SampleAnswers:
@@ -71,7 +71,7 @@ class SampleAnswers:
         chosen = []
         for conversation, reference in pairs:
             (ids,) = evaluate.prompts(tokenizer, [conversation], is_pair)
-            if len(ids) + LEAST_NEW_TOKENS <= most and len(chosen) < num_questions:
+            if len(ids) + _LEAST_NEW_TOKENS <= most and len(chosen) < num_questions:
                 chosen.append((conversation, reference, len(ids)))
         prompt_tokens = max((length for _, _, length in chosen), default=0)
         self._tokenizer = tokenizer

@@ -26,10 +26,10 @@ from launch.schema.training_section import TENSORBOARD, Tracker
 
 logger = logging.getLogger("lowmem")
 
-FINISH_S = 60.0  # time for what has not been sent when training ends
+_FINISH_S = 60.0  # time for what has not been sent when training ends
 # Variables with which a tracker works without its service, and the line that sends its figures
 # later
-OFFLINE: Mapping[Tracker, tuple[dict[str, str], str]] = {
+_OFFLINE: Mapping[Tracker, tuple[dict[str, str], str]] = {
     "wandb": ({"WANDB_MODE": "offline"}, "{programs}/wandb sync {run}/wandb/offline-run-*"),
     "swanlab": ({"SWANLAB_MODE": "offline"}, "{programs}/swanlab sync {run}/swanlog/run-*"),
 }
@@ -60,7 +60,7 @@ def _mlflow_file(run: RunDir) -> Path:
     return run.root / "mlflow_run_id"
 
 
-class TrackerCallback(TrainerCallback):
+class _TrackerCallback(TrainerCallback):
     """A tracker, from the begin of training to its end."""
 
     def __init__(self, name: Tracker, run: RunDir) -> None:
@@ -82,7 +82,7 @@ class TrackerCallback(TrainerCallback):
                 active = import_module("mlflow").active_run()
                 _mlflow_file(self._run).write_text(active.info.run_id, encoding="utf-8")
 
-        variables, later = OFFLINE.get(self._name, ({}, ""))
+        variables, later = _OFFLINE.get(self._name, ({}, ""))
         is_offline = variables.items() <= os.environ.items()
         error = _failure(begin)
         if error and variables and not is_offline:
@@ -113,7 +113,7 @@ class TrackerCallback(TrainerCallback):
 
         def finish() -> None:
             end(args, state, control, **kwargs)
-            if self._name in OFFLINE:  # the others' callbacks have done so
+            if self._name in _OFFLINE:  # the others' callbacks have done so
                 import_module(self._name).finish()
 
         context = contextvars.copy_context()  # trackio keeps its run in one
@@ -121,8 +121,8 @@ class TrackerCallback(TrainerCallback):
             target=lambda: errors.append(context.run(_failure, finish)), daemon=True
         )
         thread.start()
-        thread.join(FINISH_S)
-        self._leave_out_after(errors[0] if errors else f"still sending after {FINISH_S:.0f} s")
+        thread.join(_FINISH_S)
+        self._leave_out_after(errors[0] if errors else f"still sending after {_FINISH_S:.0f} s")
         self._callback = None
 
     def _leave_out_after(self, error: str | None) -> None:
@@ -149,7 +149,7 @@ def _failure(call: Callable[[], None]) -> str | None:
 
 def callbacks(
     report_to: tuple[Tracker, ...], run: RunDir, workspace: Path, args: TrainingArguments
-) -> list[TrackerCallback]:
+) -> list[_TrackerCallback]:
     """The trackers of this rank. TensorBoard is not among them: Trainer makes it."""
     names: list[Tracker] = [name for name in report_to if name != TENSORBOARD]
     if not names or args.process_index != 0:
@@ -157,4 +157,4 @@ def callbacks(
     for variable, value in settings(run, workspace).items():
         os.environ.setdefault(variable, value)
     args.run_name = args.run_name or run.run_id
-    return [TrackerCallback(name, run) for name in names]
+    return [_TrackerCallback(name, run) for name in names]

@@ -46,9 +46,9 @@ logger = logging.getLogger("lowmem")
 
 # Types whose decoders begin with the padding token where their config says nothing. Source: the
 # errors of their own _shift_right.
-PAD_STARTS = ("t5", "longt5", "switch_transformers")
-# Types whose own shift of the labels puts their last token first: set_target_language().
-LABEL_STARTS = ("mbart", "plbart")
+_PAD_STARTS = ("t5", "longt5", "switch_transformers")
+# Types whose own shift of the labels puts their last token first: _set_target_language().
+_LABEL_STARTS = ("mbart", "plbart")
 
 
 def build(
@@ -210,12 +210,12 @@ def from_folder(
     if is_packed:
         four_bit.convert(model, getattr(torch, section.dtype))
     if packs_here:
-        leave_files(model)
+        _leave_files(model)
     return model
 
 
 @torch.no_grad()
-def leave_files(model: Network) -> None:
+def _leave_files(model: Network) -> None:
     """Copy the weights that are views of the files beside weights of 4 bits, so that the files are
     mapped no longer, of which most has been read and is not needed again."""
     for weight in model.parameters():
@@ -237,7 +237,7 @@ def decoder_start(config: PreTrainedConfig, pad_token_id: Any) -> int:
     start = getattr(config, "decoder_start_token_id", None)
     if start is None:  # T5Gemma
         start = getattr(getattr(config, "decoder", None), "bos_token_id", None)
-    if start is None and config.model_type in (*PAD_STARTS, *LABEL_STARTS):
+    if start is None and config.model_type in (*_PAD_STARTS, *_LABEL_STARTS):
         start = pad_token_id
     if start is None:
         raise ConfigError(
@@ -287,11 +287,11 @@ def set_special_tokens(
         generation.bad_words_ids = [
             ids for ids in generation.bad_words_ids if ids not in [[end] for end in ends]
         ] or None
-    set_target_language(model, tokenizer)
+    _set_target_language(model, tokenizer)
     model.generation_config = _AsLoaded.from_dict(generation.to_dict())
 
 
-def set_target_language(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _set_target_language(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let the decoder begin as it is trained to: with the language code of a tokenizer that has
     one, or with the token that the model's own shift of the labels puts before it."""
     if not model.config.is_encoder_decoder or not getattr(tokenizer, "tgt_lang", None):

@@ -24,9 +24,9 @@ from launch.schema.model_sections import QuantizationSection
 from training.compat import bitsandbytes_private, transformers_private
 from training.compat.transformers_private import Network
 
-M_MMAP_THRESHOLD = -3  # malloc.h
+_M_MMAP_THRESHOLD = -3  # malloc.h
 MMAP_THRESHOLD_BYTES = 32 << 20  # the threshold of ranks on CPUs (launch/predict/memory/malloc.py)
-SCALES_BLOCK = 256  # number of scales with a common scale: bitsandbytes 0.50 quantize_4bit
+_SCALES_BLOCK = 256  # number of scales with a common scale: bitsandbytes 0.50 quantize_4bit
 
 
 def config(section: QuantizationSection) -> BitsAndBytesConfig:
@@ -81,11 +81,11 @@ def giving_blocks_back() -> Iterator[None]:
 
     Packed weights keep apart the holes that their larger copies leave: 1.4 GiB of a 7B's load."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: None)
-    mallopt(M_MMAP_THRESHOLD, 1 << 20)
+    mallopt(_M_MMAP_THRESHOLD, 1 << 20)
     try:
         yield
     finally:
-        mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 def layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -204,7 +204,7 @@ def _gemm_on_cuda(
     operators = torch.ops.bitsandbytes
     if absmax_8bit is not None:
         wide = operators.dequantize_blockwise.default(
-            absmax_8bit, absmax, absmax_code, SCALES_BLOCK, torch.float32
+            absmax_8bit, absmax, absmax_code, _SCALES_BLOCK, torch.float32
         )
         absmax = wide + absmax_offset
     weight = operators.dequantize_4bit.default(

@@ -15,7 +15,7 @@ from launch.base.errors import ExportError
 from training.compat.transformers_private import Network
 
 # ends of names: what peft puts an adapter, or a copy, around
-ADAPTED = (".base_layer", ".original_module")
+_ADAPTED = (".base_layer", ".original_module")
 ROW_TOKENS = 31  # tokens of a row whose logits are compared
 # Largest difference of two logits, as a share of the largest logit: rounding alone. In 16 bits the
 # sum of two products is rounded otherwise than one product; right merges of strong adapters were
@@ -59,7 +59,7 @@ def _untie(network: torch.nn.Module) -> None:
         for name, parameter in module.named_parameters(recurse=False):
             places[parameter].append((module_name, module, name))
     for parameter, shared in places.items():
-        if any(module_name.endswith(ADAPTED) for module_name, _, _ in shared):
+        if any(module_name.endswith(_ADAPTED) for module_name, _, _ in shared):
             for _, module, name in shared[1:]:
                 setattr(module, name, Parameter(parameter.detach().clone(), requires_grad=False))
 

@@ -13,12 +13,12 @@ from launch.schema.result import ConvertedAnswers, ExpectedAnswers
 
 # Two logits of the model that are nearer may change places when its weights are rounded. bf16 keeps
 # 8 bits of a weight, as q8_0 does.
-MARGINS = {"f16": 0.1, "bf16": 0.5, "q8_0": 0.5}
+_MARGINS = {"f16": 0.1, "bf16": 0.5, "q8_0": 0.5}
 EQUAL = 19 / 20  # of all tokens. SmolLM2-135M-Instruct on 20 questions: f16 532 of 533, q8_0 510
 # lines of a model's README.md, of an export's too, that the one of a new export takes over
-FACT = re.compile("- (?!base:|licence:|compared:)")
-OF_FOLDER = re.compile("; (this folder holds|to merge it into) .*")  # ends of such lines
-NUM_CTX = 4096  # of Ollama, where the model was not made for less
+_FACT = re.compile("- (?!base:|licence:|compared:)")
+_OF_FOLDER = re.compile("; (this folder holds|to merge it into) .*")  # ends of such lines
+_NUM_CTX = 4096  # of Ollama, where the model was not made for less
 
 
 def problems(
@@ -28,7 +28,7 @@ def problems(
     for number, (prompt, ids) in enumerate(zip(expected.prompts, converted.prompts, strict=True)):
         if prompt.ids != ids:
             yield f"prompt {number + 1} has the ids {[*ids]}, expected {[*prompt.ids]}"
-    margin = MARGINS[file_type]
+    margin = _MARGINS[file_type]
     for number, token, logits_apart in _differences(expected, converted):
         if logits_apart >= margin:
             yield (
@@ -71,7 +71,7 @@ def summary(expected: ExpectedAnswers, converted: ConvertedAnswers) -> str:
 
 def modelfile(name: str, expected: ExpectedAnswers, config: Mapping[str, Any]) -> str:
     """Ollama's Modelfile. Ollama reads the chat template in the GGUF file."""
-    context = min(config.get("max_position_embeddings") or NUM_CTX, NUM_CTX)
+    context = min(config.get("max_position_embeddings") or _NUM_CTX, _NUM_CTX)
     stops = [
         f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in expected.end_texts
     ]
@@ -82,8 +82,8 @@ def readme(name: str, model: Path, base: str, figures: str, ask: str) -> str:
     """The README.md of an export: base, licence, the lines of the model's own README.md, what was
     compared, how to ask it."""
     is_ours = (model / "lowmem.json").is_file()
-    facts = [line for line in _card(model).splitlines() if is_ours and FACT.match(line)]
-    facts = [OF_FOLDER.sub("", line) for line in facts]
+    facts = [line for line in _card(model).splitlines() if is_ours and _FACT.match(line)]
+    facts = [_OF_FOLDER.sub("", line) for line in facts]
     licence = (_licence(Path(base)) if base else "") or _licence(model)
     front = ["---", f"license: {licence}", "---"] if licence else []
     return "\n".join(

@@ -33,12 +33,12 @@ from launch.schema.recipe import Recipe
 from launch.schema.result import Evaluation, FinishedModel
 
 # keys of a run's data section that are of its other files, or of the order of its rows
-OF_TRAINING = {
+_OF_TRAINING = {
     *("validation_file", "validation_size", "max_train_samples", "max_validation_samples"),
     *("streaming", "shuffle_buffer_mib", "group_by_length", "batch_by_tokens"),
 }
-OF_TOKENS = {"split_special_tokens", "src_lang", "tgt_lang"}  # of its tokenizer section
-INSTALL = 'python -m pip install "lm-eval[hf]"'
+_OF_TOKENS = {"split_special_tokens", "src_lang", "tgt_lang"}  # of its tokenizer section
+_INSTALL = 'python -m pip install "lm-eval[hf]"'
 
 
 def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
@@ -85,7 +85,9 @@ def _harness(model: FinishedModel, tasks: str) -> list[str]:
     installed."""
     program = shutil.which("lm_eval")
     if program is None and find_spec("lm_eval") is None:
-        raise ResourceError(f"--tasks: lm-evaluation-harness is not installed here; type {INSTALL}")
+        raise ResourceError(
+            f"--tasks: lm-evaluation-harness is not installed here; type {_INSTALL}"
+        )
     described = [f"pretrained={model.base},tokenizer={model.tokenizer},dtype={model.dtype}"]
     described += [f"peft={model.folder}"] * model.is_adapter
     described += ["load_in_4bit=True"] * (model.quantization is not None)
@@ -109,8 +111,8 @@ def _recipe(
         "output_dir": str(model.folder),
     }
     if own:
-        content["tokenizer"] |= own.tokenizer.model_dump(include=OF_TOKENS, exclude_unset=True)
-        content["data"] = own.data.model_dump(exclude_unset=True, exclude=OF_TRAINING)
+        content["tokenizer"] |= own.tokenizer.model_dump(include=_OF_TOKENS, exclude_unset=True)
+        content["data"] = own.data.model_dump(exclude_unset=True, exclude=_OF_TRAINING)
         content["data"]["train_file"] = file
         content["evaluation"] = own.evaluation
     recipe = Recipe.model_validate(content)

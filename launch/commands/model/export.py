@@ -36,11 +36,11 @@ from launch.schema.result import (
 # a virtual environment that make export-tools makes
 TOOLS = Path(os.environ.get("LOWMEM_EXPORT_TOOLS") or CODE / ".cache" / "export_tools")
 SCRIPTS = FILES / "scripts" / "export_tools"
-ASK = ".cache/export_tools/bin/python scripts/export_tools/ask_gguf.py"
+_ASK = ".cache/export_tools/bin/python scripts/export_tools/ask_gguf.py"
 Q4 = "q4_k_m"  # made of f16 by llama.cpp's llama-quantize
 BYTES = {"f16": 2, "bf16": 2, "q8_0": 34 / 32, Q4: 2 + 0.62}  # of a weight
 REST = 1.02  # with the weights that stay in float32
-SPARE_BYTES = 32 << 20  # vocabulary, ids and answers
+_SPARE_BYTES = 32 << 20  # vocabulary, ids and answers
 MOST_CHARACTERS = 300  # of a line on a text
 
 
@@ -197,7 +197,7 @@ def check(conversion: Conversion) -> None:
     stored = weight_files.stored_weights(folder)
     assert stored is not None  # as check_folder() has seen
     count = sum(stored.elements.values())
-    disk_bytes = int(count * BYTES[conversion.file_type] * REST) + SPARE_BYTES
+    disk_bytes = int(count * BYTES[conversion.file_type] * REST) + _SPARE_BYTES
     disk_bytes += stored.total_bytes if conversion.is_adapter else 0
     merge.check_sizes(folder, conversion.out, 4 * count, disk_bytes)  # answers are in float32
 
@@ -300,7 +300,7 @@ def _write_texts(
 ) -> None:
     """Write what stands beside a GGUF file."""
     name = conversion.model.name
-    ask = f"llama-cli -m {file.name}\n{ASK} {file.name} QUESTION  # in the folder of lowmem"
+    ask = f"llama-cli -m {file.name}\n{_ASK} {file.name} QUESTION  # in the folder of lowmem"
     if conversion.to == "ollama":
         ask = f"ollama create {name} -f Modelfile\nollama run {name}"
         text = converted.modelfile(file.name, expected, conversion.config)

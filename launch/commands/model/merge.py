@@ -42,10 +42,10 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
 def main(arguments: Namespace, others: Sequence[str]) -> int:
     recipe_arguments.reject(arguments, others)
     compile_caches.settle()
-    return merge_and_say(layout.left_in(arguments.source), arguments.out, arguments.base)
+    return _merge_and_say(layout.left_in(arguments.source), arguments.out, arguments.base)
 
 
-def merge_and_say(source: Path, out: Path, base: Path | None = None) -> int:
+def _merge_and_say(source: Path, out: Path, base: Path | None = None) -> int:
     """merge(), with a README.md and a line that names the new folder."""
     exit_code = merge(source, out, base)
     if not exit_code:

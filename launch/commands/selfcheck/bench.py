@@ -34,11 +34,11 @@ SHAPE = "gpt2-small"
 LENGTH = 512  # tokens of a row
 ROWS = 320
 BATCH = 8
-HELD_OUT = 64  # rows: more than a batch of an evaluation
+_HELD_OUT = 64  # rows: more than a batch of an evaluation
 WORDS = ("red", "blue", "green", "stone", "river")
 FIGURES = ("allocated_bytes", "reserved_bytes")
 STOP_S = 20.0  # time in which a child that is over its limit ends by itself
-LOG_CHARACTERS = 600
+_LOG_CHARACTERS = 600
 # the first steps of a run are slower than the others
 WARM_UP_STEPS = 4
 
@@ -101,7 +101,7 @@ class Bench:
             "tokenizer": {"vocab_size": 512},
             "data": {
                 "train_file": str(self.rows),
-                "validation_size": HELD_OUT,
+                "validation_size": _HELD_OUT,
                 "max_length": LENGTH,
             },
             "training": {
@@ -210,7 +210,7 @@ class Child:
         """The line of its error, or its last words."""
         text = self.log.read_text(encoding="utf-8", errors="replace").strip()
         errors = [line for line in text.splitlines() if line.startswith("error: ")]
-        return (errors or [text])[-1][-LOG_CHARACTERS:]
+        return (errors or [text])[-1][-_LOG_CHARACTERS:]
 
     def attempts(self) -> list[AttemptDir]:
         """The attempts of its run so far."""

@@ -27,10 +27,10 @@ from launch.probe import machine as probe_machine
 from launch.schema.machine import NOT_MEASURED
 
 PRECISIONS: dict[str, Changes] = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {}}
-TAKEN_SHARE = 0.6  # share of a run's need that another program leaves free
+_TAKEN_SHARE = 0.6  # share of a run's need that another program leaves free
 POLL_S = 0.1
 COMPILED = "torch.compile"
-WARM_BASE = "base"  # a trained folder, which adapters start from
+_WARM_BASE = "base"  # a trained folder, which adapters start from
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ def _training(name: str, part: int, changes: Changes, cards: int = 1) -> Check:
 
 def _train(bench: Bench, name: str, changes: Changes) -> dict[str, Any]:
     if "lora" in changes:
-        base = bench.models / WARM_BASE
+        base = bench.models / _WARM_BASE
         if not base.exists():
-            bench.train(WARM_BASE, {"training": {"max_steps": 1}})
+            bench.train(_WARM_BASE, {"training": {"max_steps": 1}})
         changes = {**changes, "model": {"path": str(base)}, "tokenizer": {"path": str(base)}}
     figures = bench.run(_slug(name), changes)
     if outside := figures["outside"]:
@@ -218,7 +218,7 @@ def _out_of_memory(bench: Bench) -> dict[str, Any]:
         attempt = begun(bench, run)
         planned = attempt.read_plan().estimate
         assert other.process.stdin is not None
-        other.process.stdin.write(f"{int(planned.device_bytes * TAKEN_SHARE)}\n".encode())
+        other.process.stdin.write(f"{int(planned.device_bytes * _TAKEN_SHARE)}\n".encode())
         other.process.stdin.flush()
         run.wait()
     attempts = run.newest().attempts()

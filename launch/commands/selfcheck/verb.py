@@ -23,7 +23,7 @@ from launch.schema.machine import GIB, Machine
 
 PARTS = (1, 2, 3)
 FREE_BYTES = 4 * GIB  # free VRAM that the checks need
-OTHERS_BYTES = 3 * GIB // 2  # more than a screen takes: a program computes there
+_OTHERS_BYTES = 3 * GIB // 2  # more than a screen takes: a program computes there
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 FAILED = 3
 
@@ -97,7 +97,7 @@ def _refuse(machine: Machine) -> None:
     torch_build.refuse(machine, machine.gpus)
     for gpu in machine.gpus[:1]:
         used = gpu.total_bytes - gpu.free_bytes
-        if used > OTHERS_BYTES or gpu.free_bytes < FREE_BYTES:
+        if used > _OTHERS_BYTES or gpu.free_bytes < FREE_BYTES:
             raise ResourceError(
                 f"GPU {gpu.index} ({gpu.name}) has {size(used)} of {size(gpu.total_bytes)} in use;"
                 f" selfcheck needs a card that no other program uses, with {size(FREE_BYTES)} free:"

@@ -19,11 +19,13 @@ from launch.schema.machine import GIB
 
 STATE = "/lowmem"  # where the volume is, with runs, caches and models
 FILES = "/lowmem-files"  # the recipe's own files
-SYSTEM_GIB = 2  # of host RAM, for all that runs there besides
-PACKAGES_GIB = 30  # of disk, for .venv and caches
-GO_ON = 75
+_SYSTEM_GIB = 2  # of host RAM, for all that runs there besides
+_PACKAGES_GIB = 30  # of disk, for .venv and caches
+_GO_ON = 75
 KEY = f"{FILES}/{manifest.CLOUD_KEY_NAME}"  # seals the checkpoints of all machines of the volume
-SETUP = f"chmod 600 {KEY} && scripts/install.sh"  # files that come through a bucket lose their mode
+_SETUP = (
+    f"chmod 600 {KEY} && scripts/install.sh"  # files that come through a bucket lose their mode
+)
 HEAD = (
     "# A preempted machine goes on from its last checkpoint if this volume outlives it. The file\n"
     "# that LOWMEM_KEY names seals the checkpoints: keep it, and give it to nobody.\n"
@@ -36,7 +38,7 @@ def skypilot(choice: Choice, argv: Sequence[str]) -> str:
         **({"accelerators": f"{_card(choice)}:{_num_cards(choice)}"} if _num_cards(choice) else {}),
         "memory": f"{_host_gib(choice)}+",
         "disk_size": _disk_gib(choice),
-        "job_recovery": {"recover_on_exit_codes": [GO_ON]},
+        "job_recovery": {"recover_on_exit_codes": [_GO_ON]},
     }
     task = {
         "name": _name(choice),
@@ -47,7 +49,7 @@ def skypilot(choice: Choice, argv: Sequence[str]) -> str:
             KEY: str(manifest.cloud_key_file()),
         },
         "volumes": {STATE: "lowmem"},
-        "setup": SETUP,
+        "setup": _SETUP,
         "run": _line(choice, argv),
     }
     return HEAD + strict_yaml.dump({key: value for key, value in task.items() if value})
@@ -59,7 +61,7 @@ def dstack(choice: Choice, argv: Sequence[str]) -> str:
     if _num_cards(choice):
         resources["gpu"] = f"{_card(choice)}:{_num_cards(choice)}"
     again = (
-        f"code={GO_ON}; while [ $code -eq {GO_ON} ]; do code=0; {{}} || code=$?; done; exit $code"
+        f"code={_GO_ON}; while [ $code -eq {_GO_ON} ]; do code=0; {{}} || code=$?; done; exit $code"
     )
     task = {
         "type": "task",
@@ -70,7 +72,7 @@ def dstack(choice: Choice, argv: Sequence[str]) -> str:
             f"{manifest.cloud_key_file()}:{KEY}",
         ],
         "volumes": [f"lowmem:{STATE}"],
-        "commands": [SETUP, again.format(_line(choice, argv))],
+        "commands": [_SETUP, again.format(_line(choice, argv))],
         "resources": resources,
         "retry": {"on_events": ["no-capacity", "interruption"], "duration": "7d"},
     }
@@ -117,12 +119,12 @@ def _files(choice: Choice, argv: Sequence[str]) -> dict[str, str]:
 
 def _host_gib(choice: Choice) -> int:
     host, launch = choice.plan.estimate.host_bytes, choice.recipe.launch
-    return math.ceil(host * HOST_MARGIN / GIB + launch.host_reserve_gib + SYSTEM_GIB)
+    return math.ceil(host * HOST_MARGIN / GIB + launch.host_reserve_gib + _SYSTEM_GIB)
 
 
 def _disk_gib(choice: Choice) -> int:
     checkpoints = disk_space.num_kept(choice.recipe) + 1
-    return math.ceil(checkpoints * choice.plan.checkpoint_bytes / GIB) + PACKAGES_GIB
+    return math.ceil(checkpoints * choice.plan.checkpoint_bytes / GIB) + _PACKAGES_GIB
 
 
 def _num_cards(choice: Choice) -> int:

@@ -16,7 +16,7 @@ from launch.queue import leases
 from launch.queue.leases import Lease
 
 COMMAND_S = 30.0
-FOLLOW_S = 120.0  # for its lease, or its end
+_FOLLOW_S = 120.0  # for its lease, or its end
 POLL_S = 0.2
 STOP_S = 300  # for a checkpoint, before systemd kills it
 
@@ -44,8 +44,8 @@ def start(job_dir: JobDir, say: Callable[[str], None]) -> None:
 
 def follow(job_dir: JobDir, say: Callable[[str], None]) -> Lease | None:
     """Show what the job prints until it has or waits for a lease; None: it has ended, or plans
-    longer than FOLLOW_S."""
-    until_s, shown_bytes = time.monotonic() + FOLLOW_S, 0
+    longer than _FOLLOW_S."""
+    until_s, shown_bytes = time.monotonic() + _FOLLOW_S, 0
     while True:
         status = job_dir.read_status()
         lease = _lease(status.pid) if status else None

@@ -43,25 +43,25 @@ from launch.recipe.paths import absolute_override, pinned
 from launch.schema.recipe import Recipe
 
 # an installed package has configs/ and scripts/ in launch/
-CODE_FOLDERS = ("launch", "training", *(("configs", "config", "scripts") if CHECKOUT else ()))
-CODE_FILES = ("train_low_mem.py", *(("pyproject.toml",) if CHECKOUT else ()))
-KEPT_COMPLETE = 20  # jobs whose training is complete
-COPY_OF_CODE = re.compile(r"[0-9a-f]{16}(\.\d+\.tmp)?")  # the name of its folder
-NEW_CODE_S = 600.0  # whose job may be about to be written
+_CODE_FOLDERS = ("launch", "training", *(("configs", "config", "scripts") if CHECKOUT else ()))
+_CODE_FILES = ("train_low_mem.py", *(("pyproject.toml",) if CHECKOUT else ()))
+_KEPT_COMPLETE = 20  # jobs whose training is complete
+_COPY_OF_CODE = re.compile(r"[0-9a-f]{16}(\.\d+\.tmp)?")  # the name of its folder
+_NEW_CODE_S = 600.0  # whose job may be about to be written
 # variables of one shell, terminal, run or job of another scheduler
 NOT_KEPT = re.compile(
     r"SLURM_|(LOWMEM_(RUN|SUPERVISED|END_S|ROOT_PID)|PWD|TERM|COLUMNS|LINES|HOSTNAME|TMPDIR|TEMP|TMP"
     r"|XDG_RUNTIME_DIR|PYTHONPATH)$"
 )
 # parts of TokenCache.identity that the user's files decide: their keys in a recipe
-DECIDED_BY = {
+_DECIDED_BY = {
     "train": "data.train_file",
     "validation": "data.validation_file",
     "tokenizer": "the tokenizer's files",
     "chat_template": "tokenizer.chat_template",
 }
-VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # others would be code of the script
-NO_LINE = re.compile(r"[\r\n]+")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)  # others would be code of the script
+_NO_LINE = re.compile(r"[\r\n]+")
 WEIGHTS = "weights"  # of model.path, besides these
 
 
@@ -79,7 +79,7 @@ class SubmittedJob:
 
 
 @dataclass(frozen=True)
-class Status:
+class _Status:
     """The newest start of a job: status.json."""
 
     pid: int
@@ -130,9 +130,9 @@ class JobDir:
             raise ConfigError(f"{self.root}: holds no job; expected submitted/<recipe>-<time>")
         return job
 
-    def read_status(self) -> Status | None:
+    def read_status(self) -> _Status | None:
         """None: it has not started, or the file is damaged."""
-        return files.read_or_none(self.status_file, Status)
+        return files.read_or_none(self.status_file, _Status)
 
     @contextmanager
     def hold(self) -> Iterator[Callable[[int], None]]:
@@ -142,7 +142,7 @@ class JobDir:
         with locks.lock(self.lock_file, f"job {self.root.name}"):
             before = self.read_status()
             starts = before.starts + 1 if before else 1
-            status = Status(os.getpid(), time.time(), starts)
+            status = _Status(os.getpid(), time.time(), starts)
             files.write_json(self.status_file, status)
 
             def end(exit_code: int, error: str = "") -> None:
@@ -249,7 +249,7 @@ def hashes(facts: Facts) -> dict[str, Any]:
     """Hashes of the files that decide what is trained."""
     assert facts.rows.tokens is not None
     identity, path = facts.rows.tokens.identity, facts.recipe.model.path
-    of_files = {part: identity[part] for part in DECIDED_BY if identity.get(part) is not None}
+    of_files = {part: identity[part] for part in _DECIDED_BY if identity.get(part) is not None}
     return {**of_files, WEIGHTS: weight_files.weights_fingerprint(Path(path))} if path else of_files
 
 
@@ -258,9 +258,9 @@ def check(job: SubmittedJob, facts: Facts) -> None:
     if job.hashes is None:
         return
     now = hashes(facts)
-    changed = [part for part in (*DECIDED_BY, WEIGHTS) if job.hashes.get(part) != now.get(part)]
+    changed = [part for part in (*_DECIDED_BY, WEIGHTS) if job.hashes.get(part) != now.get(part)]
     if changed:
-        names = ", ".join(DECIDED_BY.get(part, "the weights of model.path") for part in changed)
+        names = ", ".join(_DECIDED_BY.get(part, "the weights of model.path") for part in changed)
         raise DataError(
             f"job {job.name}: {names} changed since it was submitted on"
             f" {datetime.fromtimestamp(job.submitted_s):%Y-%m-%d %H:%M}; put the files back, or"
@@ -276,15 +276,15 @@ def forget_old(workspace: Workspace) -> None:
         status = JobDir(folder(workspace) / name).read_status()
         if status and status.exit_code == 0 and not job.schedule:
             complete.append(name)
-    for name in complete[:-KEPT_COMPLETE]:
+    for name in complete[:-_KEPT_COMPLETE]:
         remove(JobDir(folder(workspace) / name))
     jobs, above = all_jobs(workspace), folder(workspace) / "code"
     if len(jobs) < len([*folder(workspace).glob("*/job.json")]) or above.is_symlink():
         return
     used = {job.code for job in jobs.values()}
     for code in above.glob("*"):
-        is_ours = COPY_OF_CODE.fullmatch(code.name) and code.is_dir() and not code.is_symlink()
-        is_new = time.time() - code.lstat().st_mtime < NEW_CODE_S
+        is_ours = _COPY_OF_CODE.fullmatch(code.name) and code.is_dir() and not code.is_symlink()
+        is_new = time.time() - code.lstat().st_mtime < _NEW_CODE_S
         if is_ours and code.name not in used and not is_new:
             shutil.rmtree(code)
 
@@ -308,7 +308,7 @@ def _variables(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in passed.items()
-        if VARIABLE.fullmatch(name) and not NOT_KEPT.match(name)
+        if _VARIABLE.fullmatch(name) and not NOT_KEPT.match(name)
     }
 
 
@@ -351,7 +351,7 @@ def _write(
     )
     start = [sys.executable, "-P", "-m", "launch", "submit", "start", str(job_dir.root)]
     job_dir.script.write_text(
-        f"#!/usr/bin/env bash\n# {NO_LINE.sub(' ', shlex.join(job.argv))}\n{exports}"
+        f"#!/usr/bin/env bash\n# {_NO_LINE.sub(' ', shlex.join(job.argv))}\n{exports}"
         f'cd -- {shlex.quote(str(job.cwd))} || exit 3\nexec {shlex.join(start)} "$@"\n',
         encoding="utf-8",
     )
@@ -361,8 +361,8 @@ def _write(
 
 def _copy_code(workspace: Workspace) -> str:
     """Copy the code that runs now, unless that is done; its hash."""
-    paths = [CODE / name for name in CODE_FILES if (CODE / name).is_file()]
-    for name in CODE_FOLDERS:
+    paths = [CODE / name for name in _CODE_FILES if (CODE / name).is_file()]
+    for name in _CODE_FOLDERS:
         below = (CODE / name).rglob("*")
         paths += [path for path in below if path.is_file() and "__pycache__" not in path.parts]
     digest, contents = hashlib.sha256(), {}

@@ -19,7 +19,7 @@ from launch.schema.machine import GIB
 SCRIPT = FILES / "configs" / "slurm" / "train.sbatch"
 BEGIN = "set -euo pipefail\n"  # of the part of it that does not ask for anything
 HOST_MARGIN = 1.1  # of the predicted host RAM, beside launch.host_reserve_gib
-TIME_MARGIN = 1.25  # of the predicted steps
+_TIME_MARGIN = 1.25  # of the predicted steps
 START_S = 900.0  # packages, tokenising, planning, evaluations
 COMMAND_S = 60.0
 # The address of the node on which the script runs; its name may lead to itself alone (127.0.1.1)
@@ -53,7 +53,7 @@ class Request:
             math.ceil(host * HOST_MARGIN + reserve) if host else None,
             ranks if is_on_cards else 0,
             ranks + workers + 1 if is_on_cards else choice.machine.cpu_count,
-            steps * pace * TIME_MARGIN + START_S if steps and pace else None,
+            steps * pace * _TIME_MARGIN + START_S if steps and pace else None,
             strategy.num_machines,
         )
 

@@ -30,9 +30,9 @@ TEXT_TYPES: dict[str, TextType] = {  # data.text_rows -> file type
 }
 # endings of compressed files; their type must be one that is read by lines
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-SAVED_SPLITS, SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
-SAVED_INFO = "dataset_info.json"
-ABOUT_DATA = (SAVED_SPLITS, SAVED_SPLIT, SAVED_INFO, "dataset_infos.json")  # hold no rows
+_SAVED_SPLITS, _SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
+_SAVED_INFO = "dataset_info.json"
+ABOUT_DATA = (_SAVED_SPLITS, _SAVED_SPLIT, _SAVED_INFO, "dataset_infos.json")  # hold no rows
 SPLITS = {  # a word of a file's name -> the part of a data set that lies in it
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
@@ -59,19 +59,19 @@ def data_files(folder: Path) -> tuple[Path, ...]:
     except OSError as error:
         raise DataError(f"{folder}: cannot be listed: {error.strerror or error}") from error
     folders = [entry.name for entry in entries if entry.is_dir() and entry.name[0] not in "._"]
-    if (folder / SAVED_SPLITS).exists():
+    if (folder / _SAVED_SPLITS).exists():
         raise DataError(
             f"{folder}: holds a data set for each of {', '.join(folders)}; give the folder of one"
             " of them"
         )
     files = [entry for entry in entries if _is_data(entry)]
-    if (folder / SAVED_SPLIT).exists() and any(suffix(file) == ".arrow" for file in files):
+    if (folder / _SAVED_SPLIT).exists() and any(suffix(file) == ".arrow" for file in files):
         try:
-            saved = json.loads((folder / SAVED_SPLIT).read_text(encoding="utf-8"))["_data_files"]
+            saved = json.loads((folder / _SAVED_SPLIT).read_text(encoding="utf-8"))["_data_files"]
             return tuple(folder / Path(file["filename"]).name for file in saved)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{folder / SAVED_SPLIT}: does not name the data set's files ({error!r})"
+                f"{folder / _SAVED_SPLIT}: does not name the data set's files ({error!r})"
             ) from error
     if not files:
         within = f"one of its folders ({', '.join(folders)}), " if folders else ""
@@ -146,5 +146,5 @@ def left_out(path: Path, files: Sequence[Path]) -> list[str]:
         for entry in (sorted(path.iterdir()) if path.is_dir() else ())
         if entry not in files
         and (entry.name[0] not in "._" or suffix(entry) in SUFFIXES)
-        and not (entry.name in (SAVED_SPLIT, SAVED_INFO) and suffix(files[0]) == ".arrow")
+        and not (entry.name in (_SAVED_SPLIT, _SAVED_INFO) and suffix(files[0]) == ".arrow")
     ]

@@ -13,9 +13,9 @@ from launch.base.errors import DataError
 from launch.data.files import shards, utf8
 from launch.data.files.shards import MAX_ROW_BYTES
 
-BLANKS = re.compile(r"[ \t\n\r]*")
+_BLANKS = re.compile(r"[ \t\n\r]*")
 DECODER = json.JSONDecoder()
-CHUNK = 1 << 20  # characters
+_CHUNK = 1 << 20  # characters
 
 
 class _Window:
@@ -35,7 +35,7 @@ class _Window:
         self.dropped += self.position
         self.text, self.position = self.text[self.position :], 0
         more = self._file.read(
-            min(max(len(self.text), CHUNK), MAX_ROW_BYTES + CHUNK - len(self.text))
+            min(max(len(self.text), _CHUNK), MAX_ROW_BYTES + _CHUNK - len(self.text))
         )
         self.text += more
         return bool(more)
@@ -73,7 +73,7 @@ def elements(path: Path, end: int | None = None) -> Iterator[tuple[int, Any]]:
                     ) from error
                 if element is None:
                     _check_end(path, window.text[window.text.index("]", window.position) + 1 :])
-                    while more := file.read(CHUNK):
+                    while more := file.read(_CHUNK):
                         _check_end(path, more)
                     return
                 value, window.position = element
@@ -109,5 +109,5 @@ def _next(text: str, position: int, mark: str) -> tuple[Any, int] | None:
 
 
 def _past_blanks(text: str, position: int) -> int:
-    matched = BLANKS.match(text, position)
+    matched = _BLANKS.match(text, position)
     return matched.end() if matched else position

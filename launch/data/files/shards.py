@@ -26,21 +26,21 @@ from launch.data.files.folders import COMPRESSIONS
 
 T = TypeVar("T")
 END = object()  # default of next() at the end of an iterator
-MAX_BATCH_BYTES = 2 << 30  # limit for a batch of rows, with its Python objects
+_MAX_BATCH_BYTES = 2 << 30  # limit for a batch of rows, with its Python objects
 BATCH_BYTES = 64 << 20  # rows that are Python objects at the same time, by the size of their file
 TABLES = ("parquet", "arrow")  # types that have a schema
 MAX_ROW_BYTES = 64 << 20  # longest line, or member of a tar; largest mean row of a parquet file
 # WebDataset: the key of a sample, and what of it this is
-MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
-TEXT_MEMBERS, JSON_MEMBER = ("txt", "text"), "json"
-ARROW_FILE = b"ARROW1"  # the first bytes of the random access format; the stream format has none
+_MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_TEXT_MEMBERS, _JSON_MEMBER = ("txt", "text"), "json"
+_ARROW_FILE = b"ARROW1"  # the first bytes of the random access format; the stream format has none
 UNIT_BYTES = 16 << 20  # 5 to 10 s of one CPU
 STREAM_PROCESSES = 2  # processes that tokenise while the ranks train
 # Bytes at each end of a shard that stand for its content, where reading all of it takes too long
 ENDS_BYTES = 1 << 20
-MOST_UNITS = 2048  # limit for a corpus: each unit of a cache is a file that is mapped
-RACY_S = 2.0  # a file this young may change once more within a tick of its time stamps
-MEMO_BYTES = 16 << 20  # a single smaller file is read again each time
+_MOST_UNITS = 2048  # limit for a corpus: each unit of a cache is a file that is mapped
+_RACY_S = 2.0  # a file this young may change once more within a tick of its time stamps
+_MEMO_BYTES = 16 << 20  # a single smaller file is read again each time
 
 
 # ---- which files
@@ -88,13 +88,13 @@ def within_memory(path: Path, items: Iterator[T]) -> Iterator[T]:
     rows do: a small file may hold a long text many times."""
     for number in itertools.count(1):
         try:
-            with processes.memory_limit(MAX_BATCH_BYTES):
+            with processes.memory_limit(_MAX_BATCH_BYTES):
                 item = next(items, END)
         except MemoryError as error:
             raise DataError(
                 f"{path}: batch {number:,} of its rows takes more memory than the"
-                f" {size(MAX_BATCH_BYTES)} that reading may take; is it damaged? If it is meant so,"
-                " write shorter rows, smaller row groups or smaller batches"
+                f" {size(_MAX_BATCH_BYTES)} that reading may take; is it damaged? If it is meant"
+                " so, write shorter rows, smaller row groups or smaller batches"
             ) from error
         if item is END:
             return
@@ -107,7 +107,7 @@ def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as mapped:
-        is_stream = mapped.read(len(ARROW_FILE)) != ARROW_FILE
+        is_stream = mapped.read(len(_ARROW_FILE)) != _ARROW_FILE
         mapped.seek(0)
         if is_stream:
             with pa.ipc.open_stream(mapped) as reader:
@@ -125,7 +125,7 @@ def stored_bytes(path: Path) -> int:
 def unit_bytes(*paths: Path) -> int:
     """Bytes of one unit (training/data/units.py) of these paths. A cache has at most as many files
     as can be mapped."""
-    return max(UNIT_BYTES, -(-sum(map(stored_bytes, paths)) // MOST_UNITS))
+    return max(UNIT_BYTES, -(-sum(map(stored_bytes, paths)) // _MOST_UNITS))
 
 
 # ---- WebDataset
@@ -146,7 +146,7 @@ def tar_samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 archive.members = []  # type: ignore[attr-defined]  # its list, in no stub, keeps each one read: a shard has a million
-                matched = MEMBER.match(member.name)
+                matched = _MEMBER.match(member.name)
                 if matched is None or not member.isfile():
                     continue
                 if members and matched[1] != key:
@@ -154,7 +154,9 @@ def tar_samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
                     members = {}
                 key, part = matched[1], matched[2]
                 members[part] = (
-                    _content(path, archive, member) if part in (*TEXT_MEMBERS, JSON_MEMBER) else b""
+                    _content(path, archive, member)
+                    if part in (*_TEXT_MEMBERS, _JSON_MEMBER)
+                    else b""
                 )
             end = archive.offset
         if members:
@@ -181,8 +183,8 @@ def _content(path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -> b
 
 
 def _tar_row(path: Path, key: str, members: dict[str, bytes]) -> dict[str, Any] | DataError:
-    texts = [part for part in TEXT_MEMBERS if part in members]
-    if not texts and JSON_MEMBER not in members:
+    texts = [part for part in _TEXT_MEMBERS if part in members]
+    if not texts and _JSON_MEMBER not in members:
         return DataError(
             f"{path}:{key}: has {', '.join(sorted(members))}, but neither a .txt nor a .json"
         )
@@ -190,11 +192,11 @@ def _tar_row(path: Path, key: str, members: dict[str, bytes]) -> dict[str, Any] 
     others = {
         part: {"member": f"{key}.{part}"}
         for part in members
-        if part not in (*TEXT_MEMBERS, JSON_MEMBER)
+        if part not in (*_TEXT_MEMBERS, _JSON_MEMBER)
     }
-    if JSON_MEMBER in members:
+    if _JSON_MEMBER in members:
         try:
-            row = json.loads(members[JSON_MEMBER])
+            row = json.loads(members[_JSON_MEMBER])
         except (ValueError, RecursionError) as error:
             return DataError(
                 f"{path}:{key}.json: cannot be read as JSON ({error}); mend or remove the sample"
@@ -222,7 +224,7 @@ class FileFacts:
 
     Without a file nothing is remembered."""
 
-    def __init__(self, file: Path | None = None, racy_s: float = RACY_S) -> None:
+    def __init__(self, file: Path | None = None, racy_s: float = _RACY_S) -> None:
         self._file, self._racy_s = file, racy_s
         self._is_new = False
         self._entries: dict[str, dict[str, Any]] = {}
@@ -270,7 +272,7 @@ def fingerprint(path: Path, facts: FileFacts) -> str:
     """sha256 of a data file's bytes; of several shards, of their hashes in order: their names do
     not count."""
     files = list_shards(path)
-    if len(files) == 1 and files[0].stat().st_size < MEMO_BYTES:
+    if len(files) == 1 and files[0].stat().st_size < _MEMO_BYTES:
         return base_files.sha256(files[0])
     hashes = [facts.get(file, "sha256", partial(base_files.sha256, file)) for file in files]
     facts.keep()

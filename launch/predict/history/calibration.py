@@ -18,17 +18,17 @@ from launch.schema.plan import Plan
 from launch.schema.result import SecondStep
 from launch.schema.training_section import Precision
 
-Quantity = Literal["allocated_bytes", "reserved_bytes", "host_pss_bytes", "step_s"]
-WORDS: dict[Quantity, str] = {
+_Quantity = Literal["allocated_bytes", "reserved_bytes", "host_pss_bytes", "step_s"]
+WORDS: dict[_Quantity, str] = {
     "allocated_bytes": "allocated",
     "reserved_bytes": "reserved",
     "host_pss_bytes": "host RAM",
     "step_s": "seconds per step",
 }
-UNDER = 0.03  # an error from which a run counts as under-predicted
-EDGES = (-0.1, -0.03, -0.01, 0.01, 0.03, 0.1)  # limits between the histogram's bars
+_UNDER = 0.03  # an error from which a run counts as under-predicted
+_EDGES = (-0.1, -0.03, -0.01, 0.01, 0.03, 0.1)  # limits between the histogram's bars
 BAR = 30  # characters of the longest one
-LEVEL = 0.95  # share of runs that a margin covers
+_LEVEL = 0.95  # share of runs that a margin covers
 NEWEST = 500  # residuals that a margin looks at: predictions get better, old errors say less
 
 
@@ -90,7 +90,7 @@ NO_MARGIN = Margin(0.0, "no run was measured yet", is_assumed=True)
 class Comparison:
     """A step in the steady state, compared with its plan."""
 
-    lines: tuple[str, ...]  # figures that were predicted too low by more than UNDER
+    lines: tuple[str, ...]  # figures that were predicted too low by more than _UNDER
     exceeded: float = 0.0  # share of the device's prediction
     host_exceeded: float = 0.0  # share of the host's prediction
     over: str = ""  # budget that the plan will exceed if it goes on like that
@@ -122,7 +122,7 @@ def compare(plan: Plan, measured: SecondStep, host_budget_bytes: int) -> Compari
     needs: dict[Literal["device", "host"], int] = {}
     shares = dict.fromkeys((name for name, *_ in pairs), 0.0)
     for name, predicted, took, planned_bytes, limit in pairs:
-        if not predicted or not took or estimate.peak is None or took <= predicted * (1 + UNDER):
+        if not predicted or not took or estimate.peak is None or took <= predicted * (1 + _UNDER):
             continue
         shares[name] = took / predicted - 1
         lines.append(
@@ -140,11 +140,11 @@ def compare(plan: Plan, measured: SecondStep, host_budget_bytes: int) -> Compari
 
 def margin(
     runs: Sequence[Measurement],
-    quantity: Quantity,
+    quantity: _Quantity,
     device: Device,
     machine_key: str,
     prior: float,
-    level: float = LEVEL,
+    level: float = _LEVEL,
 ) -> Margin:
     """The allowance above a prediction: from residuals of this machine, else of this kind of
     device, else `prior`; `runs` are those of the ledger, oldest first.
@@ -172,7 +172,7 @@ def margin(
 
 
 def residuals(
-    runs: Iterable[Measurement], quantity: Quantity, device: Device
+    runs: Iterable[Measurement], quantity: _Quantity, device: Device
 ) -> list[tuple[Measurement, float]]:
     """measured / predicted - 1 of the runs that have both; a prediction of 0 has no residual."""
     return [
@@ -191,7 +191,7 @@ def conformal_bound(residuals: Sequence[float], level: float) -> float | None:
     return sorted(residuals)[rank - 1] if rank <= len(residuals) else None
 
 
-def lines(quantity: Quantity, device: Device, runs: Sequence[tuple[str, float]]) -> Iterator[str]:
+def lines(quantity: _Quantity, device: Device, runs: Sequence[tuple[str, float]]) -> Iterator[str]:
     """(run_id, residual) of at least one run: figures, a histogram and the worst five."""
     residuals = [residual for _, residual in runs]
     sizes = sorted(map(abs, residuals))
@@ -199,8 +199,8 @@ def lines(quantity: Quantity, device: Device, runs: Sequence[tuple[str, float]])
     yield (
         f"{WORDS[quantity]} on {device}: {len(runs)} run(s), error median"
         f" {statistics.median(sizes):.1%}, p95 {p95:.1%}, max {sizes[-1]:.1%}, bias"
-        f" {statistics.fmean(residuals):+.1%}; {sum(residual > UNDER for residual in residuals)}"
-        f" under-predicted by more than {UNDER:.0%}"
+        f" {statistics.fmean(residuals):+.1%}; {sum(residual > _UNDER for residual in residuals)}"
+        f" under-predicted by more than {_UNDER:.0%}"
     )
     yield from _histogram(residuals)
     worst = sorted(runs, key=lambda run: -abs(run[1]))[:5]
@@ -208,13 +208,13 @@ def lines(quantity: Quantity, device: Device, runs: Sequence[tuple[str, float]])
 
 
 def _histogram(residuals: Sequence[float]) -> Iterator[str]:
-    ends = [f"{edge:+.0%}" for edge in EDGES]
+    ends = [f"{edge:+.0%}" for edge in _EDGES]
     names = [
         f"below {ends[0]}",
         *(f"{low} to {high}" for low, high in pairwise(ends)),
         f"above {ends[-1]}",
     ]
-    counts = Counter(bisect_right(EDGES, residual) for residual in residuals)
+    counts = Counter(bisect_right(_EDGES, residual) for residual in residuals)
     for index, name in enumerate(names):
         bar = "#" * math.ceil(BAR * counts[index] / max(counts.values()))
         yield f"  {name:>12} {counts[index]:>5} {bar}".rstrip()

@@ -16,7 +16,7 @@ from launch.schema.result import ALONE
 
 FEWEST, NEWEST = 3, 9  # runs of a median: a single odd one moves nothing, old ones fade
 MOST = 200  # runs that are looked at
-BOUND_BY_HOST = 0.2  # share of a step spent waiting; above it, the host is the bottleneck
+_BOUND_BY_HOST = 0.2  # share of a step spent waiting; above it, the host is the bottleneck
 
 
 @cache
@@ -49,7 +49,7 @@ def compute(
         run
         for run in runs
         if run.device == strategy.device
-        and (run.waits_share > BOUND_BY_HOST) == (waits_share > BOUND_BY_HOST)
+        and (run.waits_share > _BOUND_BY_HOST) == (waits_share > _BOUND_BY_HOST)
     ]
     in_mode = [
         run

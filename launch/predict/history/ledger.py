@@ -30,7 +30,7 @@ from launch.predict.history.calibration import Measurement
 from launch.schema.machine import Device
 from launch.schema.plan import Strategy
 
-BUSY_S = 30.0  # waits for other launchers; a write takes milliseconds
+_BUSY_S = 30.0  # waits for other launchers; a write takes milliseconds
 # A pipe or a link in the place of the file ends in an OSError
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW
 
@@ -50,7 +50,7 @@ class Tuned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forgotten:
+class _Forgotten:
     """A mark that drops earlier results of tuning with these keys."""
 
     machine_key: str
@@ -59,7 +59,7 @@ class Forgotten:
     kind: Literal["forgotten"] = "forgotten"
 
 
-Line = Measurement | Tuned | Forgotten
+Line = Measurement | Tuned | _Forgotten
 LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
 
 
@@ -70,7 +70,7 @@ class Ledger:
 
     path: Path
     say: Callable[[str], None]
-    busy_s: float = BUSY_S
+    busy_s: float = _BUSY_S
 
     def record(self, measurement: Measurement) -> None:
         self._append(measurement)
@@ -93,7 +93,7 @@ class Ledger:
     def forget(self, machine_key: str, model_key: str, recipe_key: str) -> bool:
         """Drop the remembered result; False: there was none, or it cannot be dropped."""
         return self.recall(machine_key, model_key, recipe_key) is not None and self._append(
-            Forgotten(machine_key=machine_key, model_key=model_key, recipe_key=recipe_key)
+            _Forgotten(machine_key=machine_key, model_key=model_key, recipe_key=recipe_key)
         )
 
     def calibration_lines(self) -> list[str]:

@@ -21,7 +21,7 @@ from launch.schema.recipe import Recipe
 
 Counts = tuple[int, int | None]  # samples of a micro-batch, and of an evaluation's
 # bytes of a block -> those of it that are written; and bytes of a copy of it
-Reduced = tuple[dict[int, int], int]
+_Reduced = tuple[dict[int, int], int]
 
 
 def with_host(
@@ -78,7 +78,7 @@ def with_host(
     return memory, predicted.by_phase
 
 
-def _reduced(recipe: Recipe, model: Model, candidate: Strategy) -> Reduced:
+def _reduced(recipe: Recipe, model: Model, candidate: Strategy) -> _Reduced:
     """DeepSpeed's bucket, which is as large as asked for, with the bytes that are written of it: as
     far as there are gradients. And those of the copy that Gloo makes of it."""
     if candidate.launch_mode.engine != "deepspeed":
@@ -90,7 +90,7 @@ def _reduced(recipe: Recipe, model: Model, candidate: Strategy) -> Reduced:
 
 
 def _of_a_cpu(
-    reduced: Reduced,
+    reduced: _Reduced,
     candidate: Strategy,
     trace: Trace | None,
     counts: Counts,

@@ -26,24 +26,26 @@ from launch.schema.recipe import Recipe
 from launch.schema.result import CHECK_BYTES, MAX_SHARD_BYTES, MAX_SMALL_SHARD_BYTES
 
 # The rest of this block was measured beside the imports, on runs whose model takes next to nothing.
-STARTED_BYTES = 30 * MIB  # tokenizer, Trainer, event files, a rank's first step
-PEFT_BYTES = 11 * MIB  # its import
-BITSANDBYTES_BYTES = 42 * MIB  # its import
-STARTED_MAPPED_BYTES = 12 * MIB  # code pages that the run touches and the imports have not
-GROUP_BYTES = 5 * MIB  # Gloo's process group and its buffers, DDP's or DeepSpeed's own objects
-WORKER_BYTES = 16 * MIB  # pages that a forked data worker writes to
+_STARTED_BYTES = 30 * MIB  # tokenizer, Trainer, event files, a rank's first step
+_PEFT_BYTES = 11 * MIB  # its import
+_BITSANDBYTES_BYTES = 42 * MIB  # its import
+_STARTED_MAPPED_BYTES = 12 * MIB  # code pages that the run touches and the imports have not
+_GROUP_BYTES = 5 * MIB  # Gloo's process group and its buffers, DDP's or DeepSpeed's own objects
+_WORKER_BYTES = 16 * MIB  # pages that a forked data worker writes to
 # its import: in each rank, and in accelerate launch, which reads its configuration
-DEEPSPEED_BYTES = 20 * MIB
-DEEPSPEED_ENGINE_BYTES = 20 * MIB  # objects of a rank's engine that are no tensors
-LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
+_DEEPSPEED_BYTES = 20 * MIB
+_DEEPSPEED_ENGINE_BYTES = 20 * MIB  # objects of a rank's engine that are no tensors
+_LAUNCHED_BYTES = 7 * MIB  # recipe, plan and screen
 
-TRAINING_PHASES = "step", "first_step", "evaluation", "save"
-ORDER_BYTES = 8  # a row in a rank: its sample number and its place in the permutation, int32 each
+_TRAINING_PHASES = "step", "first_step", "evaluation", "save"
+_ORDER_BYTES = 8  # a row in a rank: its sample number and its place in the permutation, int32 each
 # A row while rows are grouped: source and target, int32 each, as columns and as one table
-LENGTHS_BYTES = 16
-PREPARE_SAMPLES = 1000  # tokenised at once (training/data/encode.py)
-PREPARE_TOKEN_BYTES = 200  # a token there, as text, encoding and Python lists
-PACKING_BYTES = 96 * MIB  # a window of rows and the sequences made of it (training/data/packing.py)
+_LENGTHS_BYTES = 16
+_PREPARE_SAMPLES = 1000  # tokenised at once (training/data/encode.py)
+_PREPARE_TOKEN_BYTES = 200  # a token there, as text, encoding and Python lists
+_PACKING_BYTES = (
+    96 * MIB
+)  # a window of rows and the sequences made of it (training/data/packing.py)
 # Peak bytes of an element that is quantised on a CPU: bitsandbytes 0.50, its copies in float32
 QUANTISING_BYTES = 14.2
 STAGING_BYTES = MIB * 102  # buffer through which a rank's weights go to a card from unpinned memory
@@ -118,7 +120,7 @@ def mapped_weights_bytes(
 
 
 @dataclass(frozen=True)
-class HostEstimate:
+class _HostEstimate:
     """Bytes of all processes of the job on this machine, by phase and cause."""
 
     by_phase: Mapping[str, Mapping[str, int]]
@@ -136,7 +138,7 @@ class HostEstimate:
         return sum(self.by_cause.values())
 
 
-def estimate(job: HostJob, import_memory: Imports) -> HostEstimate:
+def estimate(job: HostJob, import_memory: Imports) -> _HostEstimate:
     """The phases of a run in their order. On GPUs the model is on the host only while it is built
     and saved."""
     training_bytes = {
@@ -155,12 +157,12 @@ def estimate(job: HostJob, import_memory: Imports) -> HostEstimate:
     phases = {  # the first of equal peaks gives the name
         "prepare": _preparing(job, import_memory),
         "load": {**_processes(job, import_memory), **_loading(job)},
-        **{name: training_bytes | _on_host(job, name) for name in TRAINING_PHASES},
+        **{name: training_bytes | _on_host(job, name) for name in _TRAINING_PHASES},
     }
     phases["save"] |= _saving(job)
     if not job.recipe.evaluates:
         del phases["evaluation"]
-    return HostEstimate(
+    return _HostEstimate(
         {
             name: {cause: size for cause, size in parts.items() if size}
             for name, parts in phases.items()
@@ -171,18 +173,18 @@ def estimate(job: HostJob, import_memory: Imports) -> HostEstimate:
 def _processes(job: HostJob, import_memory: Imports) -> dict[str, int]:
     strategy = job.strategy
     is_deepspeed = strategy.launch_mode.engine == "deepspeed"
-    deepspeed, engine = (DEEPSPEED_BYTES, DEEPSPEED_ENGINE_BYTES) if is_deepspeed else (0, 0)
-    group = GROUP_BYTES if strategy.backend is not None else 0
+    deepspeed, engine = (_DEEPSPEED_BYTES, _DEEPSPEED_ENGINE_BYTES) if is_deepspeed else (0, 0)
+    group = _GROUP_BYTES if strategy.backend is not None else 0
     several = deepspeed + engine + group + job.copied_by_gloo_bytes
     left_out = packages.unused(job.recipe, strategy)
-    sizes = {"peft": PEFT_BYTES, "bitsandbytes": BITSANDBYTES_BYTES}
+    sizes = {"peft": _PEFT_BYTES, "bitsandbytes": _BITSANDBYTES_BYTES}
     optional = sum(size for package, size in sizes.items() if package not in left_out)
     return {
-        "launcher": import_memory.launcher_bytes + LAUNCHED_BYTES,
+        "launcher": import_memory.launcher_bytes + _LAUNCHED_BYTES,
         "agent": import_memory.agent_bytes + deepspeed,
         "ranks' imports": job.ranks
-        * (import_memory.rank_bytes + STARTED_BYTES + optional + several),
-        "libraries": import_memory.mapped_bytes + STARTED_MAPPED_BYTES,
+        * (import_memory.rank_bytes + _STARTED_BYTES + optional + several),
+        "libraries": import_memory.mapped_bytes + _STARTED_MAPPED_BYTES,
     }
 
 
@@ -193,7 +195,7 @@ def tokenising_processes(
     allows."""
     reserved_bytes = (
         import_memory.launcher_bytes
-        + LAUNCHED_BYTES
+        + _LAUNCHED_BYTES
         + import_memory.prepare_bytes
         + import_memory.mapped_bytes
     )
@@ -203,10 +205,10 @@ def tokenising_processes(
 
 
 def _tokenising_bytes(data: DataSection, import_memory: Imports) -> int:
-    window = PACKING_BYTES if data.packing else 0
+    window = _PACKING_BYTES if data.packing else 0
     return (
         import_memory.prepare_bytes
-        + PREPARE_SAMPLES * data.max_length * PREPARE_TOKEN_BYTES
+        + _PREPARE_SAMPLES * data.max_length * _PREPARE_TOKEN_BYTES
         + window
     )
 
@@ -215,7 +217,7 @@ def _preparing(job: HostJob, import_memory: Imports) -> dict[str, int]:
     """Tokenising, in a child that ends before the ranks start; with room for more of them, corpora
     have more."""
     return {
-        "launcher": import_memory.launcher_bytes + LAUNCHED_BYTES,
+        "launcher": import_memory.launcher_bytes + _LAUNCHED_BYTES,
         "tokenising": _tokenising_bytes(job.recipe.data, import_memory),
         "libraries": import_memory.mapped_bytes,
     }
@@ -276,11 +278,11 @@ def _data(job: HostJob) -> dict[str, int]:
     rows = min(job.rows or 0, data.max_train_samples or job.rows or 0)
     columns, waiting = _columns(job), _waiting(job)
     batch = strategy.per_device_train_batch_size * data.max_length * columns * 8
-    of_lengths = LENGTHS_BYTES if data.group_by_length or strategy.levers.batch_by_tokens else 0
+    of_lengths = _LENGTHS_BYTES if data.group_by_length or strategy.levers.batch_by_tokens else 0
     return {
-        "order of samples": job.ranks * rows * (ORDER_BYTES + of_lengths),
+        "order of samples": job.ranks * rows * (_ORDER_BYTES + of_lengths),
         "data workers": (
-            job.ranks * (strategy.dataloader_num_workers * WORKER_BYTES + waiting * batch)
+            job.ranks * (strategy.dataloader_num_workers * _WORKER_BYTES + waiting * batch)
         ),
         "pinned batches": job.ranks * _pinned_batches(job, columns, waiting),
     }

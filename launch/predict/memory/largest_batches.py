@@ -16,7 +16,7 @@ from launch.data.worker import WORKER, FindLargest, WorkerEnded
 from launch.schema.rows import Division, LargestMicroBatches
 
 # Limits for an order that is made while a plan waits: two seconds
-MOST_EPOCHS, MOST_ROWS = 500, 2_000_000
+_MOST_EPOCHS, MOST_ROWS = 500, 2_000_000
 
 
 class LargestBatches:
@@ -37,10 +37,10 @@ class LargestBatches:
             each.num_steps * each.micro_batch * each.accumulation * each.world_size
             for each in missing
         )
-        if rows > min(MOST_EPOCHS * self._num_rows, MOST_ROWS):
+        if rows > min(_MOST_EPOCHS * self._num_rows, MOST_ROWS):
             self.failure = (
-                f"an order of more than {MOST_EPOCHS} epochs, or {MOST_ROWS:,} rows, is not made in"
-                " advance"
+                f"an order of more than {_MOST_EPOCHS} epochs, or {MOST_ROWS:,} rows, is not made"
+                " in advance"
             )
             return
         try:

@@ -31,11 +31,11 @@ ALIGNED_BYTES = 64
 # Bytes that a hole needs beyond the block's: torch asks for a multiple of 64 (_int_memalign)
 SLACK_BYTES = 112
 # Space for a large block, as a multiple of its bytes: objects that come and go divide free memory
-LARGE_ROOM = 1.55
+_LARGE_ROOM = 1.55
 MAPPED = -1  # instead of a start in the heap
 # Objects of Python and torch that the first step leaves behind each tensor, ...
 OBJECT_BYTES = 2 << 10
-OBJECTS_BYTES = 9 << 20  # ... and in all: holes beside them are not joined
+_OBJECTS_BYTES = 9 << 20  # ... and in all: holes beside them are not joined
 Event = tuple[int, int]  # (block, bytes) at its birth, (block, -1) at its end
 
 
@@ -51,7 +51,9 @@ def resident_bytes(
     `written`: of a block of so many bytes only these are ever written, so that no more of it is in
     RAM if it is mapped. `by_threads`: large blocks are Gloo's, whose threads have other heaps.
     """
-    without, among = (replay(parts, written, objects, by_threads) for objects in (0, OBJECTS_BYTES))
+    without, among = (
+        replay(parts, written, objects, by_threads) for objects in (0, _OBJECTS_BYTES)
+    )
     return {part: (size + among[part]) // 2 for part, size in without.items()}
 
 
@@ -62,7 +64,7 @@ def replay(
     by_threads: bool = False,
 ) -> dict[str, int]:
     """The same of a heap with objects of so many bytes."""
-    heap = _Heap(math.inf if by_threads else LARGE_ROOM)
+    heap = _Heap(math.inf if by_threads else _LARGE_ROOM)
     live: dict[int, tuple[int, int]] = {}  # block -> (its start in the heap, or MAPPED; its bytes)
     highest: dict[str, int] = {}
     mapped = objects = 0
@@ -92,7 +94,7 @@ class _Heap:
     """One arena: the best hole is cut, neighbours are joined, the end grows and is reached
     again."""
 
-    def __init__(self, large_room: float = LARGE_ROOM) -> None:
+    def __init__(self, large_room: float = _LARGE_ROOM) -> None:
         self._large_room = large_room  # times the bytes of a large block
         self.resident = 0  # bytes up to the highest end since what is free there was given back
         self._end = 0

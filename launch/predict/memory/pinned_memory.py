@@ -14,7 +14,7 @@ WITH_EXACT_SIZES = (2, 13)  # first version of torch that has KEY
 # pinned_max_round_threshold_mb alone would keep blocks of many sizes, of which torch 2.13 hands out
 # one that is too small (pytorch/pytorch pull 192722).
 KEY = "pinned_max_cached_size_mb"
-MAX_KEPT_BYTES, MAX_KEPT_WITH_ACTIVATIONS_BYTES = 16 * MIB, GIB
+_MAX_KEPT_BYTES, _MAX_KEPT_WITH_ACTIVATIONS_BYTES = 16 * MIB, GIB
 
 
 def max_kept_bytes(strategy: Strategy) -> int | None:
@@ -25,7 +25,9 @@ def max_kept_bytes(strategy: Strategy) -> int | None:
     if numbers(packages.version("torch"))[:2] < WITH_EXACT_SIZES:
         return None
     return (
-        MAX_KEPT_WITH_ACTIVATIONS_BYTES if strategy.levers.activation_offloading else MAX_KEPT_BYTES
+        _MAX_KEPT_WITH_ACTIVATIONS_BYTES
+        if strategy.levers.activation_offloading
+        else _MAX_KEPT_BYTES
     )
 
 

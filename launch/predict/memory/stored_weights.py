@@ -17,7 +17,7 @@ from launch.schema.model_sections import DTYPE_BYTES, Dtype
 TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 BYTES = {**DTYPE_BYTES, "float64": 8}
 USUAL_DTYPE: Dtype = "bfloat16"  # dtype assumed for a folder that is not downloaded yet
-SHARD_BYTES = 5_000_000_000  # the largest file there (transformers 4's max_shard_size)
+_SHARD_BYTES = 5_000_000_000  # the largest file there (transformers 4's max_shard_size)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class StoredWeights:
 def of_shape(parameters: Shapes) -> StoredWeights:
     """The folder of a named shape, as such folders are downloaded."""
     count, largest = total_elements(parameters), max(map(math.prod, parameters.values()))
-    file_bytes = min(DTYPE_BYTES[USUAL_DTYPE] * count, SHARD_BYTES)
+    file_bytes = min(DTYPE_BYTES[USUAL_DTYPE] * count, _SHARD_BYTES)
     return StoredWeights({USUAL_DTYPE: count}, {USUAL_DTYPE: largest}, file_bytes)
 
 

@@ -18,7 +18,7 @@ KERNEL_S = 2e-6
 # Bytes a clock of a multiprocessor, by the form or the name of a kernel, where it does not move
 # them as fast as memory could: medians of large tensors on an H200, 132 multiprocessors of
 # 1.98 GHz (benchmarks/results/card_rates_h200.md).
-CLOCK_BYTES = {
+_CLOCK_BYTES = {
     "cast": 11.0,
     "broadcast": 8.1,
     "strided": 4.4,
@@ -29,7 +29,7 @@ CLOCK_BYTES = {
 }
 # FLOP a clock of a multiprocessor, of fused attention by a part of its name, in 16 bits: medians
 # of the same card. Others, and those of a card whose clocks are not known: a share of products'.
-CLOCK_FLOPS = {"flash": 800, "varlen": 800, "efficient": 420, "cudnn": 1340}
+_CLOCK_FLOPS = {"flash": 800, "varlen": 800, "efficient": 420, "cudnn": 1340}
 # parts of a name, of which the first decides; other kernels go by their form
 NAMED = {
     "softmax": "softmax",
@@ -115,7 +115,7 @@ def _host_s(operator: Operator, host: HostPace) -> float:
 
 def _bytes_per_s(operator: Operator, pace: Pace) -> float:
     named = (form for part, form in NAMED.items() if part in operator.name)
-    clock_bytes = CLOCK_BYTES.get(next(named, operator.form), math.inf)
+    clock_bytes = _CLOCK_BYTES.get(next(named, operator.form), math.inf)
     return min(pace.bytes_per_s, clock_bytes * pace.multiprocessor_hz)
 
 
@@ -123,7 +123,7 @@ def _flops_per_s(operator: Operator, pace: Pace) -> float:
     rate = _rate(pace.flops_per_s, operator.dtype)
     if operator.kind == "product":
         return rate
-    named = (flops for part, flops in CLOCK_FLOPS.items() if part in operator.name)
+    named = (flops for part, flops in _CLOCK_FLOPS.items() if part in operator.name)
     return min(pace.attention_share * rate, next(named, math.inf) * pace.multiprocessor_hz)
 
 

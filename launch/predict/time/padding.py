@@ -14,12 +14,12 @@ from launch.schema.data_section import DataSection
 from launch.schema.levers import Levers
 from launch.schema.plan import Padding, Strategy
 
-DRAWN = 4096  # rows; the share then moves by about a hundredth from one draw to another
-MOST_SORTED = 1 << 14  # rows: above it fewer groups are sorted together than training does
+_DRAWN = 4096  # rows; the share then moves by about a hundredth from one draw to another
+_MOST_SORTED = 1 << 14  # rows: above it fewer groups are sorted together than training does
 SORTED_TOGETHER, LEAST_PARTS, MICRO_STEP_SHARE = 50, 4, 1 / 8  # training/data/length_batches.py's
 Lengths = Sequence[Sequence[int]]  # tokens of (source, target) of a row
 # the rows of an optimizer step -> its micro-batches, of all ranks
-Splitter = Callable[[Lengths], list[Lengths]]
+_Splitter = Callable[[Lengths], list[Lengths]]
 
 
 class StepSplit(NamedTuple):
@@ -111,7 +111,7 @@ def _mean_split(
     max_lengths: tuple[int, int],
 ) -> StepSplit:
     if grouped_rows is None:
-        steps = _drawn(lengths, strategy, DRAWN // 4)
+        steps = _drawn(lengths, strategy, _DRAWN // 4)
     else:
         steps = _grouped(lengths, grouped_rows, strategy)
     splitter = _by_rows(strategy)
@@ -123,7 +123,7 @@ def _mean_split(
     return StepSplit(tokens / sum(max_lengths), computed.micro_steps)
 
 
-def _drawn(lengths: Lengths, strategy: Strategy, least: int = DRAWN) -> list[Lengths]:
+def _drawn(lengths: Lengths, strategy: Strategy, least: int = _DRAWN) -> list[Lengths]:
     """Optimizer steps of rows that come at random."""
     size = strategy.effective_batch_size
     rows = random.Random(0).choices(lengths, k=math.ceil(least / size) * size)
@@ -139,7 +139,7 @@ def _grouped(lengths: Lengths, rows: int, strategy: Strategy) -> list[Lengths]:
     them."""
     size = strategy.effective_batch_size
     together = min(
-        SORTED_TOGETHER, max(rows // size // LEAST_PARTS, 1), max(MOST_SORTED // size, 1)
+        SORTED_TOGETHER, max(rows // size // LEAST_PARTS, 1), max(_MOST_SORTED // size, 1)
     )
     part = sorted(random.Random(0).choices(lengths, k=together * size), key=lambda row: row[1])
     strip = size * max(math.isqrt(together // 2), 1)
@@ -148,12 +148,12 @@ def _grouped(lengths: Lengths, rows: int, strategy: Strategy) -> list[Lengths]:
     return [sorted(rows, key=sum, reverse=True) for rows in _chunks(in_order, size)]
 
 
-def _by_rows(strategy: Strategy) -> Splitter:
+def _by_rows(strategy: Strategy) -> _Splitter:
     width = strategy.per_device_train_batch_size * strategy.num_processes
     return lambda step: _chunks(step, width)
 
 
-def _by_tokens(strategy: Strategy, multiple: int, max_lengths: tuple[int, int]) -> Splitter:
+def _by_tokens(strategy: Strategy, multiple: int, max_lengths: tuple[int, int]) -> _Splitter:
     """The split of training/data/length_batches.py."""
     ranks = strategy.num_processes
     width = strategy.per_device_train_batch_size * ranks
@@ -218,7 +218,7 @@ class _Computed(NamedTuple):
 
 
 def _computed(
-    steps: Sequence[Lengths], splitter: Splitter, strategy: Strategy, multiple: int
+    steps: Sequence[Lengths], splitter: _Splitter, strategy: Strategy, multiple: int
 ) -> _Computed:
     """The tokens that the ranks compute in these steps."""
     real = computed = micro_steps = 0

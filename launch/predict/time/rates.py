@@ -14,21 +14,21 @@ from launch.schema.plan import Strategy
 
 # FLOP per clock and core, assumed of every CPU: two FMA units of AVX2, in float32 and bfloat16
 # alike. Source: Intel 64 and IA-32 Architectures Optimization Reference Manual.
-CPU_FLOP_PER_CLOCK = 32
-CPU_HZ = 2.5e9  # assumed, of all cores under load
+_CPU_FLOP_PER_CLOCK = 32
+_CPU_HZ = 2.5e9  # assumed, of all cores under load
 # Two channels of DDR4-3200, 25.6 GB/s each (JEDEC). AdamW moved 52 GB/s in
 # benchmarks/results/offload_optimizer.md.
 HOST_BYTES_PER_S = 51.2e9
 # Architecture -> the share of the rate that is left to products in 16 bits whose rows are divided
 # by fewer than 8 elements. Source: benchmarks/results/gpu_products.md. Others are not measured.
-UNALIGNED_SHARE = {"9.0": {"4": 0.34, "2": 0.34, "1": 0.17}}
+_UNALIGNED_SHARE = {"9.0": {"4": 0.34, "2": 0.34, "1": 0.17}}
 # Large float16 products get 0.69 of an A800, and 0.96 of an RTX 4090, whose clock is above the one
 # of its peak: github.com/mli/transformers-benchmarks issue 4; 0.72 of an H200
 # (benchmarks/results/card_rates_h200.md).
-PRODUCT_SHARE, GEFORCE_SHARE = 0.8, 0.96
+_PRODUCT_SHARE, _GEFORCE_SHARE = 0.8, 0.96
 # float32 units of a multiprocessor, each of 2 FLOP a clock. Source: CUDA C++ Programming Guide,
 # arithmetic instructions.
-LANES = {
+_LANES = {
     **dict.fromkeys(("7.0", "7.5", "8.0"), 64),
     **dict.fromkeys(("8.6", "8.7", "8.9", "9.0", "10.0", "12.0"), 128),
 }
@@ -48,7 +48,7 @@ class Rates:
     source: str
     is_assumed: bool
     multiprocessor_hz: float = math.inf  # clocks of all multiprocessors together; if known
-    product_share: float = PRODUCT_SHARE  # share of flops_per_s that large products reach
+    product_share: float = _PRODUCT_SHARE  # share of flops_per_s that large products reach
     host: HostPace = ASSUMED_HOST
 
 
@@ -84,7 +84,7 @@ def card(gpu: Gpu) -> Rates:
         source=row.source,
         is_assumed=row.source.startswith("assumed"),
         multiprocessor_hz=_multiprocessor_hz(row),
-        product_share=GEFORCE_SHARE if row.is_geforce else PRODUCT_SHARE,
+        product_share=_GEFORCE_SHARE if row.is_geforce else _PRODUCT_SHARE,
         host=HOSTS.get(row.architecture, ASSUMED_HOST),
     )
     if is_named:
@@ -94,28 +94,28 @@ def card(gpu: Gpu) -> Rates:
 
 
 def _multiprocessor_hz(row: cards.Card) -> float:
-    lanes = LANES.get(row.architecture)
+    lanes = _LANES.get(row.architecture)
     return row.flops_per_s["float32"] / (2 * lanes) if lanes else math.inf
 
 
 def _unaligned(row: cards.Card) -> dict[str, float]:
     return {
         f"{dtype} by {divisor}": share * row.flops_per_s[dtype]
-        for divisor, share in UNALIGNED_SHARE.get(row.architecture, {}).items()
+        for divisor, share in _UNALIGNED_SHARE.get(row.architecture, {}).items()
         for dtype in ("bfloat16", "float16")
     }
 
 
 def cpu(cores: int) -> Rates:
     """The peak of this many cores of an assumed CPU."""
-    flops_per_s = CPU_FLOP_PER_CLOCK * CPU_HZ * cores
+    flops_per_s = _CPU_FLOP_PER_CLOCK * _CPU_HZ * cores
     return Rates(
         name=f"{cores} core(s)",
         flops_per_s={"float32": flops_per_s, "bfloat16": flops_per_s},
         bytes_per_s=HOST_BYTES_PER_S,
         link_bytes_per_s=None,
         source=(
-            f"assumed: {CPU_FLOP_PER_CLOCK} FLOP per clock and core at {CPU_HZ / 1e9} GHz, two"
+            f"assumed: {_CPU_FLOP_PER_CLOCK} FLOP per clock and core at {_CPU_HZ / 1e9} GHz, two"
             " channels of DDR4-3200"
         ),
         is_assumed=True,

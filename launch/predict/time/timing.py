@@ -28,16 +28,16 @@ from launch.schema.recorded_step import Passes
 # Shares of the peak. Streaming gets 0.89 of an A800's memory: github.com/mli/
 # transformers-benchmarks issue 4. FlashAttention-2: 0.5 to 0.7 of an A100 (arXiv 2307.08691).
 ATTENTION_SHARE = 0.5
-MEMORY_SHARE = 0.8
-UPDATE_KERNELS = 20  # norm, clipping and update of all gradients
+_MEMORY_SHARE = 0.8
+_UPDATE_KERNELS = 20  # norm, clipping and update of all gradients
 
-BACKWARD_SHARE = 2 / 3  # share of a micro-step; a reduction in this time costs nothing
+_BACKWARD_SHARE = 2 / 3  # share of a micro-step; a reduction in this time costs nothing
 BUCKET_BYTES = 25 << 20  # the last of DDP's buckets is reduced when nothing is left to compute
-RING_SHARE = 0.82  # NCCL gets 370 of NVLink's 450 GB/s: github.com/NVIDIA/nccl-tests issue 212
+_RING_SHARE = 0.82  # NCCL gets 370 of NVLink's 450 GB/s: github.com/NVIDIA/nccl-tests issue 212
 # assumed: bus bandwidth through host memory, PCIe 4.0 x8 or 3.0 x16 without peer-to-peer
-PCIE_BYTES_PER_S = 8e9
-GLOO_BYTES_PER_S = 1e9  # assumed: TCP on one machine, copies to and from the host included
-NETWORK_BYTES_PER_S = 1.1e9  # assumed: 10 Gbit Ethernet between machines
+_PCIE_BYTES_PER_S = 8e9
+_GLOO_BYTES_PER_S = 1e9  # assumed: TCP on one machine, copies to and from the host included
+_NETWORK_BYTES_PER_S = 1.1e9  # assumed: 10 Gbit Ethernet between machines
 # assumed: one direction of PCIe 4.0 x8 or 3.0 x16 (16 GB/s) from pinned memory
 HOST_DEVICE_BYTES_PER_S = 12e9
 # Rate of a thread that copies between pageable memory and the driver's pinned buffer, beside the
@@ -47,7 +47,7 @@ PAGEABLE_BYTES_PER_S = 8.7e9
 
 # Bytes of host RAM that an update moves per element, besides the optimizer's states: master and
 # gradient, norm, clipping, the cast to 16 bit.
-UPDATE_BYTES = 12 + 4 + 8 + 6  # source: DeepSpeed 0.19 stage_1_and_2.py, step()
+_UPDATE_BYTES = 12 + 4 + 8 + 6  # source: DeepSpeed 0.19 stage_1_and_2.py, step()
 MASTER_BYTES = 4  # DeepSpeed's states are float32 whatever the model's dtype
 
 
@@ -82,7 +82,7 @@ class TimeEstimate:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class _Traffic:
     """Bytes that each rank sends in one optimizer step."""
 
     micro_step_bytes: float  # bytes in every micro-step
@@ -188,7 +188,7 @@ def speed_of(
             dtype: share * peak / (ranks if on_cpu else 1) for dtype, peak in peaks.items()
         },
         attention_share=ATTENTION_SHARE / rates.product_share,
-        bytes_per_s=MEMORY_SHARE * rates.bytes_per_s / (ranks if on_cpu else 1),
+        bytes_per_s=_MEMORY_SHARE * rates.bytes_per_s / (ranks if on_cpu else 1),
         multiprocessor_hz=rates.multiprocessor_hz,
         host=rates.host,
         on_cpu=on_cpu,
@@ -209,19 +209,19 @@ def _bus(strategy: Strategy, rates: Rates, link: Link | None) -> tuple[float, st
     if link is not None and link.bytes_per_s and strategy.device == "cuda":
         bus, reason = link.bytes_per_s, "as tested"
     elif strategy.backend == "gloo":
-        bus, reason = GLOO_BYTES_PER_S, "assumed of Gloo"
+        bus, reason = _GLOO_BYTES_PER_S, "assumed of Gloo"
     elif rates.link_bytes_per_s:
-        bus, reason = RING_SHARE * rates.link_bytes_per_s, "of the cards' own links"
+        bus, reason = _RING_SHARE * rates.link_bytes_per_s, "of the cards' own links"
     else:
-        bus, reason = PCIE_BYTES_PER_S, "assumed of PCIe without peer-to-peer"
+        bus, reason = _PCIE_BYTES_PER_S, "assumed of PCIe without peer-to-peer"
     if strategy.num_machines > 1 and (
-        bus > NETWORK_BYTES_PER_S or strategy.processes_per_machine == 1
+        bus > _NETWORK_BYTES_PER_S or strategy.processes_per_machine == 1
     ):
-        bus, reason = NETWORK_BYTES_PER_S, "assumed of 10 Gbit Ethernet"
+        bus, reason = _NETWORK_BYTES_PER_S, "assumed of 10 Gbit Ethernet"
     return bus, f"link {bus / 1e9:.1f} GB/s {reason}"
 
 
-def traffic(strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate) -> Traffic:
+def traffic(strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate) -> _Traffic:
     """Bytes that a ring moves: an all-reduce 2(N-1)/N of its bytes, a reduce-scatter or an
     all-gather (N-1)/N.
 
@@ -234,12 +234,12 @@ def traffic(strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate) -> 
     gradients, trained, weights = _wire_bytes(strategy, model, full_copy)
     stage = strategy.launch_mode.zero_stage
     if strategy.launch_mode.engine == "fsdp2":
-        return Traffic(2 * once * weights, once * gradients, 0)
+        return _Traffic(2 * once * weights, once * gradients, 0)
     if stage == 3:
-        return Traffic(2 * once * weights + once * gradients, 0, 0)
+        return _Traffic(2 * once * weights + once * gradients, 0, 0)
     if stage == 2:
-        return Traffic(2 * once * gradients, 0, once * trained)
-    return Traffic(0, 2 * once * gradients, once * trained if stage == 1 else 0)
+        return _Traffic(2 * once * gradients, 0, once * trained)
+    return _Traffic(0, 2 * once * gradients, once * trained if stage == 1 else 0)
 
 
 def _wire_bytes(
@@ -255,14 +255,14 @@ def _wire_bytes(
 
 
 def _exposed_s(
-    moved: Traffic, micro_step_s: float, steps: float, strategy: Strategy, speed: Speed
+    moved: _Traffic, micro_step_s: float, steps: float, strategy: Strategy, speed: Speed
 ) -> float:
     """Seconds of communication that no computing hides; over Gloo it takes the host's cores and
     hides nothing."""
     hidden_s = 0.0
     if strategy.backend == "nccl":  # gathering the weights goes on through forward and backward
         gathers = strategy.launch_mode.shards_parameters
-        hidden_s = micro_step_s * (1 if gathers else BACKWARD_SHARE)
+        hidden_s = micro_step_s * (1 if gathers else _BACKWARD_SHARE)
 
     def exposed_s(size: float) -> float:
         return max(
@@ -322,9 +322,9 @@ def _optimizer_s(
     ranks = 1 if strategy.launch_mode.is_whole else strategy.num_processes
     if not strategy.launch_mode.offloads:
         busy_s = update_bytes / ranks / speed.pace.bytes_per_s
-        launches_s = UPDATE_KERNELS * speed.pace.host.operator_s
+        launches_s = _UPDATE_KERNELS * speed.pace.host.operator_s
         return busy_s + launches_s if speed.pace.on_cpu else max(busy_s, launches_s)
     # per element, read and written
     states = MASTER_BYTES * full_copy.optimizer_bytes / max(full_copy.gradients_bytes, 1)
     on_machine = model.trainable_parameters * strategy.processes_per_machine / ranks
-    return on_machine * (UPDATE_BYTES + 2 * states) / HOST_BYTES_PER_S
+    return on_machine * (_UPDATE_BYTES + 2 * states) / HOST_BYTES_PER_S

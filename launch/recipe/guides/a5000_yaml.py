@@ -61,9 +61,9 @@ KEYS: Mapping[str, Mapping[str, str]] = {  # section -> its key -> the recipe's
     "environment": {"num_gpus": "launch.num_processes"},
     "logging": _LOGS,
 }
-MODEL_NAMES = ("name_or_path", "model_name_or_path", "model_name")
+_MODEL_NAMES = ("name_or_path", "model_name_or_path", "model_name")
 # sections with TrainingArguments' own names
-TAKES_TRAINING = ("training", "environment", "logging")
+_TAKES_TRAINING = ("training", "environment", "logging")
 # Keys with a single allowed value, which changes nothing here, and the reason for it.
 FIXED: Mapping[tuple[str, str], tuple[Any, str]] = {
     ("model", "trust_remote_code"): (False, "code that comes with a model is never run"),
@@ -89,7 +89,7 @@ FIXED: Mapping[tuple[str, str], tuple[Any, str]] = {
     ("training", "greater_is_better"): (False, "the lowest held-out loss is best"),
     ("training", "save_strategy"): ("steps", "checkpoints are counted in steps; use save_steps"),
 }
-NO_MODEL = (
+_NO_MODEL = (
     "model.name_or_path is not set: the recipe's own shape, with random weights; name a folder of a"
     " downloaded model"
 )
@@ -127,7 +127,7 @@ def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
                 overrides[target] = Override(f"--{target}={_written(text)}", typed)
                 notes += [f"{typed}: {note}"] if note else []
     if not {"model.shape", "model.path"} & overrides.keys():
-        notes.append(f"{file}: {NO_MODEL}")
+        notes.append(f"{file}: {_NO_MODEL}")
     return RECIPE, tuple(overrides.values()), tuple(notes)
 
 
@@ -140,7 +140,7 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
         only, reason = FIXED[section, key]
         if value != only and value != [only]:
             raise wrong(place, key_path, show(value), strict_yaml.plain(only), reason)
-    elif section == "model" and key in MODEL_NAMES:
+    elif section == "model" and key in _MODEL_NAMES:
         if not isinstance(value, str) or not value:
             raise wrong(place, key_path, show(value), "a folder, or a name of configs/models")
         is_shape = (FILES / "configs" / "models" / f"{value}.yaml").is_file() and not Path(
@@ -156,7 +156,7 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
             raise wrong(place, key_path, show(value), "true or false")
         if not value:
             yield "lora", None, ""
-    elif key == "warmup_ratio" and section in TAKES_TRAINING:
+    elif key == "warmup_ratio" and section in _TAKES_TRAINING:
         if not isinstance(value, int | float) or not 0 <= value < 1:
             raise wrong(
                 place, key_path, show(value), "a share of all steps: at least 0 and less than 1"
@@ -166,7 +166,7 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
             value,
             f"training.warmup_steps={value}, which below 1 is a share of all steps",
         )
-    elif key in ("eval_strategy", "evaluation_strategy") and section in TAKES_TRAINING:
+    elif key in ("eval_strategy", "evaluation_strategy") and section in _TAKES_TRAINING:
         if value not in ("steps", "epoch", "no"):
             raise wrong(place, key_path, show(value), "steps, epoch or no")
         if value == "no":
@@ -179,7 +179,7 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
             value,
             "" if target.rpartition(".")[2] == key else f"{target}={strict_yaml.plain(value)}",
         )
-    elif section in TAKES_TRAINING and (
+    elif section in _TAKES_TRAINING and (
         name in TrainingSection.model_fields or name in training_arguments.free()
     ):
         yield f"training.{name}", value, ""
@@ -190,7 +190,7 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
 def _hint(section: str, key: str) -> str:
     """Advice for an unknown key: the section that has it, or the nearest key."""
     instead = training_arguments.instead(key)
-    if section in TAKES_TRAINING and instead:
+    if section in _TAKES_TRAINING and instead:
         return instead
     own = _names()[section]
     section_of = {name: other for other, names in _names().items() for name in names}
@@ -207,7 +207,7 @@ def _names() -> dict[str, list[str]]:
         section: [*targets, *(key for fixed_in, key in FIXED if fixed_in == section)]
         for section, targets in KEYS.items()
     }
-    names["model"] += MODEL_NAMES
+    names["model"] += _MODEL_NAMES
     names["lora"].append("enabled")
     names["training"] += [*TrainingSection.model_fields, "warmup_ratio", "eval_strategy"]
     names["training"] += training_arguments.free()

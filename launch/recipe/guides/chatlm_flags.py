@@ -34,7 +34,7 @@ VALUES = {  # flag -> recipe key
     "train_file": "data.train_file",
     "validation_file": "data.validation_file",
 }
-BOOLEANS = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
+_BOOLEANS = {"True": True, "true": True, "1": True, "False": False, "false": False, "0": False}
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ def flags_of(argv: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
 
 
 def boolean(value: str | None, typed: str) -> bool:
-    if value is not None and value not in BOOLEANS:
+    if value is not None and value not in _BOOLEANS:
         raise ConfigError(f"{typed}: found {value!r}, expected True or False")
-    return value is None or BOOLEANS[value]
+    return value is None or _BOOLEANS[value]
 
 
 def override(name: str, value: str | None, typed: str) -> Override:

@@ -9,7 +9,7 @@ from launch.base.errors import ConfigError
 from launch.recipe.load import Override
 from launch.recipe.strict_yaml import check_choice, show
 
-MODEL_SIZES = ("tiny", "small", "medium")  # gpt2-<size> in configs/models
+_MODEL_SIZES = ("tiny", "small", "medium")  # gpt2-<size> in configs/models
 VALUES = {  # variable -> recipe key
     "BATCH_SIZE": "training.per_device_train_batch_size",
     "GRADIENT_ACCUM": "training.gradient_accumulation_steps",
@@ -51,7 +51,7 @@ def translate(environ: Mapping[str, str]) -> list[Override]:
 def _overrides(name: str, value: str) -> Iterator[Override]:
     typed = f"{name}={show(value)[1:-1]}"
     if name == "MODEL_SIZE":
-        check_choice(typed, value, MODEL_SIZES)
+        check_choice(typed, value, _MODEL_SIZES)
         yield Override(f"--model.shape=gpt2-{value}", typed)
     elif name in SWITCHES:
         flag, with_it, without_it = SWITCHES[name]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from benchmarks import sources as result_sources
 from launch.base.errors import DoesNotFit
 from launch.base.files import to_json
 from launch.plan.resolve import SAMPLE_FILES, resolve
@@ -245,3 +246,42 @@ def test_every_recipe_has_a_plan_or_does_not_fit_on_every_described_machine(
         written = to_json(asdict(plan))
         read = TypeAdapter(Plan).validate_json(written, strict=True)
         assert to_json(asdict(read)) == written
+
+
+def _top_level_names(source: Path) -> Iterator[str]:
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (
+                each.id
+                for target in targets
+                for each in ast.walk(target)
+                if isinstance(each, ast.Name)
+            )
+
+
+def test_a_name_is_public_only_if_another_file_uses_it():
+    files = [
+        *sources("launch", "training", "tests", "benchmarks"),
+        *(ROOT / "scripts").rglob("*.*"),
+        *(ROOT / "tests").rglob("*.sh"),
+        *ROOT.glob("*.py"),
+    ]
+    words = {
+        path: {*re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+        for path in files
+        if path.suffix in (".py", ".sh")
+    }
+    users = Counter(word for of_file in words.values() for word in of_file)
+    # a change in them makes an hour of measurements necessary (benchmarks/sources.py)
+    measured = {*result_sources.files(result_sources.ENGINES)}
+    alone = [
+        f"{name_of(path)}.{name}"
+        for path in files
+        if path.relative_to(ROOT).parts[0] in ("launch", "training") and path not in measured
+        for name in _top_level_names(path)
+        if not name.startswith("_") and name != "main" and users[name] == 1
+    ]
+    assert not alone, f"{len(alone)} names want an underscore"

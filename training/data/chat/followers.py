@@ -12,7 +12,7 @@ KEPT = re.compile(r'[\s"\\\x00-\x1f]|<[^<>\s]*>|\[/?[A-Z_]+\]|\ufdd0|\ufdd1')
 # values that a template compares instead of writing them, or writes in another message too
 COMPARED = frozenset({"role", "type", "id", "tool_call_id", "name"})
 # letters of rare scripts: filters and repr() write them as they are
-FOLLOWERS = "".join(filter(str.isprintable, map(chr, range(0x20000, 0x323B0))))
+_FOLLOWERS = "".join(filter(str.isprintable, map(chr, range(0x20000, 0x323B0))))
 
 
 def strings(value: Any) -> Iterator[str]:
@@ -33,10 +33,10 @@ class Followers:
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         texts = list(strings(messages))
         used = set().union(*texts)
-        self._free = (letter for letter in FOLLOWERS if letter not in used)
+        self._free = (letter for letter in _FOLLOWERS if letter not in used)
         # Characters that are followed at the beginning and at the end of a longer text; 0: there
         # are too many texts
-        self.each = len(FOLLOWERS) // (4 * max(len(texts), 1))
+        self.each = len(_FOLLOWERS) // (4 * max(len(texts), 1))
         self.originals: dict[int, str] = {}
         self.message_of: dict[str, int] = {}
         self.names: set[str] = set()

@@ -35,17 +35,17 @@ from training.data.chat.rendering import Span, TemplateRefusal
 
 Messages = Sequence[Mapping[str, Any]]
 # noncharacters, around the text of a special token that a content holds
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 OPTIONAL = {  # key of a message -> names under which a template reads it
     "tool_calls": ("tool_calls",),
     "reasoning_content": ("reasoning_content", "thinking", "reasoning"),
 }
 TAG = re.compile(r"[<\[].*[>\]]")
 # thoughts with their tags, and other tags alone
-THOUGHTS = re.compile(r"<([\w:]*think\w*|thought|reasoning)>.*?</\1>|<[^<>]*>", re.DOTALL)
+_THOUGHTS = re.compile(r"<([\w:]*think\w*|thought|reasoning)>.*?</\1>|<[^<>]*>", re.DOTALL)
 WORD = re.compile(r"[^\W_]+")
-MOST_WORDS = 16  # words of a content that are looked up in the render
-PROBE = tuple(map(chr, range(0xE000, 0xE004)))  # contents of a conversation of two turns
+_MOST_WORDS = 16  # words of a content that are looked up in the render
+_PROBE = tuple(map(chr, range(0xE000, 0xE004)))  # contents of a conversation of two turns
 
 
 @dataclass(frozen=True)
@@ -100,38 +100,38 @@ class ConversationRenderer:
     def _probe(self) -> list[str]:
         """Renders of one and two turns; none if the template takes no such conversation."""
         roles = ("user", "assistant", "user", "assistant")
-        talk = [{"role": role, "content": text} for role, text in zip(roles, PROBE, strict=True)]
+        talk = [{"role": role, "content": text} for role, text in zip(roles, _PROBE, strict=True)]
         try:
             texts = [self.text(talk[:2]), self.text(talk)]
         except TemplateRefusal:  # raised again for the first row, with its place
             return []
-        contents = [[c for c in text if c in PROBE] for text in texts]
-        return texts if contents == [[*PROBE[:2]], [*PROBE]] else []
+        contents = [[c for c in text if c in _PROBE] for text in texts]
+        return texts if contents == [[*_PROBE[:2]], [*_PROBE]] else []
 
     @cached_property
     def drops_names(self) -> bool:
         """True if the template renders a speaker's name for no role."""
-        talk = [{"role": role, "content": "a", "name": PROBE[0]} for role in ("user", "assistant")]
+        talk = [{"role": role, "content": "a", "name": _PROBE[0]} for role in ("user", "assistant")]
         try:
-            return PROBE[0] not in self.text(talk)
+            return _PROBE[0] not in self.text(talk)
         except TemplateRefusal:
             return False
 
     def _drops_call(self, content: str | None, tools: Any) -> bool:
         """True if the template renders no call of a message with such a content: none, "" or a
         text."""
-        kind = content and PROBE[1], bool(tools)
+        kind = content and _PROBE[1], bool(tools)
         if kind not in self._calls_dropped:
-            called = {"name": PROBE[2], "arguments": {"a": "b"}}
+            called = {"name": _PROBE[2], "arguments": {"a": "b"}}
             call = {"type": "function", "id": "123456789", "function": called}
             content_field = {} if content is None else {"content": kind[0]}
             talk = [
-                {"role": "user", "content": PROBE[0]},
+                {"role": "user", "content": _PROBE[0]},
                 {"role": "assistant", **content_field, "tool_calls": [call]},
-                {"role": "tool", "content": PROBE[3], "tool_call_id": "123456789"},
+                {"role": "tool", "content": _PROBE[3], "tool_call_id": "123456789"},
             ]
             try:
-                self._calls_dropped[kind] = PROBE[2] not in self.text(talk, tools)
+                self._calls_dropped[kind] = _PROBE[2] not in self.text(talk, tools)
             except TemplateRefusal:  # raised again for the row, with its place
                 self._calls_dropped[kind] = False
         return self._calls_dropped[kind]
@@ -141,8 +141,8 @@ class ConversationRenderer:
         that it writes instead."""
         if not turns:
             return True, ""
-        behind_last = turns[0].split(PROBE[1])[1].strip()
-        behind_earlier = re.split(f"[{PROBE[1]}{PROBE[2]}]", turns[1])[1]
+        behind_last = turns[0].split(_PROBE[1])[1].strip()
+        behind_earlier = re.split(f"[{_PROBE[1]}{_PROBE[2]}]", turns[1])[1]
         is_ended = all(map(self.added.search, (behind_last or behind_earlier, behind_earlier)))
         tag = None if is_ended else chat_templates.TAG.match(behind_last)
         return is_ended, tag[0] if tag and not self.added.match(tag[0]) else ""
@@ -153,16 +153,16 @@ class ConversationRenderer:
         if not turns:
             return
         first, second = turns
-        for text, content in ((first, PROBE[1]), (second, PROBE[3])):
+        for text, content in ((first, _PROBE[1]), (second, _PROBE[3])):
             yield from self.added.findall(text.split(content)[1])[:1]
-        _, behind_question, behind_answer, _ = re.split(f"[{''.join(PROBE[:3])}]", second)
+        _, behind_question, behind_answer, _ = re.split(f"[{''.join(_PROBE[:3])}]", second)
         end = set(self.added.findall(behind_answer)[:1])
         yield from end & set(self.added.findall(behind_question))
 
     def _structure(self, turns: list[str]) -> Iterator[str]:
         """The added tokens of a question: before it, and the first one behind it."""
         if turns:
-            before, after = turns[0].split(PROBE[0])
+            before, after = turns[0].split(_PROBE[0])
             yield from self.added.findall(before)
             yield from self.added.findall(after)[:1]
 
@@ -257,14 +257,14 @@ class ConversationRenderer:
         return unshielded
 
     def _shield(self, value: Any, place: object) -> Any:
-        """The value with the text of special tokens between OPEN and CLOSE."""
+        """The value with the text of special tokens between _OPEN and _CLOSE."""
         if isinstance(value, str):
-            if OPEN in value or CLOSE in value:
+            if _OPEN in value or _CLOSE in value:
                 raise DataError(
                     f"{place}: a text of the row holds the noncharacters U+FDD0 or U+FDD1, which"
                     " no text may hold; remove them"
                 )
-            return self._protected.sub(f"{OPEN}\\g<0>{CLOSE}", value)
+            return self._protected.sub(f"{_OPEN}\\g<0>{_CLOSE}", value)
         if isinstance(value, Mapping):
             return {key: self._shield(item, place) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -320,9 +320,9 @@ class ConversationRenderer:
             if message["role"] == "assistant":
                 if message.get("tool_calls"):
                     continue
-                content = THOUGHTS.sub("\0", content).split("\0")
+                content = _THOUGHTS.sub("\0", content).split("\0")
             # a template may rewrite an answer behind its first word
-            most_words = 1 if message["role"] == "assistant" else MOST_WORDS
+            most_words = 1 if message["role"] == "assistant" else _MOST_WORDS
             for text in strings(content):
                 if text.strip() not in full and not _has_words(full, text, most_words):
                     raise DataError(
@@ -526,17 +526,17 @@ def _has_words(full: str, text: str, most_words: int) -> bool:
 def _any_of(tokens: Any) -> re.Pattern[str]:
     """A pattern of any of the tokens that a template writes."""
     longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile(f"(?<!{OPEN})(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+    return re.compile(f"(?<!{_OPEN})(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})")
 
 
 def _unshielded(sample: Rendered) -> Rendered:
-    """The sample without OPEN and CLOSE, with the spans that were between them."""
-    marks = [match.start() for match in re.finditer(f"[{OPEN}{CLOSE}]", sample.text)]
+    """The sample without _OPEN and _CLOSE, with the spans that were between them."""
+    marks = [match.start() for match in re.finditer(f"[{_OPEN}{_CLOSE}]", sample.text)]
 
     def moved(place: int) -> int:
         return place - bisect_left(marks, place)
 
-    text = sample.text.replace(OPEN, "").replace(CLOSE, "")
+    text = sample.text.replace(_OPEN, "").replace(_CLOSE, "")
     pairs = zip(marks[::2], marks[1::2], strict=True)
     plain = [(moved(start + 1), moved(end)) for start, end in pairs]
     targets = [(moved(start), moved(end)) for start, end in sample.targets]

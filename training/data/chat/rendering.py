@@ -20,7 +20,7 @@ LIMIT_S = 5.0  # CPU time; the longest conversations take milliseconds
 LIMIT_BYTES = 1 << 30  # memory; the longest conversations take some MiB
 # marks, and blocks whose output is not written where it is made: transformers counts the marks in
 # them wrongly
-BLOCKS = re.compile(
+_BLOCKS = re.compile(
     r"{%-?\s*(?:(?P<mark>generation)\s*-?%}"
     r"|(?P<end>end)?(?:macro|call|filter|set(?=\s*-?%}|\s+\w+\s*(?:\|[^%]*)?-?%}))\b)"
 )
@@ -39,7 +39,7 @@ def has_marks(template: str) -> bool:
     """True if the template marks what the assistant writes with {% generation %}, in places that
     can be counted."""
     num_open = num_marks = 0
-    for block in BLOCKS.finditer(template):
+    for block in _BLOCKS.finditer(template):
         if not block["mark"]:
             num_open += -1 if block["end"] else 1
         elif num_open > 0:
