@@ -288,6 +288,7 @@ def test_the_host_has_of_a_save_what_a_card_copies_at_once(mode, precision, dtyp
 
 def test_offloaded_states_are_rounded_up_where_they_are_pinned(monkeypatch) -> None:
     """By a torch that rounds every block."""
+    monkeypatch.setattr(pinned_memory, "WITH_EXACT_SIZES", (0, 0))  # a torch from 2.13 on
     states = MemoryEstimate(400_000_000, 0, 0, offloaded_bytes=1_600_000_000)
     on_gpu = replace(strategy("deepspeed_zero2_offload"), device="cuda", backend="nccl")
     of_job = job(on_gpu, states=states)
@@ -303,7 +304,8 @@ def test_offloaded_states_are_rounded_up_where_they_are_pinned(monkeypatch) -> N
     assert "rounding of pinned memory" not in on_cpu
 
 
-def test_what_is_not_pinned_takes_its_own_bytes() -> None:
+def test_what_is_not_pinned_takes_its_own_bytes(monkeypatch) -> None:
+    monkeypatch.setattr(pinned_memory, "WITH_EXACT_SIZES", (0, 0))  # a torch from 2.13 on
     states = MemoryEstimate(400_000_000, 0, 0, offloaded_bytes=1_600_000_000)
     pinned = replace(strategy("deepspeed_zero2_offload"), device="cuda", backend="nccl")
     activations = [3 * MIB, 5 * MIB]
@@ -323,8 +325,8 @@ def test_pinned_states_and_buffers_are_those_that_the_driver_was_asked_for(
 ) -> None:
     """On the CUDA build without a card: gpt2 of 6 layers under ZeRO-2, qwen2 of 6 under ZeRO-3,
     both offloaded, one rank; its batches were 0.8 and 0.4 MB."""
-    if not is_exact:  # as above
-        monkeypatch.setattr(pinned_memory, "WITH_EXACT_SIZES", (99, 0))
+    # as above
+    monkeypatch.setattr(pinned_memory, "WITH_EXACT_SIZES", (0, 0) if is_exact else (99, 0))
     width, words = 768, 50257
     layer = [width, width, 3 * width**2, 3 * width, width**2, width, width, width]
     layer += [4 * width**2, 4 * width, 4 * width**2, width]

@@ -385,6 +385,8 @@ def test_private_keys_that_save_pretrained_writes_are_read(folder, written):
 
 def test_private_keys_of_other_programs_are_named_and_not_read(folder):
     left = {"_model_name_or_path": "Smollm2 Mix1", "_num_labels": 2, "_commit_hash": None}
+    if model_types.private_names() & {*left}:
+        pytest.skip("an older transformers has some of these names itself, and they are refused")
     inner = {"text_config": {"_flash_attn_2_enabled": True, "_name_or_path": "x"}}
     change_config(folder, **left, **inner)
     config = load_folder(folder).config
