@@ -40,6 +40,13 @@ def machine() -> str:
     )
 
 
+def commit() -> str:
+    """The commit of the code here, with "+" if it was changed since; "" where there is no git."""
+    names = ("describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+    done = subprocess.run(["git", *names], cwd=CODE, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
 def command(module: str) -> str:
     """The command line that was typed; of a whole path the last part, since where it lies is this
     machine's own."""
@@ -142,14 +149,15 @@ def write(
             **{name: installed(name) for name in PACKAGES},
         },
         "command": command(module or name),
+        "commit": commit(),
     }
     RESULTS.mkdir(exist_ok=True)
     content = json.dumps({**about, **measured}, ensure_ascii=False, indent=1)
     (RESULTS / f"{name}.json").write_text(content + "\n", encoding="utf-8")
     versions = ", ".join(f"{key} {value}" for key, value in about["versions"].items())
-    head = (
-        f"# {name}\n\n{about['date']}, {about['machine']}; {versions}\n\n`{about['command']}`\n\n"
-    )
+    of_code = f"; commit {about['commit']}" if about.get("commit") else ""
+    head = f"# {name}\n\n{about['date']}, {about['machine']}; {versions}{of_code}\n\n"
+    head += f"`{about['command']}`\n\n"
     (RESULTS / f"{name}.md").write_text(head + text, encoding="utf-8")
     print("\n" + text)
 

@@ -21,6 +21,7 @@ import ast
 import hashlib
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,20 @@ PREDICTION = (
     "launch/predict/target_counts.py",
     *("training/data/largest_batches.py", "training/data/sample_order.py"),
 )
+_RUNS = ("launch/supervise", "launch/run_folder", "training/checkpoints", "training/run.py")
+# results of a campaign -> the code that they speak of, and the command that makes them again
+CAMPAIGNS: dict[str, tuple[tuple[str, ...], str]] = {
+    "modes": ((*_RUNS, "training/engines"), "make modes"),
+    "kills": (_RUNS, "make kills"),
+    "kills_by_mode": (_RUNS, "make kills"),
+    "stops": ((*_RUNS, "training/control"), "python -m benchmarks.stops"),
+    "fuzz": (("launch/plan", "launch/recipe", "launch/schema"), "make fuzz"),
+    "families": (("training/model", "training/levers", "launch/predict"), "make families"),
+    "exports": (("training/loop/exported_files.py", "training/model"), "make test-exports"),
+    "cpu_memory": (("launch/predict/memory", "training/loop"), "python -m benchmarks.cpu_memory"),
+    "host_edge": (("launch/predict/memory", "training/model"), "python -m benchmarks.host_edge"),
+}
+MOST_COMMITS = 50  # to that code, before results are called old
 SUFFIXES = (".py", ".c", ".h")
 MEASURED, PREDICTED = "sources", "prediction_sources"  # keys of a row
 # results -> the sources of each key; make cuda-build-memory and make cuda-build-modes make them
@@ -143,7 +158,37 @@ def problem(name: str, current: Mapping[str, str], results: Path = RESULTS) -> s
     )
 
 
+def old_results(name: str) -> str:
+    """The line on results of a campaign whose code many commits have changed since; "" if few
+    have, or where there is no history."""
+    file, (paths, command) = RESULTS / f"{name}.json", CAMPAIGNS[name]
+    if not file.exists():
+        return ""
+    made = json.loads(file.read_text(encoding="utf-8"))
+    # older results do not name their commit
+    commit = made.get("commit", "").rstrip("+") or _git("log", "-1", "--format=%h", "--", str(file))
+    count = _git("rev-list", "--count", f"{commit}..HEAD", "--", *paths) if commit else ""
+    if not count or int(count) <= MOST_COMMITS:
+        return ""
+    return (
+        f"{file.parent.name}/{file.name}: of {made.get('date', commit)}, and {count} commits have"
+        f" changed its code since ({', '.join(paths)}); {command} makes it again"
+    )
+
+
+def _git(*words: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if not done.returncode else ""
+
+
 def main() -> int:
+    for line in filter(None, map(old_results, CAMPAIGNS)):
+        print(f"old: {line}")
     problems = [line for name in GUARDED if (line := problem(name, digests(name)))]
     for line in problems:
         print(f"error: {line}", file=sys.stderr)

@@ -161,3 +161,28 @@ def test_the_goals_of_predicted_memory_hold_in_the_results():
         assert allocated[-1] <= 0.01, phase
         assert statistics.median(reserved) <= 0.01, phase
         assert reserved[int(0.95 * (len(reserved) - 1))] <= 0.03, phase
+
+
+def test_results_of_a_campaign_are_old_when_many_commits_have_changed_their_code(
+    tmp_path, monkeypatch
+):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    results, code = tmp_path / "results" / "kills.json", tmp_path / "training" / "run.py"
+    for constant, value in (("ROOT", tmp_path), ("RESULTS", results.parent), ("MOST_COMMITS", 1)):
+        monkeypatch.setattr(sources, constant, value)
+    assert sources.old_results("kills") == ""  # none are there
+    subprocess.run([*git, "init", "-q"], check=True)
+    for number in range(3):
+        for path in (results, code) if number == 0 else (code,):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps({"date": "2026-11-21", "number": number}))
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-qm", str(number)], check=True)
+        if number == 1:
+            assert sources.old_results("kills") == ""
+    line = sources.old_results("kills")
+    assert line.startswith("results/kills.json: of 2026-11-21, and 2 commits have changed its code")
+    assert line.endswith("make kills makes it again")
+    newest = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+    results.write_text(json.dumps({"commit": newest.stdout.strip() + "+"}))
+    assert sources.old_results("kills") == ""
