@@ -34,8 +34,8 @@ def cause(error: BaseException) -> str:
     """The first line of an error that says what is wrong: torch puts headings above it, as in
     "Error(s) in loading state_dict for ...:"."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = (line for line in lines if not line.endswith(":"))
-    return next(said, lines[0] if lines else type(error).__name__)
+    candidates = (line for line in lines if not line.endswith(":"))
+    return next(candidates, lines[0] if lines else type(error).__name__)
 
 
 def from_here(path: Path) -> str:

@@ -143,8 +143,8 @@ def _cancel(place: Path, lease: Lease) -> None:
         print(f"run {lease.number} has just ended")
         return
     try:
-        now = {each.number: each.pid for each in leases.live(place)}
-        if now.get(lease.number) == lease.pid:
+        pids = {each.number: each.pid for each in leases.live(place)}
+        if pids.get(lease.number) == lease.pid:
             # a job that starts again after a reboot is over too
             if lease.record.run and (job_dir := job.of_process(Path(lease.record.run), lease.pid)):
                 workspace = job_dir.root.parents[1]
@@ -200,6 +200,6 @@ def _move(place: Path, moved: Lease, before: Lease) -> None:
     numbers = [lease.number for lease in order]
     order.insert(numbers.index(before.number), moved)
     for lease, slot in zip(order, places, strict=True):
-        asked = leases.read_asked(leases.lease_path(place, lease.number))
-        leases.write_asked(place, lease, replace(asked, place=slot))
+        request = leases.read_asked(leases.lease_path(place, lease.number))
+        leases.write_asked(place, lease, replace(request, place=slot))
     print(f"run {moved.number} comes before run {before.number}")

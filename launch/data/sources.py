@@ -162,12 +162,12 @@ def trained_and_held_out(data: DataSection) -> list[str]:
         file.resolve() for source in data.sources for file in shards.list_shards(Path(source.path))
     }
     held_out = shards.list_shards(Path(data.validation_file))
-    both = [str(file) for file in held_out if file.resolve() in trained]
-    if not both:
+    shared = [str(file) for file in held_out if file.resolve() in trained]
+    if not shared:
         return []
-    more = f" and {len(both) - 1} more" if len(both) > 1 else ""
+    more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
     return [
-        f"{both[0]}{more} is in data.train_file and in data.validation_file: the held-out loss is"
+        f"{shared[0]}{more} is in data.train_file and in data.validation_file: the held-out loss is"
         " that of rows that are trained"
     ]
 

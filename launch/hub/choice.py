@@ -32,10 +32,10 @@ def of_model(name: HubName, paths: Sequence[str]) -> dict[str, str]:
     weights = [path for path in paths if path.endswith(".safetensors") and "/" not in path]
     weights = [path for path in weights if WEIGHTS.fullmatch(path)] or weights
     if not weights:
-        others = ", ".join(path for path in paths if "/" not in path) or "nothing"
+        top_files = ", ".join(path for path in paths if "/" not in path) or "nothing"
         raise ResourceError(
-            f"{name}: found {others}, expected safetensors, the only weights that are downloaded;"
-            " name another model, or a revision that has them (OWNER/NAME@REVISION)"
+            f"{name}: found {top_files}, expected safetensors, the only weights that are"
+            " downloaded; name another model, or a revision that has them (OWNER/NAME@REVISION)"
         )
     beside = (path for path in paths if _BESIDE_WEIGHTS.fullmatch(path) or CARD.fullmatch(path))
     return _local([*weights, *beside])

@@ -53,12 +53,12 @@ REFUSALS = {  # status of an answer -> error, and what to do
 }
 
 
-def leaving(folder: Path, base: str, others: Mapping[str, str]) -> dict[str, Path | bytes]:
+def leaving(folder: Path, base: str, other_names: Mapping[str, str]) -> dict[str, Path | bytes]:
     """The files of a model's folder by name, as they leave this machine: texts have the name of the
-    base, `others` and the last parts of further paths in the place of paths. Raises ResourceError
-    for a folder without weights."""
+    base, `other_names` and the last parts of further paths in the place of paths. Raises
+    ResourceError for a folder without weights."""
     record = files.read_or_none(Path(base) / DOWNLOADED, Downloaded)
-    names = {**others, base: record.name if record else Path(base).name}
+    names = {**other_names, base: record.name if record else Path(base).name}
     contents: dict[str, Path | bytes] = {}
     for path in sorted(folder.iterdir()):
         if TEXTS.fullmatch(path.name):
@@ -147,8 +147,8 @@ def _refusals(name: HubName) -> Iterator[None]:
         cause = error.__cause__ or error  # RuntimeError: of the library's threads
         status = getattr(getattr(cause, "response", None), "status_code", 0)
         kind, fix = REFUSALS.get(status, (NetworkError, "the same line again goes on"))
-        said = getattr(cause, "server_message", None) or str(cause) or type(cause).__name__
-        reason = f"{status or 'no answer'}: {shown(said.strip().splitlines()[0])}"
+        message = getattr(cause, "server_message", None) or str(cause) or type(cause).__name__
+        reason = f"{status or 'no answer'}: {shown(message.strip().splitlines()[0])}"
         raise kind(
             f"{name}: nothing was published at {page(name)} ({reason}); {fix.format(endpoint())}"
         ) from error

@@ -84,11 +84,13 @@ def _rows_of_run(folder: Path) -> tuple[list[Sample], list[Sample]]:
     recipe, plan = run.read_recipe(), run.read_plan()
 
     def first(part: Part) -> list[Sample]:
-        of_part = sources.of_part(recipe.data, made.data_format, made.row_counts, part)
+        of_part = sources.of_part(recipe.data, tokens.data_format, tokens.row_counts, part)
         return list(islice(chain.from_iterable(source.read(bad) for source in of_part), NUM_ROWS))
 
     try:
-        made = token_cache.token_cache(Workspace.here().cache, recipe, plan.shape, plan.data_format)
+        tokens = token_cache.token_cache(
+            Workspace.here().cache, recipe, plan.shape, plan.data_format
+        )
         return first("train"), first("validation")
     except (LaunchError, OSError) as error:
         print(f"the rows of {shown(str(folder))} cannot be read, so others are asked: {error}")
@@ -170,14 +172,14 @@ def expected(folder: Path, run: Path | None, file: Path | None) -> ExpectedAnswe
     reference = load(folder)
     tokenizer = reference.tokenizer
     trained, held_out = _rows_of_run(run) if run else ([], [])
-    asked, origin = _prompts_of(held_out or trained, tokenizer), "training rows"
+    samples_asked, origin = _prompts_of(held_out or trained, tokenizer), "training rows"
     if held_out:
         origin = "held-out rows"
     if file is not None:
-        asked, origin = _read_prompts(file), file.name
-    if not asked:
-        asked, origin = [_question(text) for text in QUESTIONS], "built-in questions"
-    prompts = tuple(map(reference.prompt, asked))
+        samples_asked, origin = _read_prompts(file), file.name
+    if not samples_asked:
+        samples_asked, origin = [_question(text) for text in QUESTIONS], "built-in questions"
+    prompts = tuple(map(reference.prompt, samples_asked))
     rows = [text_of(sample)[:MOST_CHARACTERS] for sample in trained]
     rows += [prompt.text for prompt in prompts]
     texts = [*rows, *strings(rows)]

@@ -136,11 +136,11 @@ def scores(
     if torch.distributed.is_initialized():
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     num_exact, counts = 0, Counter[str]()
-    own = sorted(pairs[rank::world_size], key=lambda pair: len(text_of(pair[0])))
+    own_pairs = sorted(pairs[rank::world_size], key=lambda pair: len(text_of(pair[0])))
     largest_share = -(-len(pairs) // world_size)
     for start in range(0, largest_share, batch_size):
         between_batches()
-        batch = own[start : start + batch_size]
+        batch = own_pairs[start : start + batch_size]
         # ranks that hold parts of the weights answer together: an idle rank answers a question too
         questions = [conversation for conversation, _ in batch] or [pairs[0][0]]
         answers = greedy_answers(model, tokenizer, questions, max_new_tokens, device)
@@ -180,11 +180,14 @@ def overlap(text: str, reference: str) -> Counter[str]:
     texts = TOKEN.findall(text), TOKEN.findall(reference)
     counts = Counter(dict(zip(COUNTED, map(len, texts), strict=False)))
     for order in ORDERS:
-        own, right = (
+        answered, right = (
             Counter(zip(*(tokens[start:] for start in range(order)), strict=False))
             for tokens in texts
         )
-        counts[f"same{order}"], counts[f"of{order}"] = (own & right).total(), own.total()
+        counts[f"same{order}"], counts[f"of{order}"] = (
+            (answered & right).total(),
+            answered.total(),
+        )
     return counts
 
 

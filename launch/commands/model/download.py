@@ -26,9 +26,9 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
     """Download each name, or what is new of it since; show the keys that take it."""
-    recipe_arguments.reject(arguments, others)
+    recipe_arguments.reject(arguments, unparsed)
     exit_code = 0
     for text in arguments.name:
         try:

@@ -55,20 +55,22 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
-    overrides = recipe_arguments.read_keys(arguments, others)
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+    overrides = recipe_arguments.read_keys(arguments, unparsed)
     if (arguments.file is None) == (arguments.tasks is None):
         raise ConfigError("evaluate: expected either --file FILE or --tasks NAME,NAME")
     compile_caches.settle()
     model = finished.find(arguments.source)
     if arguments.tasks is not None:
         return subprocess.run(_harness(model, arguments.tasks), check=False).returncode
-    own, flags = None, ["--precision", "no", *["--quiet"] * arguments.json]
+    run_recipe, flags = None, ["--precision", "no", *["--quiet"] * arguments.json]
     if run := export.run_of(arguments.source, model.folder):
-        own, strategy = RunDir(run).read_recipe(), RunDir(run).read_plan().strategy
+        run_recipe, strategy = RunDir(run).read_recipe(), RunDir(run).read_plan().strategy
         flags += ["--precision", strategy.mixed_precision]
         flags += ["--fuses"] * (strategy.levers.fused_adapters and model.is_adapter)
-    tokens = _tokens(model, _recipe(model, own, arguments.file, overrides), is_run=own is not None)
+    tokens = _tokens(
+        model, _recipe(model, run_recipe, arguments.file, overrides), is_run=run_recipe is not None
+    )
     model = replace(model, dtype=tokens.recipe.model.dtype)
     with TemporaryDirectory() as folder:
         exit_code = _run_child(tokens, model, Path(folder), flags)
@@ -98,23 +100,28 @@ def _harness(model: FinishedModel, tasks: str) -> list[str]:
 
 
 def _recipe(
-    model: FinishedModel, own: Recipe | None, file: str, overrides: Sequence[str]
+    model: FinishedModel, run_recipe: Recipe | None, file: str, overrides: Sequence[str]
 ) -> Recipe:
     """A recipe that reads the file as a run did, or as a recipe does by default. Raises
     ConfigError."""
     content: dict[str, Any] = {
         "name": "evaluate",
-        "task": own.task if own else "sft",
-        "model": {"path": str(model.base), "dtype": own.model.dtype if own else model.dtype},
+        "task": run_recipe.task if run_recipe else "sft",
+        "model": {
+            "path": str(model.base),
+            "dtype": run_recipe.model.dtype if run_recipe else model.dtype,
+        },
         "tokenizer": {"path": str(model.tokenizer)},
         "data": {"train_file": file},
         "output_dir": str(model.folder),
     }
-    if own:
-        content["tokenizer"] |= own.tokenizer.model_dump(include=_OF_TOKENS, exclude_unset=True)
-        content["data"] = own.data.model_dump(exclude_unset=True, exclude=_OF_TRAINING)
+    if run_recipe:
+        content["tokenizer"] |= run_recipe.tokenizer.model_dump(
+            include=_OF_TOKENS, exclude_unset=True
+        )
+        content["data"] = run_recipe.data.model_dump(exclude_unset=True, exclude=_OF_TRAINING)
         content["data"]["train_file"] = file
-        content["evaluation"] = own.evaluation
+        content["evaluation"] = run_recipe.evaluation
     recipe = Recipe.model_validate(content)
     with TemporaryDirectory() as folder:
         written = Path(folder) / "evaluate.yaml"

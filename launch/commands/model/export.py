@@ -98,8 +98,8 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, others)
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+    recipe_arguments.reject(arguments, unparsed)
     compile_caches.settle()
     conversion, repository = _conversion(arguments), push.repository(arguments)
     if repository and not arguments.dry_run:

@@ -39,8 +39,8 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, others)
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+    recipe_arguments.reject(arguments, unparsed)
     compile_caches.settle()
     return _merge_and_say(layout.left_in(arguments.source), arguments.out, arguments.base)
 
@@ -83,9 +83,9 @@ def merge(source: Path, out: Path, base: Path | None = None) -> int:
 def _check_alike(base: Path, trained: Path) -> None:
     """Refuse a base with other weights than the one that the adapter was trained on, as far as both
     hold them in one type. Raises ConfigError."""
-    own, other = (weight_files.tensors(folder) or {} for folder in (base, trained))
-    for name in own.keys() & other.keys():
-        pair = own[name], other[name]
+    of_base, other = (weight_files.tensors(folder) or {} for folder in (base, trained))
+    for name in of_base.keys() & other.keys():
+        pair = of_base[name], other[name]
         are_alike = pair[0].dtype == pair[1].dtype and not any(each.packing for each in pair)
         if are_alike and not weight_files.same_bytes(*pair):
             raise ConfigError(

@@ -30,8 +30,8 @@ MEETING_PLACE = "--launch.main_process_ip=the-first-node"  # until Slurm has cho
 class Asked:
     """A line of `run` that is submitted, and a sweep over it."""
 
-    def __init__(self, arguments: Namespace, others: Sequence[str]) -> None:
-        self.arguments, self.argv = arguments, list(others)
+    def __init__(self, arguments: Namespace, unparsed: Sequence[str]) -> None:
+        self.arguments, self.argv = arguments, list(unparsed)
         self.typed, self.resume = read(self.argv)
         self.sweep = [_values(text) for text in arguments.sweep]
         # what is printed may be read by a program
@@ -86,9 +86,9 @@ def read(argv: Sequence[str]) -> tuple[RecipeArguments, str]:
 def run_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = Parser(prog="python -m launch", allow_abbrev=False)
     run.add_parser(parser.add_subparsers(), "run")
-    arguments, others = parser.parse_known_args(["run", *argv])
+    arguments, unparsed = parser.parse_known_args(["run", *argv])
     arguments.verb = "submit"
-    return arguments, others
+    return arguments, unparsed
 
 
 def _values(text: str) -> tuple[str, list[str]]:

@@ -90,8 +90,8 @@ def _line(choice: Choice, argv: Sequence[str]) -> str:
     overrides = [f"--data.train_file={train}"]
     overrides += [f"--{key}={there[path]}" for key, path in _named(choice).items()]
     overrides.append(f"--output_dir={STATE}/model_save/{Path(choice.recipe.output_dir).name}")
-    own = [there.get(argv[0], argv[0]), *argv[1:]]
-    line = shlex.join(["-m", "launch", "run", *own, *overrides])
+    argv_there = [there.get(argv[0], argv[0]), *argv[1:]]
+    line = shlex.join(["-m", "launch", "run", *argv_there, *overrides])
     return f"LOWMEM_ROOT={STATE} LOWMEM_KEY={KEY} .venv/bin/python {line}"
 
 

@@ -18,8 +18,8 @@ from launch.recipe.paths import pinned
 from launch.recipe.strict_yaml import show
 
 
-def main(workspace: Workspace, others: Sequence[str], environ: Mapping[str, str]) -> int:
-    argv = list(others)
+def main(workspace: Workspace, unparsed: Sequence[str], environ: Mapping[str, str]) -> int:
+    argv = list(unparsed)
     if not argv:
         raise ConfigError(
             'submit cron: expected its times and a recipe, such as submit cron "0 2 * * *" sft, or'
@@ -62,9 +62,9 @@ def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str
     )
 
 
-def _list(workspace: Workspace, others: Sequence[str]) -> None:
-    if others:
-        raise ConfigError(f"submit cron list: {show(others[0])[1:-1]} was not expected")
+def _list(workspace: Workspace, unparsed: Sequence[str]) -> None:
+    if unparsed:
+        raise ConfigError(f"submit cron list: {show(unparsed[0])[1:-1]} was not expected")
     jobs = [
         each
         for each in job.all_jobs(workspace).values()
@@ -94,17 +94,17 @@ def _how_it_ended(job_dir: JobDir) -> str:
     return f"{began}, {ended} with exit code {status.exit_code}{why}"
 
 
-def _remove(workspace: Workspace, others: Sequence[str]) -> None:
+def _remove(workspace: Workspace, unparsed: Sequence[str]) -> None:
     names = [each.name for each in job.all_jobs(workspace).values() if each.schedule]
-    if len(others) != 1 or others[0] not in names:
+    if len(unparsed) != 1 or unparsed[0] not in names:
         raise ConfigError(
-            f"submit cron remove: found {shlex.join(others) or 'nothing'}, expected one of"
+            f"submit cron remove: found {shlex.join(unparsed) or 'nothing'}, expected one of"
             f" {', '.join(names) or 'none, as there is no job of cron'}"
         )
-    crontab.remove(workspace.root, others[0])
-    job_dir = JobDir(job.folder(workspace) / others[0])
+    crontab.remove(workspace.root, unparsed[0])
+    job_dir = JobDir(job.folder(workspace) / unparsed[0])
     if job_dir.runs:
-        say(f"cron no longer starts {others[0]}; the start of it that runs goes on")
+        say(f"cron no longer starts {unparsed[0]}; the start of it that runs goes on")
         return
     job.remove(job_dir)
-    say(f"cron no longer starts {others[0]}")
+    say(f"cron no longer starts {unparsed[0]}")

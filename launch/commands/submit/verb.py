@@ -71,10 +71,10 @@ def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
     return parser
 
 
-def main(arguments: Namespace, others: Sequence[str]) -> int:
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
     place = arguments.place
     if place == START:
-        return _start(arguments, others)
+        return _start(arguments, unparsed)
     if place not in PLACES:
         near = "".join(f"; did you mean {name}?" for name in nearest(place, PLACES))
         raise ConfigError(f"submit {show(place)}: expected one of {', '.join(PLACES)}{near}")
@@ -84,15 +84,15 @@ def main(arguments: Namespace, others: Sequence[str]) -> int:
     workspace = Workspace.here()
     job.forget_old(workspace)
     if place == "cron":
-        return cron.main(workspace, others, environ)
-    asked = Asked(arguments, others)
+        return cron.main(workspace, unparsed, environ)
+    submission = Asked(arguments, unparsed)
     if place == "local":
-        return _local(workspace, asked, environ)
+        return _local(workspace, submission, environ)
     if place == "slurm":
-        return _slurm(workspace, asked, environ)
-    choice, _ = asked.choice(asked.typed)
-    _say_notes(choice, asked)
-    text = (cloud.skypilot if place == "skypilot" else cloud.dstack)(choice, asked.argv)
+        return _slurm(workspace, submission, environ)
+    choice, _ = submission.choice(submission.typed)
+    _say_notes(choice, submission)
+    text = (cloud.skypilot if place == "skypilot" else cloud.dstack)(choice, submission.argv)
     print(text, end="")
     return 0
 
@@ -124,13 +124,13 @@ def _refuse_flags(arguments: Namespace) -> None:
 # -------------------------------------------------------------------------------------
 
 
-def _local(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> int:
+def _local(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) -> int:
     """Start jobs that wait for memory, each behind those before it."""
     leases.folder()  # raises where there can be no waiting
     code, jobs = 0, []
-    facts = facts_here(asked.typed)
-    for overrides in asked.combinations(facts.recipe):
-        typed = replace(asked.typed, overrides=[*asked.typed.overrides, *overrides])
+    facts = facts_here(submission.typed)
+    for overrides in submission.combinations(facts.recipe):
+        typed = replace(submission.typed, overrides=[*submission.typed.overrides, *overrides])
         facts = facts_here(typed) if overrides else facts
         launch = facts.recipe.launch
         if launch.nodes > 1:
@@ -141,8 +141,8 @@ def _local(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> in
             typed = replace(typed, overrides=[*typed.overrides, "--launch.wait=true"])
         jobs.append((typed, facts))
     for typed, facts in jobs:  # none starts before all are right
-        job_dir = job.freeze(workspace, typed, asked.resume, facts, environ)
-        code = _start_here(workspace, job_dir, asked.arguments.reboot) or code
+        job_dir = job.freeze(workspace, typed, submission.resume, facts, environ)
+        code = _start_here(workspace, job_dir, submission.arguments.reboot) or code
     return code
 
 
@@ -178,15 +178,15 @@ def _start_here(workspace: Workspace, job_dir: JobDir, at_reboot: bool) -> int:
     return 0
 
 
-def _slurm(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> int:
-    more = [option for text in asked.arguments.sbatch for option in shlex.split(text)]
+def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) -> int:
+    more = [option for text in submission.arguments.sbatch for option in shlex.split(text)]
     request, tasks = None, []
-    choice, facts = asked.choice(asked.typed)
+    choice, facts = submission.choice(submission.typed)
     name = choice.recipe.name
-    for overrides in asked.combinations(choice.recipe):
+    for overrides in submission.combinations(choice.recipe):
         if overrides:
-            typed = replace(asked.typed, overrides=[*asked.typed.overrides, *overrides])
-            choice, _ = asked.choice(typed)
+            typed = replace(submission.typed, overrides=[*submission.typed.overrides, *overrides])
+            choice, _ = submission.choice(typed)
             tasks.append(overrides)
         needs = slurm.Request.from_choice(choice)
         request = needs.over(request) if request else needs
@@ -198,12 +198,12 @@ def _slurm(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> in
             "submit slurm: the host RAM of this plan is not predicted; say it with"
             " --sbatch=--mem=64G"
         )
-    if asked.arguments.print:
-        line = job.plain_line(workspace, asked.argv)
+    if submission.arguments.print:
+        line = job.plain_line(workspace, submission.argv)
         command = slurm.Command(name, line, str(Path.cwd()), has_parts=False)
         print(slurm.script(command, request, more, tasks), end="")
         return 0
-    job_dir = job.freeze(workspace, asked.typed, asked.resume, facts, environ)
+    job_dir = job.freeze(workspace, submission.typed, submission.resume, facts, environ)
     command = slurm.Command(job_dir.root.name, (str(job_dir.script),), str(job_dir.root))
     text = slurm.script(command, request, more, tasks)
     file = job_dir.root / "job.sbatch"
@@ -212,7 +212,7 @@ def _slurm(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> in
         choice.recipe, choice.machine, choice.plan, datetime.now(), columns=columns()
     ):
         say(line)
-    _say_notes(choice, asked)
+    _say_notes(choice, submission)
     try:
         number = slurm.submit(str(file))
     except ResourceError:
@@ -225,23 +225,23 @@ def _slurm(workspace: Workspace, asked: Asked, environ: Mapping[str, str]) -> in
     return 0
 
 
-def _say_notes(choice: Choice, asked: Asked) -> None:
+def _say_notes(choice: Choice, submission: Asked) -> None:
     """Say what was assumed."""
     if choice.plan.padding is None:
-        asked.say(
+        submission.say(
             "note: the rows are not tokenised here, so every row is planned as long as"
             " data.max_length"
         )
 
 
-def _start(arguments: Namespace, others: Sequence[str]) -> int:
+def _start(arguments: Namespace, unparsed: Sequence[str]) -> int:
     """Start a job: `submit start FOLDER [KEY ...]`, as its script does."""
-    if not others or others[0].startswith("--"):
+    if not unparsed or unparsed[0].startswith("--"):
         raise ConfigError("submit start: expected the folder of a job; its job.sh starts it")
-    job_dir = JobDir(Path(others[0]), arguments.part)
+    job_dir = JobDir(Path(unparsed[0]), arguments.part)
     submitted = job_dir.read()
     with job_dir.hold() as end:
-        arguments, argv = run_arguments([*submitted.argv, *others[1:]])
+        arguments, argv = run_arguments([*submitted.argv, *unparsed[1:]])
         code = run.main(arguments, argv, lambda facts: job.check(submitted, facts))
         end(code)
     workspace = Workspace.here()
