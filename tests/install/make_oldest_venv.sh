@@ -9,7 +9,7 @@ readonly VENV=.cache/oldest
 oldest="$("$PYTHON" -c 'from launch.probe.packages import OLDEST
 print(*(f"{name}=={major}.{minor}.*" for name, (major, minor) in OLDEST.items()), sep="\n")')"
 # what they need themselves, in versions that suit them: pip chooses
-packages="$(sed -E '/^(-r|torch|transformers|tokenizers|huggingface_hub|hf-xet|triton|sympy)\b/d' requirements.txt requirements-dev.txt)"
+packages="$(sed -E '/^(-r|torch|transformers|tokenizers|huggingface_hub|hf-xet|triton|sympy|setuptools)\b/d' requirements.txt requirements-dev.txt)"
 wanted="$(printf '%s\n%s\n' "$oldest" "$packages")"
 if [[ ! -r "$VENV/.requirements" || "$(<"$VENV/.requirements")" != "$wanted" ]]; then
     printf 'oldest: installing into %s: 2.5 GB to fetch, 5.5 GB on disk\n' "$VENV" >&2
