@@ -61,7 +61,7 @@ class _AllKeys(GenerateJsonSchema):
 
 
 @dataclass(frozen=True)
-class _Printed(Plan):
+class Printed(Plan):
     """The object of `python -m launch plan --json`: a plan, and the rows that `--explain` shows."""
 
     facts: tuple[Fact, ...] = ()
@@ -69,7 +69,7 @@ class _Printed(Plan):
 
 def plan_schema() -> str:
     """The whole text of docs/plan.schema.json."""
-    schema = TypeAdapter(_Printed).json_schema(mode="serialization", schema_generator=_AllKeys)
+    schema = TypeAdapter(Printed).json_schema(mode="serialization", schema_generator=_AllKeys)
     schema["required"].remove("facts")  # plan.json in a run is without
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return f"{json.dumps(dialect | schema, ensure_ascii=False, indent=1)}\n"

@@ -33,7 +33,7 @@ logger = logging.getLogger("lowmem")
 # Overflows in a row: fp16's loss scale starts at 65,536 and halves each time, so a longer series
 # has another cause than the scale
 MAX_OVERFLOWS = 15
-_MAX_SPIKES = 5  # spikes in a row; after so many skipped steps the loss is high at these weights
+MAX_SPIKES = 5  # spikes in a row; after so many skipped steps the loss is high at these weights
 _WARN_SPIKE = 100.0  # times the median
 _REMEMBERED = 50  # steps whose median is computed
 LEAST_REMEMBERED = 10
@@ -125,8 +125,8 @@ class NanGuard(TrainerCallback):
             self._norms.remember(norm)
             return True
         self._skipped += 1
-        if self._skipped == _MAX_SPIKES:
-            raise self._ended(f"step {step}: {shown}, {_MAX_SPIKES} steps in a row", self._slower())
+        if self._skipped == MAX_SPIKES:
+            raise self._ended(f"step {step}: {shown}, {MAX_SPIKES} steps in a row", self._slower())
         self._warn(
             f"step {step} is skipped: {shown} (numerics.skip_spikes_above {self._skip_above:g})"
         )

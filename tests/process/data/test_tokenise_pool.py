@@ -163,8 +163,8 @@ import sys, time
 from pathlib import Path
 from pydantic import TypeAdapter
 from training.data import tokenise_pool
-from training.data.tokenise import Job
-job = TypeAdapter(Job).validate_json(Path(sys.argv[1]).read_bytes())
+from training.data.tokenise import TokeniseJob
+job = TypeAdapter(TokeniseJob).validate_json(Path(sys.argv[1]).read_bytes())
 tokenise_pool.part(job, None, 2, lambda rows: time.sleep(0.1), print)
 """
 
