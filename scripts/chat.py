@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +95,9 @@ def _load_finished(source: FinishedModel) -> tuple[Any, Any]:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("folder", type=Path, help="the model's folder, or a run's")
     parser.add_argument(
@@ -101,7 +105,7 @@ def parsed() -> argparse.Namespace:
         nargs="*",
         help="the question; without it, questions are read from standard input, line by line",
     )
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="of an answer (128)")
+    parser.add_argument("--max-new-tokens", type=_count, default=128, help="of an answer (128)")
     parser.add_argument("--system", metavar="TEXT", help="a system message before all questions")
     parser.add_argument("--temperature", type=_temperature, help="draw tokens; 0: the most likely")
     parser.add_argument("--top-p", type=_share, help="draw among the likeliest, of this share")
@@ -115,18 +119,28 @@ def parsed() -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
-def _temperature(text: str) -> float:
+def _number(text: str, is_right: Callable[[float], bool], expected: str) -> float:
     """A number that argparse takes."""
-    if not 0 <= (value := float(text)) <= 100:
-        raise argparse.ArgumentTypeError(f"found {text}, expected a number from 0, such as 0.7")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not is_right(value):
+        raise argparse.ArgumentTypeError(f"found {text}, expected {expected}")
     return value
+
+
+def _temperature(text: str) -> float:
+    return _number(text, lambda value: 0 <= value <= 100, "a number from 0, such as 0.7")
 
 
 def _share(text: str) -> float:
-    """A share that argparse takes."""
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"found {text}, expected a share above 0 and up to 1")
-    return value
+    return _number(text, lambda value: 0 < value <= 1, "a share above 0 and up to 1")
+
+
+def _count(text: str) -> int:
+    expected = "a whole number from 1"
+    return int(_number(text, lambda value: value >= 1 and value.is_integer(), expected))
 
 
 def generation(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -160,6 +174,8 @@ def _speakers_of(arguments: argparse.Namespace) -> list[Speaker]:
         )
     if arguments.compare:
         other = finished.find(Path(arguments.compare))
+        if other.folder.resolve() == first.folder.resolve():
+            raise ConfigError(f"--compare {arguments.compare}: is the same model; name another one")
         same_name = other.folder.name == first.folder.name
         speakers.append(Speaker(str(other.folder) if same_name else other.folder.name, other))
     return speakers
@@ -322,8 +338,9 @@ def questions(is_terminal: bool) -> Iterator[str]:
             yield question
 
 
-def _converse(speakers: Sequence[Speaker], models: Models, arguments: argparse.Namespace) -> None:
-    is_terminal = sys.stdin.isatty()
+def _converse(speakers: Sequence[Speaker], models: Models, arguments: argparse.Namespace) -> int:
+    """Answer each line; the exit code of the first line of a pipe that has no answer."""
+    is_terminal, exit_code = sys.stdin.isatty(), 0
     remembers = is_terminal or arguments.history
     for question in questions(is_terminal):
         if remembers and question == "/new":
@@ -331,12 +348,15 @@ def _converse(speakers: Sequence[Speaker], models: Models, arguments: argparse.N
                 speaker.messages = []
             say("(a new conversation)")
             continue
+        if is_terminal and re.fullmatch(r"/\w*", question):
+            say(f"no such command: {question}; /new begins another conversation")
+            continue
         try:
             _write_answers(speakers, question, models, arguments, remembers, is_terminal)
         except LaunchError as error:
-            if not is_terminal:
-                raise
             say(f"error: {error}")
+            exit_code = exit_code or (0 if is_terminal else error.exit_code)
+    return exit_code
 
 
 def main() -> int:
@@ -356,7 +376,7 @@ def main() -> int:
             question = " ".join(arguments.question)
             _write_answers(speakers, question, models, arguments, remembers=False, is_shown=False)
         else:
-            _converse(speakers, models, arguments)
+            return _converse(speakers, models, arguments)
     except LaunchError as error:
         say(f"error: {error}")
         return error.exit_code

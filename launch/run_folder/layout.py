@@ -3,6 +3,7 @@ renamed, so that a reader never sees half a file."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -392,7 +393,7 @@ def as_begun(tokens: TokenCache, runs: Path, recipe: Recipe, resume: str) -> Tok
 
 def left_in(path: Path) -> Path:
     """The model's folder of the run in `path`, else `path` itself. Raises ResourceError for a run
-    that has not finished."""
+    that has not finished, and for one whose model is gone."""
     run = RunDir(path)
     if not run.plan_file.exists():
         return path
@@ -400,7 +401,22 @@ def left_in(path: Path) -> Path:
         raise ResourceError(
             f"{path}: this run has not finished; give one of its checkpoints, or let it finish"
         )
-    return Path(outcome.model_dir)
+    folder = Path(outcome.model_dir)
+    if (newest := _run_of_model(folder)) in (None, run.run_id):
+        return folder
+    for previous in folder.parent.glob(f"{glob.escape(folder.name)}.previous*"):
+        if _run_of_model(previous) == run.run_id:
+            return previous
+    raise ResourceError(
+        f"{path}: the model of this run is gone: {folder} holds that of a later one, {newest}; give"
+        f" {folder} for that model"
+    )
+
+
+def _run_of_model(folder: Path) -> str | None:
+    """The run whose model is in a folder; None where nothing says it."""
+    model = read_or_none(folder / "lowmem.json", ExportedModel)
+    return model.run if model else None
 
 
 NOT_CHECKED = "not checked"  # begins ExportedModel.check of a folder that is not known to be right

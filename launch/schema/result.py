@@ -257,6 +257,7 @@ class ExportedFrom:
     weights: str  # weight_files.weights_fingerprint()
     to: str
     file_type: str  # of a GGUF file; "": none
+    sizes: Mapping[str, int] = field(default_factory=dict)  # bytes of each file beside this one
 
 
 @dataclass(frozen=True)

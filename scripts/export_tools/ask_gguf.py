@@ -9,7 +9,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from llama_server import LlamaServer
+try:
+    from llama_server import LlamaServer
+except ModuleNotFoundError as error:
+    sys.exit(f"no {error.name} here; type .cache/export_tools/bin/python (make export-tools)")
 
 
 def main() -> None:

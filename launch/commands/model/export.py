@@ -3,6 +3,7 @@ as a GGUF file whose answers are compared, with a Modelfile for Ollama."""
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,9 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
     if repository and not arguments.dry_run:
         upload.check(repository, arguments.public)  # before a conversion takes its minutes
     origin = _origin(conversion)
-    there = files.read_or_none(conversion.out / EXPORTED, ExportedFrom)
-    is_there = repository is not None and (arguments.to == push.FOLDER or there == origin)
-    if not is_there and (exit_code := _export(conversion, origin)):
+    if arguments.to != push.FOLDER and _is_exported(conversion.out, origin):
+        print(f"written already: {shown(str(conversion.out))}")
+    elif arguments.to != push.FOLDER and (exit_code := _export(conversion, origin)):
         return exit_code
     if repository:
         named = {str(path): path.name for path in (conversion.model, conversion.out)}
@@ -138,14 +139,44 @@ def _origin(conversion: Conversion) -> ExportedFrom:
     return ExportedFrom(str(conversion.model), weights, conversion.to, conversion.file_type)
 
 
+def _is_exported(out: Path, origin: ExportedFrom) -> bool:
+    """True for a folder with this export, finished and whole. Raises ResourceError for one that is
+    of other weights, or was damaged."""
+    there = files.read_or_none(out / EXPORTED, ExportedFrom)
+    if there is None:
+        return False
+    if replace(there, sizes={}) != origin:
+        raise ConfigError(
+            f"{out}: holds an export of other weights than {origin.model} has now, or of another"
+            " type; remove it, or name another folder with --out"
+        )
+    for name, num_bytes in there.sizes.items():
+        file = out / name
+        actual = f"{file.stat().st_size:,} bytes" if file.is_file() else "no file"
+        if actual != f"{num_bytes:,} bytes":
+            raise ResourceError(
+                f"{file}: is not as it was exported: found {actual}, expected {num_bytes:,} bytes;"
+                f" remove {out} and export again"
+            )
+    return True
+
+
 def _export(conversion: Conversion, origin: ExportedFrom) -> int:
     """Write the export under another name and put it in its place; the exit code."""
     merge.check_new(conversion.out)
     if conversion.to != "merged":
         check(conversion)
-    aside = conversion.out.with_name(f".{conversion.out.name}.{os.getpid()}.tmp")
+    out = conversion.out
+    for killed in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
+        print(f"{shown(str(killed))}: another export writes there, or was killed; then remove it")
+    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         aside.mkdir(parents=True)
+    except OSError as error:
+        raise ResourceError(
+            f"{out}: cannot be written there ({error.strerror}); name another folder with --out"
+        ) from error
+    try:
         files.write_json(aside / EXPORTED, origin)
         return (_merge if conversion.to == "merged" else _convert)(conversion, aside)
     finally:
@@ -287,7 +318,11 @@ def _finish(
 
 
 def _place(folder: Path, out: Path) -> None:
-    """Give a finished folder its name."""
+    """Give a finished folder its name, with the sizes of its files beside its origin."""
+    if origin := files.read_or_none(folder / EXPORTED, ExportedFrom):
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        sizes.pop(EXPORTED)
+        files.write_json(folder / EXPORTED, replace(origin, sizes=sizes))
     files.sync_all(folder)
     merge.check_new(out)  # another export may have written there meanwhile
     if out.exists():

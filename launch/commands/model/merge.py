@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from launch.base import compile_caches, environment, files
+from launch.base import compile_caches, environment, files, processes
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import from_here, shown, size
 from launch.base.workspace import CODE
@@ -132,7 +132,13 @@ def run_child(*argv: str) -> int:
     quiet = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     variables = environment.passed(os.environ) | quiet
     variables |= {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(argv, env=variables, stderr=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        argv,
+        env=variables,
+        stderr=subprocess.PIPE,
+        check=False,
+        preexec_fn=processes.die_with_launcher,
+    )
     if done.returncode:
         error = re.search(rb"^error: .*\n", done.stderr, re.MULTILINE)
         os.write(2, error[0] if error else done.stderr)

@@ -140,16 +140,21 @@ def test_a_finished_export_of_the_same_weights_is_pushed_and_another_is_refused(
     (out / "it-f16.gguf").write_bytes(b"GGUF" + WEIGHTS)
     (out / "README.md").write_text("# it\n")
     fingerprint = weight_files.weights_fingerprint(model)
-    origin = ExportedFrom(str(model), fingerprint, "gguf", "f16")
+    sizes = {"it-f16.gguf": 4 + len(WEIGHTS), "README.md": 5}
+    origin = ExportedFrom(str(model), fingerprint, "gguf", "f16", sizes)
     files.write_json(out / EXPORTED, origin)
     words = ("export", str(model), "--to", "gguf", "--out", str(out), "--push", "me/it")
     done = launch(tmp_path, hub, *words)
     assert done.returncode == 0, done.stderr
     assert pushed(hub).keys() == {"README.md", "it-f16.gguf"}
+    assert launch(tmp_path, hub, *words[:-2]).stdout == f"written already: {out}\n"
     refused = is_one_line(launch(tmp_path, hub, *words, "--type", "q8_0"), 2)
-    assert "found something there, expected a new or empty folder" in refused
+    assert f"{out}: holds an export of other weights than {model} has now, or of" in refused
+    (out / "it-f16.gguf").write_bytes(b"GGUF")
+    damaged = is_one_line(launch(tmp_path, hub, *words), 3)
+    assert "it-f16.gguf: is not as it was exported: found 4 bytes, expected 900,004" in damaged
     (model / "model.safetensors").write_bytes(WEIGHTS[::-1])
-    assert "found something there" in is_one_line(launch(tmp_path, hub, *words), 2)
+    assert "holds an export of other weights" in is_one_line(launch(tmp_path, hub, *words), 2)
 
 
 def test_the_token_goes_to_the_hub_alone_and_stands_nowhere(tmp_path, hub, model):

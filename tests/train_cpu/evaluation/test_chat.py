@@ -148,6 +148,7 @@ def test_each_question_sees_the_turns_before_until_a_new_conversation_or_a_full_
     with terminal(model, "--max-new-tokens", "6") as person:
         person.until("> ")
         assert [person.ask("go") for _ in ANSWERS] == [*ANSWERS]
+        assert person.ask("/nw") == "no such command: /nw; /new begins another conversation"
         assert person.ask("/new") == "(a new conversation)"
         assert [person.ask("go") for _ in ANSWERS] == [*ANSWERS]
         shown = [person.ask("go") for _ in range(8)]
@@ -162,8 +163,9 @@ def test_each_question_sees_the_turns_before_until_a_new_conversation_or_a_full_
 
 
 def test_lines_of_a_pipe_are_questions_of_their_own_unless_a_history_is_asked_for(model):
-    done = piped("go\ngo\n\ngo\n", model)
-    assert (done.returncode, done.stdout) == (0, "one\n" * 3), done.stderr
+    done = piped(f"go\n{'go ' * CONTEXT}\n\ngo\n", model)
+    assert (done.returncode, done.stdout) == (3, "one\n" * 2), done.stderr
+    assert "tokens, and the model's context" in done.stderr
     done = piped("go\ngo\n/new\ngo\n", model, "--history")
     assert done.stdout == "one\ntwo\none\n", done.stderr
     (model / "aside").mkdir(exist_ok=True)
@@ -202,7 +204,8 @@ def test_tokens_are_drawn_the_same_for_the_same_seed_and_the_system_message_come
     drawn = [piped("", *draw).stdout for _ in range(2)]
     assert drawn[0] == drawn[1] != greedy
     assert piped("", *words, "--system", "three three").stdout != greedy
-    for flag, value in (("--top-p", "1.5"), ("--temperature", "-1")):
+    wrong = (("--top-p", "1.5"), ("--temperature", "hot"), ("--max-new-tokens", "0"))
+    for flag, value in wrong:
         done = piped("", *words, flag, value)
         assert done.returncode == 2 and f"found {value}, expected a " in done.stderr
 
@@ -223,6 +226,8 @@ def test_two_models_answer_each_question(model, adapter):
     assert re.match(
         r"both models are loaded together: their weights take \d+.\d KiB, and ", done.stderr
     )
+    refused = piped("go\n", model, "--compare", model)
+    assert refused.stderr == f"error: --compare {model}: is the same model; name another one\n"
     refused = piped("go\n", model, "--compare", "base")
     assert refused.returncode == 2
     assert refused.stderr.startswith(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 
 import pytest
@@ -191,3 +191,22 @@ def test_flags_that_do_not_fit_are_refused(workspace, capsys, words, message):
 def test_without_runs_there_is_a_line(workspace, capsys):
     assert main(["runs"]) == 0 and main(["runs", "clean"]) == 0
     assert "no runs in" in capsys.readouterr().out
+
+
+def test_the_name_of_a_run_means_its_own_model_or_none(workspace, tmp_path):
+    older, newer = (made(workspace, day) for day in (1, 2))
+    target, previous = tmp_path / "model", tmp_path / "model.previous"
+    for run in (older, newer):
+        attempt = run.attempts()[-1]
+        outcome = attempt.read_outcome()
+        assert outcome is not None
+        files.write_json(attempt.outcome_file, replace(outcome, model_dir=str(target)))
+    target.mkdir()
+    assert layout.left_in(older.root) == target  # nothing says whose it is
+    files.write_json(target / "lowmem.json", ExportedModel(newer.run_id))
+    assert layout.left_in(newer.root) == target
+    with pytest.raises(ResourceError, match=f"is gone: .* a later one, {newer.run_id}; give"):
+        layout.left_in(older.root)
+    previous.mkdir()
+    files.write_json(previous / "lowmem.json", ExportedModel(older.run_id))
+    assert layout.left_in(older.root) == previous
