@@ -252,3 +252,13 @@ def check_output(folder: Path) -> None:
         raise ResourceError(
             f"output_dir {folder}: {parent} cannot be written to; choose another folder"
         )
+
+
+def other_size(folder: Path, sizes: Mapping[str, int]) -> tuple[Path, str] | None:
+    """The first file of a folder that has not its recorded size, and both sizes in words."""
+    for name, num_bytes in sizes.items():
+        path = folder / name
+        there = f"{path.stat().st_size:,} bytes" if path.is_file() else "no file"
+        if there != f"{num_bytes:,} bytes":
+            return path, f"found {there}, expected {num_bytes:,} bytes"
+    return None

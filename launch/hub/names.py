@@ -85,14 +85,12 @@ def downloaded(name: HubName, root: Path) -> Path | None:
 def check_sizes(name: HubName, folder: Path) -> None:
     """Raise ResourceError for a file of a download that has another size than came."""
     record = files.read(folder / DOWNLOADED, Downloaded)
-    for file, num_bytes in record.sizes.items() if record else ():
-        path = folder / file
-        there = f"{path.stat().st_size} bytes" if path.is_file() else "no file"
-        if there != f"{num_bytes} bytes":
-            raise ResourceError(
-                f"{path}: is not what was downloaded: found {there}, expected {num_bytes}; mend it"
-                f" with python -m launch download {name}"
-            )
+    if record and (other := files.other_size(folder, record.sizes)):
+        path, sizes = other
+        raise ResourceError(
+            f"{path}: is not what was downloaded: {sizes}; mend it with python -m launch download"
+            f" {name}"
+        )
 
 
 def remember(name: HubName, root: Path, target: Path, pinned: HubName) -> None:

@@ -150,14 +150,11 @@ def _is_exported(out: Path, origin: ExportedFrom) -> bool:
             f"{out}: holds an export of other weights than {origin.model} has now, or of another"
             " type; remove it, or name another folder with --out"
         )
-    for name, num_bytes in there.sizes.items():
-        file = out / name
-        actual = f"{file.stat().st_size:,} bytes" if file.is_file() else "no file"
-        if actual != f"{num_bytes:,} bytes":
-            raise ResourceError(
-                f"{file}: is not as it was exported: found {actual}, expected {num_bytes:,} bytes;"
-                f" remove {out} and export again"
-            )
+    if other := files.other_size(out, there.sizes):
+        path, sizes = other
+        raise ResourceError(
+            f"{path}: is not as it was exported: {sizes}; remove {out} and export again"
+        )
     return True
 
 

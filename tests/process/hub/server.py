@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         stall = hub.stalls.get(kind)
         if stall is not None:
             self.rfile.read(stall)
-            time.sleep(60)
+            time.sleep(60)  # longer than a client of the tests lives
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if hub.statuses.get(kind):
             status, more = hub.statuses[kind].pop(0)

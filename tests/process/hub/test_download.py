@@ -312,8 +312,8 @@ def test_of_two_starts_at_once_one_downloads_and_the_other_waits(tmp_path, hub):
 @pytest.mark.parametrize(
     ("damage", "there"),
     [
-        (lambda path: os.truncate(path, 7), "found 7 bytes, expected 900000"),
-        (lambda path: path.unlink(), "found no file, expected 900000"),
+        (lambda path: os.truncate(path, 7), "found 7 bytes, expected 900,000 bytes"),
+        (lambda path: path.unlink(), "found no file, expected 900,000 bytes"),
         (lambda path: path.write_bytes(WEIGHTS[::-1]), ""),
     ],
 )

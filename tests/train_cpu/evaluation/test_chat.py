@@ -98,7 +98,7 @@ class Terminal:
         os.write(self.ours, text.encode())
 
     def until(self, text: str) -> str:
-        """What is shown until a text appears."""
+        """Read the screen until a text appears."""
         content, end = "", time.monotonic() + 90
         while text not in content:
             assert time.monotonic() < end, content
@@ -107,7 +107,7 @@ class Terminal:
         return content.replace("\r\n", "\n")
 
     def ask(self, question: str) -> str:
-        """What is shown below a question."""
+        """Type a question; the lines that appear below it."""
         self.write(f"{question}\n")
         return self.until("\n> ").removeprefix(f"{question}\n").removesuffix("\n> ")
 

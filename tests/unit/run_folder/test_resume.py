@@ -79,7 +79,7 @@ def test_the_levers_of_the_run_that_goes_on_are_those_of_its_plan(tmp_path):
 
 
 def sealed(run: RunDir) -> Path:
-    """The checkpoint of the run, whole: files, hashes and seal."""
+    """Write a verified checkpoint of the run: files, hashes and seal."""
     folder = run.checkpoints / "checkpoint-000004"
     names = ("model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt")
     for name in (*names, "trainer_state.json"):

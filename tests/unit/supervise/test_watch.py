@@ -46,7 +46,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR2):
     signal.signal(number, note)
 (folder / "pid").write_text(str(os.getpid()))
 (folder / "started").touch()
-time.sleep(600)
+time.sleep(600)  # until a signal, or the end of the test
 """
 LIMIT_S = 60.0  # a watch takes less than a second
 LATER = 1e9  # a beat of that time is never old
@@ -125,7 +125,7 @@ class Watched:
 @pytest.fixture
 def watched(tmp_path, monkeypatch) -> Iterator[Callable[[str], Watched]]:
     """A function that starts a launcher and two ranks, which end at that signal."""
-    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    monkeypatch.setattr(processes, "POLL_S", 0.01)  # a watch looks often: the tests are short
     run = RunDir.create(tmp_path, "tiny", datetime.now())
     run.new_attempt()
 

@@ -64,19 +64,19 @@ def test_the_plan_tells_the_padding_that_an_epoch_has(
         num_processes=cut[2],
     ).with_levers(batch_by_tokens=is_by_tokens)
     data = DataSection(train_file="x", group_by_length=is_grouped)
-    told = padding.compute(counted(lengths), strategy, 8, data, longest)
-    assert told is not None
-    assert told.share == pytest.approx(1 - real / computed, abs=0.02)
-    assert told.rows == 6000
+    padded = padding.compute(counted(lengths), strategy, 8, data, longest)
+    assert padded is not None
+    assert padded.share == pytest.approx(1 - real / computed, abs=0.02)
+    assert padded.rows == 6000
     mean = padding.mean_split(counted(lengths), strategy, 8, data, longest)
     assert mean is not None
     micro_batches = micro_steps * cut[2]
     assert mean.rows * sum(longest) == pytest.approx(computed / micro_batches, rel=0.06)
     if is_by_tokens:
-        assert told.micro_steps == pytest.approx(micro_steps / order.steps_per_epoch, rel=0.06)
+        assert padded.micro_steps == pytest.approx(micro_steps / order.steps_per_epoch, rel=0.06)
         mean = padding.mean_split(counted(lengths), strategy, 8, data, longest)
         assert mean is not None
-        assert mean.micro_steps == pytest.approx(told.micro_steps, rel=0.06)
+        assert mean.micro_steps == pytest.approx(padded.micro_steps, rel=0.06)
         assert mean.rows * mean.micro_steps * sum(longest) * cut[2] == pytest.approx(
             computed / order.steps_per_epoch, rel=0.06
         )
@@ -146,20 +146,22 @@ def test_a_plan_by_tokens_says_what_bounds_a_micro_batch():
         "by tokens: a micro-batch has at most 2,048 tokens, padding included, as 16 of the longest"
         " rows (128) have" in words
     )
-    told = padding.compute(
+    padded = padding.compute(
         counted(rows(3000, False).clip(2, 128)), plan.strategy, 1, recipe.data, plan.lengths
     )
-    assert told is not None
-    assert told.micro_steps is not None
-    words = "\n".join(plan_lines.full_text(recipe, builders.machine(), replace(plan, padding=told)))
-    each = 32 / told.micro_steps
+    assert padded is not None
+    assert padded.micro_steps is not None
+    words = "\n".join(
+        plan_lines.full_text(recipe, builders.machine(), replace(plan, padding=padded))
+    )
+    each = 32 / padded.micro_steps
     assert (
-        f"{told.micro_steps:.1f} micro-steps a step on average, of {each:.1f} rows each, instead"
+        f"{padded.micro_steps:.1f} micro-steps a step on average, of {each:.1f} rows each, instead"
         " of 2" in words
     )
     assert (
-        f"padding    {told.share:.0%} of the tokens that a step computes; {told.at_random:.0%} if"
-        " rows came" in words
+        f"padding    {padded.share:.0%} of the tokens that a step computes; {padded.at_random:.0%}"
+        " if rows came" in words
     )
     whole = replace(
         plan,
