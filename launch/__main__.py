@@ -22,30 +22,51 @@ from launch.base import processes
 from launch.base.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError
 from launch.base.text import nearest, shown
 from launch.base.workspace import CHECKOUT, CODE
-from launch.commands.recipe_arguments import Parser
+from launch.commands import recipe_arguments
 from launch.supervise import stop_signals
 
-# verbs in the order of --help, and their modules in launch/commands/
+# verbs in the order of --help: their modules in launch/commands/, and what they do
 VERBS = {
-    "run": "run",
-    "plan": "plan",
-    "fit": "fit",
-    "show": "show",
-    "queue": "queue",
-    "submit": "submit.verb",
-    "tune": "tune",
-    "doctor": "doctor",
-    "selfcheck": "selfcheck.verb",
-    "watch": "runs",
-    "runs": "runs",
-    "report": "runs",
-    "compare": "runs",
-    "samples": "runs",
-    "merge": "model.merge",
-    "download": "model.download",
-    "export": "model.export",
-    "evaluate": "model.evaluate",
-    "keys": "recipe_keys",
+    "run": ("run", "train"),
+    "plan": ("plan", "show what would run, and why"),
+    "fit": ("fit", "show which known models a machine trains, with which changes, how fast"),
+    "show": ("show", "show rows as they will be trained, and which tokens have a loss"),
+    "queue": ("queue", "list the runs that have or wait for memory; change yours"),
+    "submit": (
+        "submit.verb",
+        "train later or elsewhere: behind other runs, by cron, under Slurm, in a cloud",
+    ),
+    "tune": ("tune", "find the fastest batch by short real trials"),
+    "doctor": (
+        "doctor",
+        "show what this machine offers, test the link between its GPUs, name what is wrong",
+    ),
+    "selfcheck": (
+        "selfcheck.verb",
+        "measure this card beside the predictions: memory, one out of memory, seconds a step",
+    ),
+    "watch": ("runs", "show the runs of this machine: state, step, time left, loss, memory"),
+    "runs": (
+        "runs",
+        "list all runs of this checkout; clean: free disk space that finished runs still take",
+    ),
+    "report": (
+        "runs",
+        "show where the page of a run is, or how well predictions agreed with all runs",
+    ),
+    "compare": (
+        "runs",
+        "show two runs side by side: speed, memory, losses; a table and a page",
+    ),
+    "samples": ("runs", "show that a run has trained each row once an epoch"),
+    "merge": ("model.merge", "merge a LoRA adapter into its base: one ordinary model folder"),
+    "download": ("model.download", "download a model or a data set, or its newest files"),
+    "export": ("model.export", "write a trained model for other programs: merged, GGUF, Ollama"),
+    "evaluate": (
+        "model.evaluate",
+        "loss, exact match, BLEU and ROUGE-L of a finished model on the rows of a file",
+    ),
+    "keys": ("recipe_keys", "list the keys of a recipe: type, default, meaning"),
 }
 CLOSED = {errno.EROFS, errno.EACCES}  # errors of places that are closed to writes
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *CLOSED}
@@ -96,12 +117,12 @@ def _refusal(message: str, exit_code: int) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    """Only the module of the verb that was typed is imported; all of them for --help."""
+    """Only the module of the verb that was typed is imported."""
     verb = argv[0] if argv else ""
     if verb not in VERBS and verb not in ("-h", "--help", "-V", "--version"):
         near = "".join(f"; did you mean {name}?" for name in nearest(verb, VERBS))
         raise ConfigError(f"{verb or 'nothing'}: expected one of {', '.join(VERBS)}{near}")
-    parser = Parser(
+    parser = recipe_arguments.Parser(
         prog="lowmem" if Path(sys.argv[0]).name == "lowmem" else "python -m launch",
         description="Trains language models inside the memory you have.",
         epilog=_EXIT_CODES,
@@ -110,11 +131,20 @@ def _dispatch(argv: list[str]) -> int:
     )
     parser.add_argument("-V", "--version", action="version", version=_version())
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for name in [verb] if verb in VERBS else VERBS:
-        module = importlib.import_module(f"launch.commands.{VERBS[name]}")
-        module.add_parser(subparsers, name).set_defaults(main=module.main, verb=name)
+    parsers = {
+        name: recipe_arguments.add_parser(subparsers, name, VERBS[name][1])
+        for name in ([verb] if verb in VERBS else VERBS)
+    }
+    if verb not in VERBS:  # --help or --version, which parse_args() shows
+        parser.parse_args(argv)
+    module = importlib.import_module(f"launch.commands.{VERBS[verb][0]}")
+    parsers[verb].set_defaults(verb=verb)
+    module.add_arguments(parsers[verb])
     arguments, unparsed = parser.parse_known_args(argv)
-    return arguments.main(arguments, unparsed)
+    if verb in recipe_arguments.USAGES:
+        return module.main(arguments, unparsed)
+    recipe_arguments.reject(arguments, unparsed)
+    return module.main(arguments)
 
 
 def _version() -> str:

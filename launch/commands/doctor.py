@@ -6,10 +6,9 @@ from __future__ import annotations
 import os
 import resource
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launch.base import compile_caches, environment
 from launch.base.errors import ResourceError
@@ -162,16 +161,12 @@ def import_problem(error: ResourceError) -> _Problem:
     )
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    text = "show what this machine offers, test the link between its GPUs, name what is wrong"
-    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
-    recipe_arguments.add_machine(parser)
-    return parser
+def add_arguments(parser: ArgumentParser) -> None:
+    recipe_arguments.add_flags(parser, recipe_arguments.MACHINE_FLAGS)
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+def main(arguments: Namespace) -> int:
     """The exit code is 3 when something stops training."""
-    recipe_arguments.reject(arguments, unparsed)
     compile_caches.settle()
     if machine := recipe_arguments.described_machine(arguments):
         print("\n".join(probe_machine.describe(machine)))

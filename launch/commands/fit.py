@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from typing import Any
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.files import to_json
@@ -18,33 +16,38 @@ from launch.probe import machine as probe_machine
 from launch.recipe.strict_yaml import show
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    parser = recipe_arguments.add_simple_parser(
-        subparsers, verb, "show which known models a machine trains, with which changes, how fast"
+def add_arguments(parser: ArgumentParser) -> None:
+    recipe_arguments.add_flags(
+        parser,
+        {
+            **recipe_arguments.MACHINE_FLAGS,
+            "--model": {
+                "action": "append",
+                "metavar": "SHAPE",
+                "help": "a shape of configs/models, may be repeated (default:"
+                f" {', '.join(fit.MODELS)})",
+            },
+            "--length": {
+                "action": "append",
+                "metavar": "TOKENS",
+                "help": "tokens of a row, may be repeated (default:"
+                f" {', '.join(map(str, fit.LENGTHS))})",
+            },
+        },
     )
-    recipe_arguments.add_machine(parser)
-    parser.add_argument(
-        "--model",
-        action="append",
-        metavar="SHAPE",
-        help=f"a shape of configs/models, may be repeated (default: {', '.join(fit.MODELS)})",
+    recipe_arguments.add_flags(
+        parser.add_mutually_exclusive_group(),
+        {
+            "--json": {"action": "store_true", "help": "print the table for scripts"},
+            "--lines": {
+                "action": "store_true",
+                "help": "print the line that trains each row that fits",
+            },
+        },
     )
-    parser.add_argument(
-        "--length",
-        action="append",
-        metavar="TOKENS",
-        help=f"tokens of a row, may be repeated (default: {', '.join(map(str, fit.LENGTHS))})",
-    )
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print the table for scripts")
-    form.add_argument(
-        "--lines", action="store_true", help="print the line that trains each row that fits"
-    )
-    return parser
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, unparsed)
+def main(arguments: Namespace) -> int:
     models = [_model_name(name) for name in arguments.model or fit.MODELS]
     lengths = [_length(text) for text in arguments.length or map(str, fit.LENGTHS)]
     workspace = Workspace.here()

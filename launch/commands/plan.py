@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
-from typing import Any
 
 from launch.base import compile_caches
 from launch.base.errors import ConfigError
@@ -22,27 +21,24 @@ from launch.report import first_screen, plan_lines
 from launch.schema.machine import NOT_LEASED
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    parser = recipe_arguments.add_parser(
-        subparsers,
-        verb,
-        "show what would run, and why",
-        "[BATCH] [--machine FILE | --gpu NAME --ram GIB [--gpus N]] [--rows-of TOKENS]"
-        " [--explain | --json]",
+def add_arguments(parser: ArgumentParser) -> None:
+    recipe_arguments.add_flags(
+        parser,
+        {
+            **recipe_arguments.RECIPE_FLAGS,
+            **recipe_arguments.EXPLAIN,
+            "--json": {
+                "action": "store_true",
+                "help": "print the plan for scripts, as plan.json in a run (docs/plan_json.md)",
+            },
+            **recipe_arguments.MACHINE_FLAGS,
+            "--rows-of": {
+                "metavar": "TOKENS",
+                "help": "plan for rows that are all this long, so that none is padded; nothing is"
+                " tokenised",
+            },
+        },
     )
-    recipe_arguments.add_explain(parser)
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print the plan for scripts, as plan.json in a run (docs/plan_json.md)",
-    )
-    recipe_arguments.add_machine(parser)
-    parser.add_argument(
-        "--rows-of",
-        metavar="TOKENS",
-        help="plan for rows that are all this long, so that none is padded; nothing is tokenised",
-    )
-    return parser
 
 
 def main(arguments: Namespace, unparsed: Sequence[str]) -> int:

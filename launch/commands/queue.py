@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,20 +26,22 @@ ROW = "{:>4}  {:<10} {:>8}  {:<8} {:>8}  {:>11}  {:<16} {:<12} {}"
 HEAD = ("run", "user", "process", "state", "priority", "host RAM", "VRAM", "since", "recipe")
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    parser = recipe_arguments.add_simple_parser(
-        subparsers, verb, "list the runs that have or wait for memory; change yours"
+def add_arguments(parser: ArgumentParser) -> None:
+    recipe_arguments.add_flags(
+        parser,
+        {
+            "action": {"nargs": "?", "choices": _ACTIONS, "help": "none: list them"},
+            "numbers": {
+                "nargs": "*",
+                "metavar": "RUN",
+                "help": "its number; move A B: run A comes before run B",
+            },
+            "--json": {"action": "store_true", "help": "list them for scripts"},
+        },
     )
-    parser.add_argument("action", nargs="?", choices=_ACTIONS, help="none: list them")
-    parser.add_argument(
-        "numbers", nargs="*", metavar="RUN", help="its number; move A B: run A comes before run B"
-    )
-    parser.add_argument("--json", action="store_true", help="list them for scripts")
-    return parser
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, unparsed)
+def main(arguments: Namespace) -> int:
     place, action = leases.folder(), arguments.action
     if action is None:
         _list(place, arguments.json)

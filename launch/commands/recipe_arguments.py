@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -37,6 +37,52 @@ or auto: the fastest, found by short trials unless an earlier start has found it
 Every key of the recipe can be set, as --section.key=value or --section.key value:
     --training.learning_rate=2e-4 --model.shape=t5-tiny --lora.r=8
 `python -m launch keys` lists them."""
+# the arguments of the verbs that take keys of a recipe
+USAGES = {
+    "run": "RECIPE [BATCH] [--dry-run] [--explain] [--resume auto|never|PATH]",
+    "plan": "RECIPE [BATCH] [--machine FILE | --gpu NAME --ram GIB [--gpus N]] [--rows-of TOKENS]"
+    " [--explain | --json]",
+    "show": "RECIPE [--rows N] [--file FILE] [--line N]",
+    "tune": "RECIPE [--forget]",
+    "submit": "local|cron|slurm|skypilot|dstack [...] RECIPE [BATCH]",
+    "evaluate": "SOURCE (--file FILE [--json] | --tasks NAMES)",
+}
+Flags = Mapping[str, Mapping[str, Any]]  # options of add_argument() by the flag's name
+RECIPE_FLAGS: Flags = {
+    **{
+        f"--{key.replace('_', '-')}": {
+            "action": "store_true",
+            "help": f"short for --launch.{key}=true",
+        }
+        for key in SWITCHES
+    },
+    "--download": {
+        "action": "store_true",
+        "help": "fetch a model or data named on a hub: --model.path=OWNER/NAME,"
+        " --data.train_file=hf:OWNER/NAME",
+    },
+}
+# flags that describe a machine to plan for, instead of this one
+MACHINE_FLAGS: Flags = {
+    "--machine": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "a described machine (configs/machines/*.yaml) instead of this one",
+    },
+    "--gpu": {
+        "metavar": "NAME",
+        "help": 'a machine with this card instead, such as "RTX 3090" (configs/cards.yaml has'
+        " them)",
+    },
+    "--gpus": {"metavar": "N", "help": "how many of that card (default 1)"},
+    "--ram": {"metavar": "GIB", "help": "that machine's RAM in GiB"},
+}
+EXPLAIN: Flags = {
+    "--explain": {
+        "action": "store_true",
+        "help": "show the whole plan: every setting, its reason and the alternatives",
+    }
+}
 
 
 @dataclass(frozen=True)
@@ -57,52 +103,27 @@ class Parser(ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
-def add_parser(subparsers: Any, verb: str, description: str, usage: str) -> ArgumentParser:
-    """The parser of a verb that takes a recipe. read() takes the recipe, the batch size and keys,
-    because argparse would take the value of an unknown flag for one of them."""
-    parser = subparsers.add_parser(
+def add_parser(subparsers: Any, verb: str, description: str) -> Parser:
+    """The parser of a verb. read() takes the recipe, the batch size and keys, because argparse
+    would take the value of an unknown flag for one of them."""
+    takes_keys = {
+        "usage": f"%(prog)s {USAGES.get(verb)} [--section.key=value ...]",
+        "epilog": EPILOG,
+        "formatter_class": RawDescriptionHelpFormatter,
+    }
+    return subparsers.add_parser(
         verb,
         help=description,
         description=description,
-        usage=f"%(prog)s RECIPE {usage} [--section.key=value ...]",
-        epilog=EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )
-    for key in SWITCHES:
-        flag = f"--{key.replace('_', '-')}"
-        parser.add_argument(flag, action="store_true", help=f"short for --launch.{key}=true")
-    parser.add_argument(
-        "--download",
-        action="store_true",
-        help="fetch a model or data named on a hub: --model.path=OWNER/NAME,"
-        " --data.train_file=hf:OWNER/NAME",
-    )
-    return parser
-
-
-def add_simple_parser(subparsers: Any, verb: str, description: str) -> ArgumentParser:
-    """The parser of a verb that takes no recipe."""
-    return subparsers.add_parser(
-        verb, help=description, description=description, allow_abbrev=False
+        **(takes_keys if verb in USAGES else {}),
     )
 
 
-def add_machine(parser: ArgumentParser) -> None:
-    """The flags that describe a machine to plan for, instead of this one."""
-    parser.add_argument(
-        "--machine",
-        type=Path,
-        metavar="FILE",
-        help="a described machine (configs/machines/*.yaml) instead of this one",
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help='a machine with this card instead, such as "RTX 3090" (configs/cards.yaml has them)',
-    )
-    parser.add_argument("--gpus", metavar="N", help="how many of that card (default 1)")
-    parser.add_argument("--ram", metavar="GIB", help="that machine's RAM in GiB")
+def add_flags(parser: ArgumentParser | Any, flags: Flags) -> None:
+    """Add flags to a parser, or to a group of it."""
+    for name, options in flags.items():
+        parser.add_argument(name, **options)
 
 
 def described_machine(arguments: Namespace) -> Machine | None:
@@ -133,15 +154,6 @@ def described_machine(arguments: Namespace) -> Machine | None:
             f"--ram {show(flags['ram'])[1:-1]}: expected the RAM in GiB, such as --ram 32"
         )
     return described.from_words(flags["gpu"], int(count), ram_gib)
-
-
-def add_explain(parser: ArgumentParser) -> None:
-    """The flag of plan and run that shows the whole plan instead of the first screen."""
-    parser.add_argument(
-        "--explain",
-        action="store_true",
-        help="show the whole plan: every setting, its reason and the alternatives",
-    )
 
 
 def read(
@@ -259,7 +271,7 @@ def _flag(arguments: Namespace, plain: str, value: str) -> str | None:
     flags = {
         name.replace("_", ""): name
         for name, default in vars(arguments).items()
-        if name not in ("verb", "main") and (default is None or isinstance(default, bool | str))
+        if name != "verb" and (default is None or isinstance(default, bool | str))
     }
     for near in nearest(plain.replace("_", "").replace("-", ""), flags, cutoff=_ALIKE):
         takes_value = not isinstance(getattr(arguments, flags[near]), bool)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from typing import Any
 
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
-from launch.commands import recipe_arguments
 from launch.recipe import key_reference
 from launch.recipe.strict_yaml import show
 from launch.schema.recipe_keys import SECTIONS
@@ -17,15 +14,11 @@ from launch.schema.recipe_keys import SECTIONS
 WIDTH = 100  # columns
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    text = "list the keys of a recipe: type, default, meaning"
-    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
+def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("section", nargs="?", help="of this section alone, or this key alone")
-    return parser
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, unparsed)
+def main(arguments: Namespace) -> int:
     section: str = arguments.section or ""
     listed = [
         key

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from launch.base import compile_caches, environment, leftovers
 from launch.base.errors import ConfigError, DoesNotFit
@@ -49,21 +48,23 @@ from launch.supervise import (
 from launch.supervise.screen import Screen
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    parser = recipe_arguments.add_parser(
-        subparsers, verb, "train", "[BATCH] [--dry-run] [--explain] [--resume auto|never|PATH]"
+def add_arguments(parser: ArgumentParser) -> None:
+    recipe_arguments.add_flags(
+        parser,
+        {
+            **recipe_arguments.RECIPE_FLAGS,
+            **recipe_arguments.EXPLAIN,
+            "--dry-run": {"action": "store_true", "help": "everything but the last call"},
+            "--from-environment": {
+                "action": "store_true",
+                "help": f"{', '.join(gpt2_variables.NAMES)} set keys of the recipe",
+            },
+            "--resume": {
+                "default": "auto",
+                "help": "auto (default), never, or a run or checkpoint folder",
+            },
+        },
     )
-    recipe_arguments.add_explain(parser)
-    parser.add_argument("--dry-run", action="store_true", help="everything but the last call")
-    parser.add_argument(
-        "--from-environment",
-        action="store_true",
-        help=f"{', '.join(gpt2_variables.NAMES)} set keys of the recipe",
-    )
-    parser.add_argument(
-        "--resume", default="auto", help="auto (default), never, or a run or checkpoint folder"
-    )
-    return parser
 
 
 def main(

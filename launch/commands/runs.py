@@ -7,10 +7,8 @@ import shlex
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from launch.base import files
 from launch.base.errors import ConfigError, Interrupted, ResourceError
@@ -23,61 +21,57 @@ from launch.run_folder.layout import RunDir
 
 _INTERVAL_S = 2.0  # pause between two looks of `watch`
 _KEEP = 5  # runs of each recipe that `runs clean` leaves their checkpoints
-_DESCRIPTIONS = {
-    "watch": "show the runs of this machine: state, step, time left, loss, memory",
-    "runs": "list all runs of this checkout; clean: free disk space that finished runs still take",
-    "report": "show where the page of a run is, or how well predictions agreed with all runs",
-    "compare": "show two runs side by side: speed, memory, losses; a table and a page",
-    "samples": "show that a run has trained each row once an epoch",
+_RUN_HELP = "a recipe (its newest run), a run's name, or its folder"
+_FLAGS: dict[str, recipe_arguments.Flags] = {
+    "watch": {
+        "run": {"nargs": "?", "help": "a recipe (its newest run) or a run's folder"},
+        "--once": {"action": "store_true", "help": "print the screen once"},
+        "--json": {"action": "store_true", "help": "print one JSON object"},
+    },
+    "runs": {
+        "action": {"nargs": "?", "choices": ("clean",), "help": "none: list them"},
+        "--json": {"action": "store_true", "help": "list them for scripts"},
+        "--keep": {
+            "type": int,
+            "metavar": "N",
+            "help": "clean: the newest N runs of each recipe keep their checkpoints; default 5",
+        },
+        "--unfinished": {
+            "action": "store_true",
+            "help": "clean: also checkpoints from which a run could be continued",
+        },
+        "--dry-run": {
+            "action": "store_true",
+            "help": "clean: only say what would be removed",
+        },
+    },
+    "report": {  # one of them
+        "run": {"nargs": "?", "help": _RUN_HELP},
+        "--calibration": {
+            "action": "store_true",
+            "help": "predicted beside measured, of all runs",
+        },
+    },
+    "compare": {
+        "first": {"metavar": "A", "help": _RUN_HELP},
+        "second": {"metavar": "B", "help": "likewise"},
+        "--anyway": {
+            "action": "store_true",
+            "help": "also where model, data or effective batch differ",
+        },
+    },
+    "samples": {"run": {"type": Path, "help": "a folder runs/<recipe>/<time>"}},
 }
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    parser = recipe_arguments.add_simple_parser(subparsers, verb, _DESCRIPTIONS[verb])
-    if verb == "watch":
-        parser.add_argument("run", nargs="?", help="a recipe (its newest run) or a run's folder")
-        parser.add_argument("--once", action="store_true", help="print the screen once")
-        parser.add_argument("--json", action="store_true", help="print one JSON object")
-    elif verb == "runs":
-        parser.add_argument("action", nargs="?", choices=("clean",), help="none: list them")
-        parser.add_argument("--json", action="store_true", help="list them for scripts")
-        parser.add_argument(
-            "--keep",
-            type=int,
-            metavar="N",
-            help="clean: the newest N runs of each recipe keep their checkpoints; default 5",
-        )
-        parser.add_argument(
-            "--unfinished",
-            action="store_true",
-            help="clean: also checkpoints from which a run could be continued",
-        )
-        parser.add_argument(
-            "--dry-run", action="store_true", help="clean: only say what would be removed"
-        )
-    elif verb == "samples":
-        parser.add_argument("run", type=Path, help="a folder runs/<recipe>/<time>")
-    elif verb == "report":
-        target = parser.add_mutually_exclusive_group(required=True)
-        target.add_argument(
-            "run", nargs="?", help="a recipe (its newest run), a run's name, or its folder"
-        )
-        target.add_argument(
-            "--calibration", action="store_true", help="predicted beside measured, of all runs"
-        )
-    else:
-        parser.add_argument(
-            "first", metavar="A", help="a recipe (its newest run), a run's name, or its folder"
-        )
-        parser.add_argument("second", metavar="B", help="likewise")
-        parser.add_argument(
-            "--anyway", action="store_true", help="also where model, data or effective batch differ"
-        )
-    return parser
+def add_arguments(parser: ArgumentParser) -> None:
+    verb = parser.get_default("verb")
+    is_report = verb == "report"
+    group = parser.add_mutually_exclusive_group(required=True) if is_report else parser
+    recipe_arguments.add_flags(group, _FLAGS[verb])
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, unparsed)
+def main(arguments: Namespace) -> int:
     workspace = Workspace.here()
     if arguments.verb == "watch":
         return _watch(workspace, arguments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from launch.base.errors import ConfigError, DataError
 from launch.base.files import expanded
@@ -21,23 +20,22 @@ _ANY = 1_000_000_000  # bad rows
 ROWS = 5
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    parser = recipe_arguments.add_parser(
-        subparsers,
-        verb,
-        "show rows as they will be trained, and which tokens have a loss",
-        "[--rows N] [--file FILE] [--line N]",
+def add_arguments(parser: ArgumentParser) -> None:
+    recipe_arguments.add_flags(
+        parser,
+        {
+            **recipe_arguments.RECIPE_FLAGS,
+            "--rows": {
+                "type": _positive,
+                "help": f"the first rows of each source (default {ROWS})",
+            },
+            "--file": {
+                "help": "a file of data.train_file or data.validation_file (default: the first of"
+                " each source of data.train_file; with --line the first)"
+            },
+            "--line": {"type": _positive, "help": "the row at this line of the file alone"},
+        },
     )
-    parser.add_argument(
-        "--rows", type=_positive, help=f"the first rows of each source (default {ROWS})"
-    )
-    parser.add_argument(
-        "--file",
-        help="a file of data.train_file or data.validation_file (default: the first of each source"
-        " of data.train_file; with --line the first)",
-    )
-    parser.add_argument("--line", type=_positive, help="the row at this line of the file alone")
-    return parser
 
 
 def _positive(text: str) -> int:

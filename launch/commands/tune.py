@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
@@ -74,14 +74,14 @@ class Outcome:
     why: str = ""
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    parser = recipe_arguments.add_parser(
-        subparsers, verb, "find the fastest batch by short real trials", "[--forget]"
+def add_arguments(parser: ArgumentParser) -> None:
+    recipe_arguments.add_flags(
+        parser,
+        {
+            **recipe_arguments.RECIPE_FLAGS,
+            "--forget": {"action": "store_true", "help": "forget the tuned batch, and do not tune"},
+        },
     )
-    parser.add_argument(
-        "--forget", action="store_true", help="forget the tuned batch, and do not tune"
-    )
-    return parser
 
 
 def main(arguments: Namespace, unparsed: Sequence[str]) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from typing import Any
 
 from launch.base.errors import LaunchError
 from launch.base.text import shown
@@ -14,21 +12,17 @@ from launch.commands import recipe_arguments
 from launch.hub import download, names
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    text = "download a model or a data set, or its newest files"
-    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
+def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "name",
         nargs="+",
         help="OWNER/NAME[@REVISION] of a model, OWNER/NAME/FILE.gguf of one file,"
         " hf:OWNER/NAME[/CONFIG][:SPLIT][@REVISION] of data",
     )
-    return parser
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+def main(arguments: Namespace) -> int:
     """Download each name, or what is new of it since; show the keys that take it."""
-    recipe_arguments.reject(arguments, unparsed)
     exit_code = 0
     for text in arguments.name:
         try:

@@ -41,18 +41,20 @@ _OF_TOKENS = {"split_special_tokens", "src_lang", "tgt_lang"}  # of its tokenize
 _INSTALL = 'python -m pip install "lm-eval[hf]"'
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    text = "loss, exact match, BLEU and ROUGE-L of a finished model on the rows of a file"
-    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
+def add_arguments(parser: ArgumentParser) -> None:
     parser.epilog = (
-        "Keys of a recipe replace those of the run, or their defaults:"
-        " --data.prompt_column=question --data.max_length=1024 --evaluation.max_new_tokens=128"
+        "Keys of a recipe replace those of the run, or their defaults:\n"
+        "--data.prompt_column=question --data.max_length=1024 --evaluation.max_new_tokens=128"
     )
-    parser.add_argument("source", type=Path, help="the folder of a model, an adapter or a run")
-    parser.add_argument("--file", help="rows, as data.train_file takes them")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--tasks", help="instead: tasks of lm-evaluation-harness, as it takes them")
-    return parser
+    recipe_arguments.add_flags(
+        parser,
+        {
+            "source": {"type": Path, "help": "the folder of a model, an adapter or a run"},
+            "--file": {"help": "rows, as data.train_file takes them"},
+            "--json": {"action": "store_true", "help": "print one JSON object"},
+            "--tasks": {"help": "instead: tasks of lm-evaluation-harness, as it takes them"},
+        },
+    )
 
 
 def main(arguments: Namespace, unparsed: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,27 +80,30 @@ class Conversion:
         return exported.base if exported else str(self.weights)
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    text = "write a trained model for other programs: merged, GGUF, Ollama"
-    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
-    parser.add_argument("source", type=Path, help="the folder of a model, an adapter or a run")
-    parser.add_argument("--to", choices=("merged", "gguf", "ollama", push.FOLDER), required=True)
-    parser.add_argument("--type", choices=BYTES, help="of a GGUF file's weights (default f16)")
-    parser.add_argument("--out", type=Path, help="a new folder (default: beside the model)")
-    parser.add_argument(
-        "--prompts", type=Path, help="a text file with a question a line, instead of held-out rows"
+def add_arguments(parser: ArgumentParser) -> None:
+    recipe_arguments.add_flags(
+        parser,
+        {
+            "source": {"type": Path, "help": "the folder of a model, an adapter or a run"},
+            "--to": {"choices": ("merged", "gguf", "ollama", push.FOLDER), "required": True},
+            "--type": {"choices": BYTES, "help": "of a GGUF file's weights (default f16)"},
+            "--out": {"type": Path, "help": "a new folder (default: beside the model)"},
+            "--prompts": {
+                "type": Path,
+                "help": "a text file with a question a line, instead of held-out rows",
+            },
+            "--llama-quantize": {"metavar": "PROGRAM", "help": f"of llama.cpp, for {Q4}"},
+            "--push": {
+                "metavar": "OWNER/NAME",
+                "help": "upload the folder to this repository, a private one",
+            },
+            "--public": {"action": "store_true", "help": "a public one"},
+            "--dry-run": {"action": "store_true", "help": "show what --push would upload"},
+        },
     )
-    parser.add_argument("--llama-quantize", metavar="PROGRAM", help=f"of llama.cpp, for {Q4}")
-    parser.add_argument(
-        "--push", metavar="OWNER/NAME", help="upload the folder to this repository, a private one"
-    )
-    parser.add_argument("--public", action="store_true", help="a public one")
-    parser.add_argument("--dry-run", action="store_true", help="show what --push would upload")
-    return parser
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, unparsed)
+def main(arguments: Namespace) -> int:
     compile_caches.settle()
     conversion, repository = _conversion(arguments), push.repository(arguments)
     if repository and not arguments.dry_run:

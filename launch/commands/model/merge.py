@@ -10,10 +10,8 @@ import shlex
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from launch.base import compile_caches, environment, files, processes
 from launch.base.errors import ConfigError, ResourceError
@@ -28,19 +26,21 @@ from launch.run_folder import layout
 ADAPTER = "adapter_config.json"
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    text = "merge a LoRA adapter into its base: one ordinary model folder"
-    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
-    parser.add_argument("source", type=Path, help="the folder of an adapter, or of a run")
-    parser.add_argument("--out", type=Path, required=True, help="a new folder")
-    parser.add_argument(
-        "--base", type=Path, help="the folder of the base, in place of the one that was trained on"
+def add_arguments(parser: ArgumentParser) -> None:
+    recipe_arguments.add_flags(
+        parser,
+        {
+            "source": {"type": Path, "help": "the folder of an adapter, or of a run"},
+            "--out": {"type": Path, "required": True, "help": "a new folder"},
+            "--base": {
+                "type": Path,
+                "help": "the folder of the base, in place of the one that was trained on",
+            },
+        },
     )
-    return parser
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
-    recipe_arguments.reject(arguments, unparsed)
+def main(arguments: Namespace) -> int:
     compile_caches.settle()
     return _merge_and_say(layout.left_in(arguments.source), arguments.out, arguments.base)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import shutil
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
@@ -28,20 +26,23 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deep
 FAILED = 3
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    text = "measure this card beside the predictions: memory, one out of memory, seconds a step"
-    parser = recipe_arguments.add_simple_parser(subparsers, verb, text)
-    parser.add_argument(
-        "--minutes", type=float, default=9.0, help="end after this time (default 9)"
+def add_arguments(parser: ArgumentParser) -> None:
+    recipe_arguments.add_flags(
+        parser,
+        {
+            "--minutes": {
+                "type": float,
+                "default": 9.0,
+                "help": "end after this time (default 9)",
+            },
+            "--part": {"type": int, "choices": PARTS, "help": "only this part of the checks"},
+            "--again": {"action": "store_true", "help": "forget the results so far"},
+        },
     )
-    parser.add_argument("--part", type=int, choices=PARTS, help="only this part of the checks")
-    parser.add_argument("--again", action="store_true", help="forget the results so far")
-    return parser
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+def main(arguments: Namespace) -> int:
     """The exit code is 3 if a check failed, or this machine has no card for it."""
-    recipe_arguments.reject(arguments, unparsed)
     if arguments.minutes <= 0:
         raise ConfigError(f"--minutes={arguments.minutes:g}: expected more than 0")
     packages.refuse_old()

@@ -84,9 +84,9 @@ def read(argv: Sequence[str]) -> tuple[RecipeArguments, str]:
 
 
 def run_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
-    parser = Parser(prog="python -m launch", allow_abbrev=False)
-    run.add_parser(parser.add_subparsers(), "run")
-    arguments, unparsed = parser.parse_known_args(["run", *argv])
+    parser = Parser(prog="python -m launch run", allow_abbrev=False)
+    run.add_arguments(parser)
+    arguments, unparsed = parser.parse_known_args(argv)
     arguments.verb = "submit"
     return arguments, unparsed
 

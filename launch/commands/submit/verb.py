@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from launch.base import compile_caches
 from launch.base.errors import ConfigError, Interrupted, ResourceError
@@ -36,39 +35,34 @@ submit skypilot|dstack --print RECIPE ...   their file
 RECIPE ... is what stands behind `python -m launch run`."""
 
 
-def add_parser(subparsers: Any, verb: str) -> ArgumentParser:
-    text = "train later or elsewhere: behind other runs, by cron, under Slurm, in a cloud"
-    parser = subparsers.add_parser(
-        verb,
-        help=text,
-        description=text,
-        usage=f"%(prog)s {'|'.join(PLACES)} [...] RECIPE [BATCH] [--section.key=value ...]",
-        epilog=EPILOG,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    recipe_arguments.add_flags(
+        parser,
+        {
+            "place": {"metavar": "PLACE", "help": ", ".join(PLACES)},
+            "--reboot": {
+                "action": "store_true",
+                "help": "local: start it again after a reboot",
+            },
+            "--sweep": {
+                "action": "append",
+                "default": [],
+                "metavar": "KEY=A,B",
+                "help": "local, slurm: a job for each value, and for each combination of several"
+                " --sweep",
+            },
+            "--print": {"action": "store_true", "help": "slurm: print the script, and no more"},
+            "--sbatch": {
+                "action": "append",
+                "default": [],
+                "metavar": "OPTIONS",
+                "help": 'slurm: options of sbatch, such as --sbatch="--partition=gpu --account=me"',
+            },
+            "--part": {"default": "", "help": "of a job that its script starts"},
+            **recipe_arguments.MACHINE_FLAGS,
+        },
     )
-    parser.add_argument("place", metavar="PLACE", help=", ".join(PLACES))
-    parser.add_argument(
-        "--reboot", action="store_true", help="local: start it again after a reboot"
-    )
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=A,B",
-        help="local, slurm: a job for each value, and for each combination of several --sweep",
-    )
-    parser.add_argument("--print", action="store_true", help="slurm: print the script, and no more")
-    parser.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="OPTIONS",
-        help='slurm: options of sbatch, such as --sbatch="--partition=gpu --account=me"',
-    )
-    parser.add_argument("--part", default="", help="of a job that its script starts")
-    recipe_arguments.add_machine(parser)
-    return parser
 
 
 def main(arguments: Namespace, unparsed: Sequence[str]) -> int:

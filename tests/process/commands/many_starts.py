@@ -53,7 +53,7 @@ def one(start: Callable[[list[str]], int], argv: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for module in VERBS.values():  # else the first line's seconds are those of imports
+    for module, _ in VERBS.values():  # else the first line's seconds are those of imports
         importlib.import_module(f"launch.commands.{module}")
     asked, answered = sys.argv[1:]
     lines = json.loads(Path(asked).read_text(encoding="utf-8"))

@@ -86,7 +86,7 @@ def test_a_flag_that_there_is_not_is_answered_with_a_line_that_can_be_pasted(
 def test_help_lists_every_verb_with_one_line(tmp_path):
     done = builders.launch(tmp_path, "--help", COLUMNS="200")
     assert done.returncode == 0
-    for verb, module in VERBS.items():
+    for verb, (module, _) in VERBS.items():
         assert re.search(rf"^ +{verb} +\w+.+$", done.stdout, re.MULTILINE)
         assert (builders.CODE / "launch" / "commands" / f"{module.replace('.', '/')}.py").is_file()
 

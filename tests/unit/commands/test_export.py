@@ -65,9 +65,8 @@ def conversion(model: Path, **values: Any) -> export.Conversion:
 
 def exported(*argv: str) -> int:
     parser = recipe_arguments.Parser()
-    export.add_parser(parser.add_subparsers(), "export")
-    arguments, others = parser.parse_known_args(["export", *argv])
-    return export.main(arguments, others)
+    export.add_arguments(parser)
+    return export.main(parser.parse_args(argv))
 
 
 @pytest.fixture

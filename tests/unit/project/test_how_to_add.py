@@ -175,27 +175,23 @@ print(recipe.data.colour, *whys)
 
 
 VERB = """
-from launch.commands import recipe_arguments
+def add_arguments(parser):
+    parser.add_argument("name")
 
 
-def add_parser(subparsers, verb):
-    return recipe_arguments.add_simple_parser(subparsers, verb, "greet")
-
-
-def main(arguments, others):
-    recipe_arguments.reject(arguments, others)
-    print("good morning")
+def main(arguments):
+    print(f"good morning, {arguments.name}")
     return 0
 """
 
 
 def test_a_verb(copy):
     (copy / "launch/commands/greet.py").write_text(VERB, encoding="utf-8")
-    changed = {add(copy, "launch/__main__.py", "\nVERBS = {", '\n    "greet": "greet",')}
+    changed = {add(copy, "launch/__main__.py", "\nVERBS = {", '\n    "greet": ("greet", "say good morning"),')}
     assert changed == files_named("A verb")
     shutil.copy(ROOT / "pyproject.toml", copy)
-    assert run(copy, MAIN, "greet") == "good morning\n"
-    assert "greet" in run(copy, MAIN, "--help")
+    assert run(copy, MAIN, "greet", "Ada") == "good morning, Ada\n"
+    assert "say good morning" in run(copy, MAIN, "--help")
 
 
 def test_a_file_type(copy):
