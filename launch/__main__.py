@@ -117,7 +117,8 @@ def _refusal(message: str, exit_code: int) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    """Only the module of the verb that was typed is imported."""
+    """Only the module of the verb that was typed is imported. Its main() returns an exit code, or
+    None for 0."""
     verb = argv[0] if argv else ""
     if verb not in VERBS and verb not in ("-h", "--help", "-V", "--version"):
         near = "".join(f"; did you mean {name}?" for name in nearest(verb, VERBS))
@@ -142,9 +143,9 @@ def _dispatch(argv: list[str]) -> int:
     module.add_arguments(parsers[verb])
     arguments, unparsed = parser.parse_known_args(argv)
     if verb in recipe_arguments.USAGES:
-        return module.main(arguments, unparsed)
+        return module.main(arguments, unparsed) or 0
     recipe_arguments.reject(arguments, unparsed)
-    return module.main(arguments)
+    return module.main(arguments) or 0
 
 
 def _version() -> str:

@@ -12,15 +12,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from launch.base.errors import ResourceError
+from launch.base.errors import LaunchError, ResourceError
+from launch.base.text import shown
 
 POLL_S = 0.2  # pause between two checks of a run
 _UNKILLABLE_S = 10.0  # limit for the end of a process after SIGKILL
@@ -38,6 +40,17 @@ _MAPPED_FILE = re.compile(
 _DRIVERS = (b"/dev/nvidia", b"/dev/kfd", b"/dev/dri/")
 # share of the time; a walk takes 20 ms per resident GiB and 10 ms per 1,000 mappings
 _WALKING_SHARE = 0.01
+
+
+def child_main(work: Callable[..., object], *arguments: Any) -> int:
+    """The exit code of a child that does this work. The user's error is one line on stderr."""
+    settle_process()
+    try:
+        work(*arguments)
+    except LaunchError as error:
+        print(f"error: {shown(str(error))}", file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 def adopt() -> None:

@@ -131,20 +131,17 @@ def open_run(start: RankStart, locks: ExitStack) -> tuple[str, str] | None:
         lambda: RunDir.create(runs, recipe.name, datetime.now()),
     )
     logs, screen = layout.log_files(start.workspace.root, opened.run, recipe), Screen()
-    for line in _full_plan(recipe, start.machine, plan):
-        screen.note(line)
-    for line in (
+    screen.note(*_full_plan(recipe, start.machine, plan))
+    screen.say(
         *first_screen.labelled("run", opened.line),
         *([] if opened.complete else first_screen.labelled("log", from_here(logs[0]))),
         *layout.kept_aside(Path(recipe.output_dir), opened.run.run_id),
-    ):
-        screen.say(line)
+    )
     if opened.complete:
         return None
     locks.enter_context(run_lock(opened.run))
     screen.log_to(*logs)
-    for line in disk_space.check(opened.run, recipe, plan):
-        screen.say(line)
+    screen.say(*disk_space.check(opened.run, recipe, plan))
     attempt = write_run(opened.run, recipe, start.machine, plan, start.workspace)
     opened.run.write_tokens(start.tokens)
     return str(opened.run.root), str(attempt.root)

@@ -174,8 +174,7 @@ class Attempts:
         budget = budgets.host_budget_bytes(self.choice.recipe, self.choice.machine)
         self._comparison = calibration.compare(self.choice.plan, measured, budget)
         self.start.lease.hold_measured(self.choice, measured)
-        for line in self._comparison.lines:
-            self._screen.say(line)
+        self._screen.say(*self._comparison.lines)
         return self._num_plans == MAX_PLANS or not self._comparison.over
 
     def _after_refuted_plan(self, result: RunResult) -> RunResult | None:
@@ -203,8 +202,7 @@ class Attempts:
                 _SEE_NO_OTHER_PLAN,
             )
             return _failed(result, failure)
-        for line in plan_lines.lines(plan_lines.planned_again(self.choice)):
-            self._screen.say(line)
+        self._screen.say(*plan_lines.lines(plan_lines.planned_again(self.choice)))
         return None
 
     def _after_failure(
@@ -310,12 +308,11 @@ class Attempts:
         source = f"from step {committed}" if committed else "from the beginning"
         processes = f"{plan.strategy.num_processes} process(es)"
         changes = [change for change in plan.changes if change not in before.plan.changes]
-        for line in (
+        self._screen.say(
             f"planned again, {source}: {plan.strategy.mode} with {processes}",
             *plan_lines.lines(plan_lines.change_facts(changes)),
             *plan_lines.lines(plan_lines.planned_again(self.choice)),
-        ):
-            self._screen.say(line)
+        )
 
     def _stopped(self, result: RunResult) -> RunResult:
         """The end of a start that was stopped while the plan after an attempt was made."""

@@ -48,8 +48,7 @@ def _examine(
 ) -> bool:
     """Describe this machine and its problems; True if none of them stops training."""
     machine = probe_machine.machine(run_dir=run_dir)
-    for line in probe_machine.describe(machine):
-        say(line)
+    say("\n".join(probe_machine.describe(machine)))
     all_problems = [*_torch_problems(machine), *problems(machine)]
     stops = any(problem.stops for problem in all_problems)
     if len(machine.gpus) < 2:
@@ -60,8 +59,7 @@ def _examine(
         link = link_test.link(
             machine, len(machine.gpus), cache, environment.passed(environ), say=say, fresh=True
         )
-        for line in link_test.lines(link):
-            say(line)
+        say("\n".join(link_test.lines(link)))
         stops = is_blocked(link)
     if not stops:
         try:

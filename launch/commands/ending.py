@@ -49,8 +49,7 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
         Ledger(workspace.ledger_file, screen.say).record(measurement)
     score = result.summary.get("exact_match_after")
     chat = [chat_command(recipe.output_dir), *sample_lines(recipe.data.sources[0].path, score)]
-    for line in text.result_lines(recipe, machine, plan, result, chat):
-        screen.say(line)
+    screen.say(*text.result_lines(recipe, machine, plan, result, chat))
     records = html.Records(
         events=events,
         evaluations=[score for part in parts.values() for score in part.evaluations],

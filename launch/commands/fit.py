@@ -47,7 +47,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: Namespace) -> None:
     models = [_model_name(name) for name in arguments.model or fit.MODELS]
     lengths = [_length(text) for text in arguments.length or map(str, fit.LENGTHS)]
     workspace = Workspace.here()
@@ -73,18 +73,15 @@ def main(arguments: Namespace) -> int:
 
     if arguments.json:
         print(to_json({"machine": machine.name, "fits": fit_table.as_json(answers)}, indent=1))
-        return 0
-    if arguments.lines:
+    elif arguments.lines:
         print("\n".join(fit_table.lines(answers)))
-        return 0
-    from rich.console import Console
+    else:
+        from rich.console import Console
 
-    console = Console(width=columns(), highlight=False)
-    console.print(fit_table.table(answers, f"{machine.name}: what fits"))
-    if machine.assumed:
-        console.print(f"Assumed: {machine.assumed}.")
-    console.print("\n".join([fit_table.margin_line(answers), *fit_table.LEGEND]))
-    return 0
+        console = Console(width=columns(), highlight=False)
+        console.print(fit_table.table(answers, f"{machine.name}: what fits"))
+        assumed = [f"Assumed: {machine.assumed}."] if machine.assumed else []
+        console.print(*assumed, fit_table.margin_line(answers), *fit_table.LEGEND, sep="\n")
 
 
 def _say(line: str) -> None:

@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+def main(arguments: Namespace, unparsed: Sequence[str]) -> None:
     if arguments.json and arguments.explain:
         raise ConfigError("--json and --explain: expected one of them; --json has the whole plan")
     typed = recipe_arguments.read(arguments, unparsed)
@@ -62,13 +62,11 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
     if arguments.json:
         rows = [asdict(fact) for fact in plan_lines.facts(recipe, machine, plan)]
         print(to_json({**asdict(plan), "facts": rows}, indent=1))
-        return 0
-    if arguments.explain:
-        lines = plan_lines.full_text(recipe, machine, plan)
+    elif arguments.explain:
+        print(shown("\n".join(plan_lines.full_text(recipe, machine, plan))))
     else:
-        lines = first_screen.lines(recipe, machine, plan, datetime.now(), columns=columns())
-    print(shown("\n".join(lines)))
-    return 0
+        screen = first_screen.lines(recipe, machine, plan, datetime.now(), columns=columns())
+        print(shown("\n".join(screen)))
 
 
 def _tokens(text: str | None) -> int | None:

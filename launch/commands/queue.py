@@ -41,11 +41,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: Namespace) -> None:
     place, action = leases.folder(), arguments.action
     if action is None:
-        _list(place, arguments.json)
-        return 0
+        return _list(place, arguments.json)
     if arguments.json:
         raise ConfigError(f"queue {action}: --json is for the list alone; leave it out")
     num_expected = 2 if action == "move" else 1
@@ -63,7 +62,6 @@ def main(arguments: Namespace) -> int:
         _yield(place, runs[0])
     else:
         _ask(place, runs[0], is_held=action == "hold")
-    return 0
 
 
 def _list(place: Path, as_json: bool) -> None:

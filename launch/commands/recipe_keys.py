@@ -18,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("section", nargs="?", help="of this section alone, or this key alone")
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: Namespace) -> None:
     section: str = arguments.section or ""
     listed = [
         key
@@ -33,4 +33,3 @@ def main(arguments: Namespace) -> int:
     for key in listed:
         print(f"{key.name}: {key.type}; default {key.default}")
         print(textwrap.fill(key.meaning, WIDTH, initial_indent=indent, subsequent_indent=indent))
-    return 0

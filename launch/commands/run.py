@@ -133,8 +133,7 @@ def run(
             choice = _choose(start, dry_run, new_run)
         except tokenising.Failed as failed:
             screen.log_to(*layout.log_files(workspace.root, new_run(), recipe))
-            for line in text.failure_lines(failed.result):
-                screen.say(line)
+            screen.say(*text.failure_lines(failed.result))
             return failed.result.exit_code
         except DoesNotFit as error:
             if not start.oom_history.ran_out:
@@ -150,7 +149,8 @@ def run(
         if opened.complete:
             return 0
         if dry_run:
-            return _finish_dry_run(start, choice, new_run(), resume)
+            _finish_dry_run(start, choice, new_run(), resume)
+            return 0
         choice, opened = _with_lease(start, choice, opened, resume, new_run)
         locks.enter_context(layout.run_lock(opened.run))
         leftovers.sweep(opened.run.root)
@@ -181,8 +181,7 @@ def _train(
         choice, opened = wait(
             start, attempts.choice, replace(opened, run=run), resumed_path, new_run
         )
-        for line in [*plan_lines.lines(plan_lines.planned_again(choice)), opened.line]:
-            start.screen.say(line)
+        start.screen.say(*plan_lines.lines(plan_lines.planned_again(choice)), opened.line)
         if opened.run.root != run.root:
             start.locks.enter_context(layout.run_lock(opened.run))
 
@@ -297,8 +296,7 @@ def _with_lease(
         start.read_memory_of_now()
         choice = start.plan(new_run)
         opened = _open(start, choice, resume, new_run)
-        for line in plan_lines.lines(plan_lines.planned_again(choice)):
-            start.screen.say(line)
+        start.screen.say(*plan_lines.lines(plan_lines.planned_again(choice)))
     raise DoesNotFit(f"{choice.recipe.name}: {refusal}, each time that it was planned again")
 
 
@@ -314,24 +312,21 @@ def _show_plan(
     screen, recipe, machine, plan = start.screen, choice.recipe, choice.machine, choice.plan
     full_plan = [*plan_lines.full_text(recipe, machine, plan), opened.line]
     full_plan += [f"log: {log_file}"] if log_file else []
-    for line in full_plan:
-        (screen.say if explain else screen.note)(line)
+    (screen.say if explain else screen.note)(*full_plan)
     if not explain:
         below = [("run", opened.line), *([("log", from_here(log_file))] if log_file else [])]
         steps_done = 0 if opened.complete else opened.run.last_step()
-        for line in first_screen.lines(
+        lines = first_screen.lines(
             recipe, machine, plan, datetime.now(), steps_done, below, columns=columns()
-        ):
-            screen.say(line, log=False)
+        )
+        screen.say(*lines, log=False)
     if not start.is_first:
         return
-    for line in layout.kept_aside(Path(recipe.output_dir), opened.run.run_id):
-        screen.say(line)
+    screen.say(*layout.kept_aside(Path(recipe.output_dir), opened.run.run_id))
     if opened.complete:
         screen.say(f"chat with it: {ending.chat_command(recipe.output_dir)}")
         return
-    for note in filter(None, (manifest.root_note(), manifest.key_note())):
-        screen.say(note)
+    screen.say(*filter(None, (manifest.root_note(), manifest.key_note())))
     environment.check(os.environ, plan.strategy.backend)
     if plan.strategy.launch_mode.engine != "plain":
         environment.check_loopback(plan.strategy.num_machines)
@@ -351,14 +346,12 @@ def _show_plan(
             f" --launch.pass_env='[{', '.join([*passed, *names])}]' passes it"
         )
     leased_bytes = run_lease.leased_disk_bytes(opened.run.root, leases.granted())
-    for line in disk_space.check(opened.run, recipe, plan, leased_bytes):
-        screen.say(line)
+    screen.say(*disk_space.check(opened.run, recipe, plan, leased_bytes))
 
 
-def _finish_dry_run(start: LaunchContext, choice: Choice, folder: RunDir, resume: str) -> int:
+def _finish_dry_run(start: LaunchContext, choice: Choice, folder: RunDir, resume: str) -> None:
     """Write the plan's files, and show the line that trains them in a run of their own."""
     recipe, machine, plan = choice.recipe, choice.machine, choice.plan
     attempt = write.write_run(folder, recipe, machine, plan, start.workspace, resume=resume)
-    start.screen.say("dry run: this line trains")
-    start.screen.say(str(start.command(choice, folder, attempt, resume)))
-    return 0
+    command = start.command(choice, folder, attempt, resume)
+    start.screen.say("dry run: this line trains", str(command))

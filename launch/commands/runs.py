@@ -71,7 +71,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     recipe_arguments.add_flags(group, _FLAGS[verb])
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: Namespace) -> int | None:
     workspace = Workspace.here()
     if arguments.verb == "watch":
         return _watch(workspace, arguments)
@@ -88,7 +88,6 @@ def main(arguments: Namespace) -> int:
     else:
         lines = sample_audit.lines(RunDir(arguments.run))
     print("\n".join(lines))
-    return 0
 
 
 def _page(workspace: Workspace, name: str) -> Path:
@@ -103,7 +102,7 @@ def _page(workspace: Workspace, name: str) -> Path:
     return run.report_file
 
 
-def _list(workspace: Workspace, arguments: Namespace) -> int:
+def _list(workspace: Workspace, arguments: Namespace) -> None:
     if arguments.keep is not None or arguments.unfinished or arguments.dry_run:
         raise ConfigError(
             "runs: --keep, --unfinished and --dry-run are for runs clean; add clean, or leave them"
@@ -122,10 +121,9 @@ def _list(workspace: Workspace, arguments: Namespace) -> int:
         console.print(table.table(rows))
     else:
         print(shown(f"no runs in {workspace.runs} yet"))
-    return 0
 
 
-def _clean(workspace: Workspace, arguments: Namespace) -> int:
+def _clean(workspace: Workspace, arguments: Namespace) -> None:
     """Free disk space by the rules of cleanup.py."""
     keep = _KEEP if arguments.keep is None else arguments.keep
     if keep < 0:
@@ -148,10 +146,9 @@ def _clean(workspace: Workspace, arguments: Namespace) -> int:
     for line in survey.stays:
         print(shown(f"stays: {line}"))
     print(f"{'would free' if arguments.dry_run else 'freed'} {size(freed_bytes)}")
-    return 0
 
 
-def _watch(workspace: Workspace, arguments: Namespace) -> int:
+def _watch(workspace: Workspace, arguments: Namespace) -> int | None:
     from rich.console import Console
     from rich.live import Live
 
@@ -165,11 +162,11 @@ def _watch(workspace: Workspace, arguments: Namespace) -> int:
             "cards": [asdict(card) for card in cards()],
         }
         print(json.dumps(state, indent=1))
-        return 0
+        return None
     console = Console()
     if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
         console.print(watcher.page(), soft_wrap=True)
-        return 0
+        return None
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:

@@ -44,7 +44,7 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+def main(arguments: Namespace, unparsed: Sequence[str]) -> None:
     if arguments.rows is not None and arguments.line is not None:
         raise ConfigError("show: --rows and --line are both given; --line shows one row alone")
     typed = recipe_arguments.read(arguments, unparsed)
@@ -60,11 +60,10 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
     console = Console(highlight=False, soft_wrap=True)
     colours = console.is_terminal and not console.no_color
     data, is_one_row = facts.recipe.data, arguments.line is not None
-    for line in shown_rows.lines(data, facts.rows.format, files, rows, colours, is_one_row):
-        console.print(line)
+    lines = shown_rows.lines(data, facts.rows.format, files, rows, colours, is_one_row)
+    console.print(*lines, sep="\n")
     if arguments.line is None:
         show_rows.refuse_untrained(files, rows)
-    return 0
 
 
 def _facts(typed: RecipeArguments, line: int | None) -> Facts:

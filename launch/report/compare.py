@@ -35,16 +35,16 @@ _RULES = (
 )
 
 
-def run(workspace: Workspace, first: str, second: str, anyway: bool) -> int:
-    """Print both runs, their differences and the table, and write the page; the exit code. Raises
+def run(workspace: Workspace, first: str, second: str, anyway: bool) -> None:
+    """Print both runs, their differences and the table, and write the page. Raises
     ConfigError where they cannot be compared, ResourceError where there is no such run."""
     runs = [comparable.find(workspace, name) for name in (first, second)]
     if runs[0].root == runs[1].root:
         raise ConfigError(f"{first} and {second} are the same run, {runs[0].root}; give two")
     a, b = (comparable.read(run, lambda line: print(shown(line))) for run in runs)
     differs = comparable.differences(a, b)
-    for line in [*heading(a, b, differs), *(f"differs: {item.text}" for item in differs)]:
-        print(shown(line))
+    lines = [*heading(a, b, differs), *(f"differs: {item.text}" for item in differs)]
+    print(shown("\n".join(lines)))
     if (blocking := [item.text for item in differs if item.blocks]) and not anyway:
         raise ConfigError(
             f"these runs cannot be compared: {'; '.join(blocking)}. Make them alike, or add"
@@ -52,13 +52,11 @@ def run(workspace: Workspace, first: str, second: str, anyway: bool) -> int:
         )
     table = figures(a, b)
     print(shown(as_text(table)))
-    for line in _RULES:
-        print(line)
+    print(*_RULES, sep="\n")
     file = workspace.runs / f"compare-{a.run.run_id}-{b.run.run_id}.html"
     file.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomic(file, html(a, b, differs, table))
     print(shown(f"page: {file}"))
-    return 0
 
 
 def heading(a: Side, b: Side, differs: Sequence[Difference]) -> Iterator[str]:

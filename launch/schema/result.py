@@ -424,7 +424,8 @@ class FinishedModel:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of a model on the rows of a file: `evaluate --json`. Shares are from 0 to 1."""
+    """Figures of a model on the rows of a file: `evaluate --json`. BLEU and ROUGE-L are from 0 to
+    100, exact match is a share from 0 to 1."""
 
     model: str
     file: str

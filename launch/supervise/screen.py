@@ -90,31 +90,31 @@ class Screen:
             files.check_regular(file)
             self._logs.append(file.open("a", encoding="utf-8"))
         lines, self._unlogged = self._unlogged, []
-        for line in lines if log_files else ():
-            self.note(line)
+        self.note(*lines if log_files else ())
 
-    def say(self, line: str = "", log: bool = True) -> None:
-        """Show one line, above the bar if there is one, and write it to the log. On a terminal,
+    def say(self, *lines: str, log: bool = True) -> None:
+        """Show lines, above the bar if there is one, and write them to the log. On a terminal,
         counts of tokenised rows move the bar instead."""
-        rows = RowProgress.read(line)
-        if rows and self._console.is_terminal:
-            self._bar = self._bar or ProgressBar(self._console, stays=False)
-            self._bar.show(f"tokenising {rows.name}", rows.rows, rows.total)
-        else:
-            self._print(line)
+        for line in lines:
+            rows = RowProgress.read(line)
+            if rows and self._console.is_terminal:
+                self._bar = self._bar or ProgressBar(self._console, stays=False)
+                self._bar.show(f"tokenising {rows.name}", rows.rows, rows.total)
+            else:
+                self._print(line)
         if log:
-            self.note(line)
+            self.note(*lines)
 
     def _print(self, line: str) -> None:
         self._console.print(shown(line), markup=False)
 
-    def note(self, line: str) -> None:
-        """Write one line to the log alone; a line from before there is a log follows later."""
+    def note(self, *lines: str) -> None:
+        """Write lines to the log alone; those from before there is a log follow later."""
         if not self._logs:
-            self._unlogged.append(line)
+            self._unlogged += lines
         for log in list(self._logs):
             try:
-                log.write(shown(line) + "\n")
+                log.writelines(shown(line) + "\n" for line in lines)
                 log.flush()
             except OSError as error:  # the attempt's folder has the ranks' own lines
                 self._logs.remove(log)

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 
 from launch.base import files, modules, processes
-from launch.base.errors import LaunchError, ResourceError
+from launch.base.errors import ResourceError
 from launch.base.text import shown, size
 from launch.data import sources, token_cache
 from launch.data.rows import IGNORED, BadRows
@@ -40,7 +38,6 @@ class Work:
     device: torch.device
     dtype: torch.dtype | None  # of the autocast
     rows_at_once: int
-    say: Callable[[str], None]
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None)
@@ -78,7 +75,7 @@ def mean_loss(work: Work) -> tuple[float, int]:
         work.tokenizer.pad_token_id, start, is_packed=work.tokens.recipe.data.packing
     )
     order = rows.lengths().sum(axis=1).argsort(kind="stable").tolist()
-    work.say(f"the loss of {len(rows):,} rows, {count} at once")
+    _say(f"the loss of {len(rows):,} rows, {count} at once")
     totals = torch.zeros(2, dtype=torch.float64, device=work.device)
     for begin in range(0, len(rows), count):
         batch = collator(rows.__getitems__(order[begin : begin + count]))
@@ -106,33 +103,39 @@ def scores(work: Work) -> dict[str, Any]:
     if not pairs:
         return {"questions": 0}
     new_tokens = tokens.recipe.evaluation.max_new_tokens
-    work.say(f"greedy answers to {len(pairs):,} questions, of up to {new_tokens} tokens")
+    _say(f"greedy answers to {len(pairs):,} questions, of up to {new_tokens} tokens")
     with work.autocast():
         shares = evaluate.scores(
             *(work.model, work.tokenizer, pairs, new_tokens, work.device),
             *(lambda: None, work.rows_at_once),
             lambda text, right: overlaps.append(evaluate.rouge_l(text, right)),
         )
-    return {"questions": len(pairs), **shares, "rouge_l": sum(overlaps) / len(overlaps)}
+    rouge_l = sum(overlaps) / len(overlaps)
+    return {
+        "questions": len(pairs),
+        "exact_match": shares["exact_match"],
+        "bleu": 100 * shares["bleu"],
+        "rouge_l": 100 * rouge_l,
+    }
 
 
-def _evaluate_rows(
-    tokens: TokenCache,
-    source: FinishedModel,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    fuses: bool,
-    free_bytes: int,
-    say: Callable[[str], None],
-) -> Evaluation:
-    """The figures of a model. `dtype` is that of the training's autocast; `fuses`: the adapters are
-    computed with their layers, as in training. Raises LaunchError."""
+def _evaluate(
+    folder: Path, device: torch.device, precision: str, free_bytes: int, fuses: bool
+) -> None:
+    """Write the figures of the model and the rows that the folder's files describe. `precision` is
+    that of the training's autocast; `fuses`: the adapters are computed with their layers, as in
+    training. Raises LaunchError."""
+    tokens = files.read(folder / "tokens.json", TokenCache)
+    source = files.read(folder / "model.json", FinishedModel)
+    assert tokens is not None and source is not None
+    used = {"peft": source.is_adapter, "bitsandbytes": source.quantization}
+    modules.leave_out(package for package in modules.OPTIONAL if not used.get(package))
     with modules.uncollected():
         from training.data import prepare, tokenizer
         from training.levers import adapters
         from training.model import finished
 
-    prepare.ensure(tokens, say)
+    prepare.ensure(tokens, _say)
     counts = (files.read(tokens.folder / token_cache.TOKENS_READY, dict[str, Any]) or {})["train"]
     recipe, loaded = tokens.recipe, tokenizer.load(tokens.folder / "tokenizer")
     model, file = finished.load(source, loaded, device), recipe.data.train_names
@@ -141,9 +144,10 @@ def _evaluate_rows(
     most_targets = max(counts["longest_target"], recipe.evaluation.max_new_tokens)
     row_bytes = (counts["longest_input"] + most_targets) * token_bytes(model)
     count = rows_at_once(row_bytes, free_bytes, counts["rows"], file)
-    work = Work(tokens, model, loaded, device, dtype, count, say)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    work = Work(tokens, model, loaded, device, dtype, count)
     loss, target_tokens = mean_loss(work)
-    return Evaluation(
+    evaluation = Evaluation(
         model=str(source.folder),
         file=file,
         device="the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
@@ -156,40 +160,14 @@ def _evaluate_rows(
         rows_at_once=count,
         **scores(work),
     )
+    files.write_json(folder / "evaluation.json", evaluation)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="of the files of the verb")
-    for name in ("device", "precision"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--free-bytes", type=int, required=True)
-    for name in ("fuses", "quiet"):
-        parser.add_argument(f"--{name}", action="store_true")
-    arguments = parser.parse_args()
-    processes.settle_process()
-    tokens = files.read(arguments.folder / "tokens.json", TokenCache)
-    finished = files.read(arguments.folder / "model.json", FinishedModel)
-    assert tokens is not None and finished is not None
-    used = {"peft": finished.is_adapter, "bitsandbytes": finished.quantization}
-    modules.leave_out(package for package in modules.OPTIONAL if not used.get(package))
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.precision)
-
-    def say(line: str) -> None:
-        if not arguments.quiet:
-            print(shown(line), flush=True)
-
-    try:
-        device = torch.device(arguments.device)
-        evaluation = _evaluate_rows(
-            *(tokens, finished, device, dtype, arguments.fuses, arguments.free_bytes, say)
-        )
-    except LaunchError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
-        return error.exit_code
-    files.write_json(arguments.folder / "evaluation.json", evaluation)
-    return 0
+def _say(line: str) -> None:
+    print(shown(line), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    folder, device, precision, free_bytes, *fuses = sys.argv[1:]
+    work = (Path(folder), torch.device(device), precision, int(free_bytes), bool(fuses))
+    sys.exit(processes.child_main(_evaluate, *work))

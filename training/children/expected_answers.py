@@ -3,7 +3,6 @@ the margins of their logits. `python -m launch export` starts it."""
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import unicodedata
@@ -97,11 +96,6 @@ def _rows_of_run(folder: Path) -> tuple[list[Sample], list[Sample]]:
         return [], []
 
 
-def _read_prompts(file: Path) -> list[Sample]:
-    """A question a line. Raises ResourceError."""
-    return [_question(line) for line in files.lines_of_text(file)]
-
-
 def _question(text: str) -> Conversation:
     return Conversation([{"role": "user", "content": text}])
 
@@ -172,13 +166,12 @@ def expected(folder: Path, run: Path | None, file: Path | None) -> ExpectedAnswe
     reference = load(folder)
     tokenizer = reference.tokenizer
     trained, held_out = _rows_of_run(run) if run else ([], [])
-    samples_asked, origin = _prompts_of(held_out or trained, tokenizer), "training rows"
-    if held_out:
-        origin = "held-out rows"
+    samples_asked = _prompts_of(held_out or trained, tokenizer)
+    origin = "held-out rows" if held_out else "training rows"
     if file is not None:
-        samples_asked, origin = _read_prompts(file), file.name
+        samples_asked, origin = [*map(_question, files.lines_of_text(file))], file.name
     if not samples_asked:
-        samples_asked, origin = [_question(text) for text in QUESTIONS], "built-in questions"
+        samples_asked, origin = [*map(_question, QUESTIONS)], "built-in questions"
     prompts = tuple(map(reference.prompt, samples_asked))
     rows = [text_of(sample)[:MOST_CHARACTERS] for sample in trained]
     rows += [prompt.text for prompt in prompts]
@@ -206,21 +199,11 @@ def _prompts_of(dataset: Sequence[Sample], tokenizer: Any) -> Sequence[Sample]:
     return [question for question, _ in pairs] or texts[:_NUM_PROMPTS]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("folder", "run", "prompts", "out"):
-        parser.add_argument(f"--{name}", type=Path)
-    arguments = parser.parse_args()
-    processes.settle_process()
-    modules.leave_out(modules.OPTIONAL)
-    try:
-        answers = expected(arguments.folder, arguments.run, arguments.prompts)
-        files.write_json(arguments.out, answers)
-    except LaunchError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
-        return error.exit_code
-    return 0
+def _write(folder: str, out: str, run: str, prompts: str) -> None:
+    answers = expected(Path(folder), Path(run) if run else None, Path(prompts) if prompts else None)
+    files.write_json(Path(out), answers)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    modules.leave_out(modules.OPTIONAL)
+    sys.exit(processes.child_main(_write, *sys.argv[1:]))

@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.base import files, modules, processes
-from launch.base.errors import LaunchError, ResourceError, StorageError
-from launch.base.text import cause, shown
+from launch.base.errors import ResourceError, StorageError
+from launch.base.text import cause
 from launch.schema.result import ExportedModel
 
 if TYPE_CHECKING:
@@ -46,8 +45,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
 
     try:
         base_model = load(base)
-        has_tokenizer = (adapter / "tokenizer_config.json").is_file()
-        source = adapter if has_tokenizer else base
+        source = adapter if (adapter / "tokenizer_config.json").is_file() else base
         merged_tokenizer = tokenizer.load(source)
         build.grow_vocabulary(base_model, len(merged_tokenizer))  # rows that the adapter trained
         build.take_generation(base_model, merged_tokenizer, adapter)
@@ -80,28 +78,13 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("base", "adapter", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    arguments = parser.parse_args()
-    processes.settle_process()
-    modules.leave_out(package for package in modules.OPTIONAL if package != "peft")
-    try:
-        merge(arguments.base, arguments.adapter, arguments.out)
-    except LaunchError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
-        return error.exit_code
-    exported = files.read(arguments.adapter / "lowmem.json", ExportedModel)
-    quantization = exported.quantization if exported else None
-    if quantization:
+    exported = files.read(adapter / "lowmem.json", ExportedModel)
+    if exported and exported.quantization:
         print(
             "the adapter was trained on 4-bit weights; it is merged into the full-precision weights"
         )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    modules.leave_out(package for package in modules.OPTIONAL if package != "peft")
+    sys.exit(processes.child_main(merge, *map(Path, sys.argv[1:])))

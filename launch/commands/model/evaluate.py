@@ -57,7 +57,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int | None:
     overrides = recipe_arguments.read_keys(arguments, unparsed)
     if (arguments.file is None) == (arguments.tasks is None):
         raise ConfigError("evaluate: expected either --file FILE or --tasks NAME,NAME")
@@ -65,23 +65,22 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
     model = finished.find(arguments.source)
     if arguments.tasks is not None:
         return subprocess.run(_harness(model, arguments.tasks), check=False).returncode
-    run_recipe, flags = None, ["--precision", "no", *["--quiet"] * arguments.json]
+    run_recipe, flags = None, ["no"]
     if run := export.run_of(arguments.source, model.folder):
         run_recipe, strategy = RunDir(run).read_recipe(), RunDir(run).read_plan().strategy
-        flags += ["--precision", strategy.mixed_precision]
-        flags += ["--fuses"] * (strategy.levers.fused_adapters and model.is_adapter)
+        fuses = strategy.levers.fused_adapters and model.is_adapter
+        flags = [strategy.mixed_precision, *["fuses"] * fuses]
     tokens = _tokens(
         model, _recipe(model, run_recipe, arguments.file, overrides), is_run=run_recipe is not None
     )
     model = replace(model, dtype=tokens.recipe.model.dtype)
     with TemporaryDirectory() as folder:
-        exit_code = _run_child(tokens, model, Path(folder), flags)
+        exit_code = _run_child(tokens, model, Path(folder), flags, is_quiet=arguments.json)
         evaluation = files.read(Path(folder) / "evaluation.json", Evaluation)
     if exit_code or evaluation is None:
         return exit_code or 1
     evaluation = replace(evaluation, notes=tuple(_notes(tokens, evaluation)))
     print(files.to_json(vars(evaluation), 1) if arguments.json else shown(_text(evaluation)))
-    return 0
 
 
 def _harness(model: FinishedModel, tasks: str) -> list[str]:
@@ -160,16 +159,19 @@ def _notes_on_format(recipe: Recipe, data_format: DataFormat, is_pair: bool) -> 
         yield f"chat template: {template}; --tokenizer.chat_template=chatml names another one"
 
 
-def _run_child(tokens: TokenCache, model: FinishedModel, folder: Path, flags: Sequence[str]) -> int:
+def _run_child(
+    tokens: TokenCache, model: FinishedModel, folder: Path, flags: Sequence[str], is_quiet: bool
+) -> int:
     """Let a child write evaluation.json into a folder; its exit code. Raises ResourceError for
-    weights that do not fit."""
+    weights that do not fit. `flags`: the precision, and "fuses"."""
     machine = probe_machine.machine(run_dir=Workspace.here().root)
     beside_weights = free_bytes(model, machine)
     files.write_json(folder / "tokens.json", tokens)
     files.write_json(folder / "model.json", model)
-    argv = ["-P", "-m", "training.children.evaluate", "--folder", str(folder)]
-    argv += ["--device", "cuda" if machine.gpus else "cpu", "--free-bytes", str(beside_weights)]
-    return merge.run_child(sys.executable, *argv, *flags)
+    precision, *fuses = flags
+    device = "cuda" if machine.gpus else "cpu"
+    argv = (folder, device, precision, beside_weights, *fuses)
+    return merge.run_child(*merge.child("evaluate"), *argv, is_quiet=is_quiet)
 
 
 def _notes(tokens: TokenCache, figures: Evaluation) -> Iterator[str]:
@@ -212,6 +214,6 @@ def _text(figures: Evaluation) -> str:
     if figures.exact_match is not None and figures.bleu is not None:
         lines.append(
             f"exact match {figures.exact_match:.1%} of {figures.questions:,} questions, BLEU"
-            f" {100 * figures.bleu:.1f}, ROUGE-L {100 * (figures.rouge_l or 0):.1f}"
+            f" {figures.bleu:.1f}, ROUGE-L {figures.rouge_l or 0:.1f}"
         )
     return "\n".join([*lines, *figures.notes])

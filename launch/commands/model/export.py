@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import shutil
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -103,7 +102,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: Namespace) -> int | None:
     compile_caches.settle()
     conversion, repository = _conversion(arguments), push.repository(arguments)
     if repository and not arguments.dry_run:
@@ -116,11 +115,10 @@ def main(arguments: Namespace) -> int:
     if repository:
         named = {str(path): path.name for path in (conversion.model, conversion.out)}
         push.push(conversion.out, conversion.base(), named, repository, arguments)
-    return 0
 
 
 def _conversion(arguments: Namespace) -> Conversion:
-    model = layout.left_in(arguments.source).absolute()
+    model = merge.source_folder(arguments.source).absolute()
     file_type = arguments.type or "f16"
     if arguments.type and arguments.to in ("merged", push.FOLDER):
         raise ConfigError(f"--type {file_type}: is of a GGUF file; leave it out beside --to merged")
@@ -274,22 +272,20 @@ def _convert(conversion: Conversion, aside: Path) -> int:
 
 def _ask_model(conversion: Conversion, folder: Path, out: Path) -> int:
     print("asking the model", flush=True)
-    options = {"--run": conversion.run, "--prompts": conversion.prompts}
-    argv = [str(value) for option in options.items() if option[1] for value in option]
-    module = ("-P", "-m", "training.children.expected_answers")
-    fixed = ("--folder", str(folder), "--out", str(out))
-    return merge.run_child(sys.executable, *module, *fixed, *argv)
+    argv = (folder, out, conversion.run or "", conversion.prompts or "")
+    return merge.run_child(*merge.child("expected_answers"), *argv)
 
 
 def _run_tools(
     conversion: Conversion, folder: Path, file: Path, expected_file: Path, out: Path
 ) -> int:
     """Write the file and let llama.cpp answer from it, with the Python of the tools."""
-    argv = [str(TOOLS / "bin" / "python"), str(SCRIPTS / "to_gguf.py")]
-    argv += ["--folder", str(folder), "--file", str(file), "--type", conversion.file_type]
-    argv += ["--expected", str(expected_file), "--out", str(out)]
-    argv += ["--llama-quantize", conversion.quantizer] if conversion.quantizer else []
-    return merge.run_child(*argv)
+    return merge.run_child(
+        *(TOOLS / "bin" / "python", SCRIPTS / "to_gguf.py"),
+        *("--folder", folder, "--file", file, "--type", conversion.file_type),
+        *("--expected", expected_file, "--out", out),
+        *(("--llama-quantize", conversion.quantizer) if conversion.quantizer else ()),
+    )
 
 
 def _finish(
@@ -298,9 +294,8 @@ def _finish(
     """Name the file by what was compared, write the texts beside it, and put the folder in its
     place. Raises ExportError for a file that is not the model."""
     figures = converted.summary(expected, answers)
-    faults = []
-    if conversion.file_type != Q4:
-        faults = list(converted.problems(expected, answers, conversion.file_type))
+    is_judged = conversion.file_type != Q4
+    faults = [*converted.problems(expected, answers, conversion.file_type)] if is_judged else []
     if faults:
         file = file.rename(file.with_name(f"{file.name}.unchecked"))
         file.with_name(EXPORTED).unlink()

@@ -13,7 +13,6 @@ from launch.base.errors import ResourceError
 from launch.base.workspace import FILES, Workspace
 from launch.commands.model import merge
 from launch.predict import model_config, optimizers, weight_files
-from launch.run_folder import layout
 from launch.schema.model_sections import (
     DTYPE_BYTES,
     LoraSection,
@@ -26,7 +25,7 @@ from launch.schema.result import ExportedModel, FinishedModel
 def find(source: Path) -> FinishedModel:
     """The model of a run, or in a folder, whose files are as they should be. Raises
     ResourceError."""
-    folder = layout.left_in(source).absolute()
+    folder = merge.source_folder(source).absolute()
     if not any((folder / name).is_file() for name in ("config.json", merge.ADAPTER)):
         raise ResourceError(
             f"{folder}: no model here; give the folder that the run printed, or a run folder"

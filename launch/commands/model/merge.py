@@ -19,6 +19,7 @@ from launch.base.text import from_here, shown, size
 from launch.base.workspace import CODE
 from launch.commands import recipe_arguments
 from launch.commands.model import converted
+from launch.hub import names
 from launch.predict import model_config, weight_files
 from launch.probe import machine
 from launch.run_folder import layout
@@ -42,16 +43,28 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def main(arguments: Namespace) -> int:
     compile_caches.settle()
-    return _merge_and_say(layout.left_in(arguments.source), arguments.out, arguments.base)
-
-
-def _merge_and_say(source: Path, out: Path, base: Path | None = None) -> int:
-    """merge(), with a README.md and a line that names the new folder."""
+    source, out, base = source_folder(arguments.source), arguments.out, arguments.base
     exit_code = merge(source, out, base)
     if not exit_code:
         write_readme(source, base or base_of(source), out, out)
         print(f"merged into {shown(str(out))}")
     return exit_code
+
+
+def source_folder(source: Path) -> Path:
+    """The folder of a model, or that a run has left. Raises ResourceError, with what to type for a
+    name on a hub and for a GGUF file."""
+    if source.suffix == ".gguf":
+        raise ResourceError(
+            f"{source}: a GGUF file is for llama.cpp, which scripts/export_tools/ask_gguf.py asks;"
+            " give the folder of the model that it was made from"
+        )
+    if not source.exists() and names.is_model(str(source)):
+        raise ResourceError(
+            f"{source}: there is no such folder; for the model of that name on a hub type python -m"
+            f" launch download {source}, and give the folder that it prints"
+        )
+    return layout.left_in(source)
 
 
 def write_readme(adapter: Path, base: Path, folder: Path, out: Path) -> None:
@@ -76,8 +89,7 @@ def merge(source: Path, out: Path, base: Path | None = None) -> int:
     check_new(out)
     weights_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
     check_sizes(base, out, weights_bytes, weights_bytes)
-    folders = ("--base", str(base), "--adapter", str(adapter), "--out", str(out.absolute()))
-    return run_child(sys.executable, "-P", "-m", "training.children.merge", *folders)
+    return run_child(*child("merge"), base, adapter, out.absolute())
 
 
 def _check_alike(base: Path, trained: Path) -> None:
@@ -126,15 +138,21 @@ def check_sizes(model: Path, out: Path, ram_bytes: int, disk_bytes: int) -> None
             )
 
 
-def run_child(*argv: str) -> int:
+def child(name: str) -> tuple[str, ...]:
+    """The beginning of the command line of a program in training/children/."""
+    return sys.executable, "-P", "-m", f"training.children.{name}"
+
+
+def run_child(*argv: object, is_quiet: bool = False) -> int:
     """The exit code of a child that finds our code and downloads nothing. Its errors are shown
-    where it fails, else libraries' warnings and bars would be."""
+    where it fails, else libraries' warnings and bars would be; `is_quiet`: and nothing else."""
     quiet = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     variables = environment.passed(os.environ) | quiet
     variables |= {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        argv,
+        [*map(str, argv)],
         env=variables,
+        stdout=subprocess.DEVNULL if is_quiet else None,
         stderr=subprocess.PIPE,
         check=False,
         preexec_fn=processes.die_with_launcher,

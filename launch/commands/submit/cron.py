@@ -18,7 +18,7 @@ from launch.recipe.paths import pinned
 from launch.recipe.strict_yaml import show
 
 
-def main(workspace: Workspace, unparsed: Sequence[str], environ: Mapping[str, str]) -> int:
+def main(workspace: Workspace, unparsed: Sequence[str], environ: Mapping[str, str]) -> None:
     argv = list(unparsed)
     if not argv:
         raise ConfigError(
@@ -32,7 +32,6 @@ def main(workspace: Workspace, unparsed: Sequence[str], environ: Mapping[str, st
         _remove(workspace, argv)
     else:
         _add(workspace, crontab.check(first), argv, environ)
-    return 0
 
 
 def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str, str]) -> None:

@@ -65,7 +65,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
+def main(arguments: Namespace, unparsed: Sequence[str]) -> int | None:
     place = arguments.place
     if place == START:
         return _start(arguments, unparsed)
@@ -88,7 +88,6 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
     _say_notes(choice, submission)
     text = (cloud.skypilot if place == "skypilot" else cloud.dstack)(choice, submission.argv)
     print(text, end="")
-    return 0
 
 
 def _refuse_flags(arguments: Namespace) -> None:
@@ -172,7 +171,7 @@ def _start_here(workspace: Workspace, job_dir: JobDir, at_reboot: bool) -> int:
     return 0
 
 
-def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) -> int:
+def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) -> None:
     more = [option for text in submission.arguments.sbatch for option in shlex.split(text)]
     request, tasks = None, []
     choice, facts = submission.choice(submission.typed)
@@ -196,16 +195,16 @@ def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) 
         line = job.plain_line(workspace, submission.argv)
         command = slurm.Command(name, line, str(Path.cwd()), has_parts=False)
         print(slurm.script(command, request, more, tasks), end="")
-        return 0
+        return
     job_dir = job.freeze(workspace, submission.typed, submission.resume, facts, environ)
     command = slurm.Command(job_dir.root.name, (str(job_dir.script),), str(job_dir.root))
     text = slurm.script(command, request, more, tasks)
     file = job_dir.root / "job.sbatch"
     file.write_text(text, encoding="utf-8")
-    for line in first_screen.lines(
+    shown_lines = first_screen.lines(
         choice.recipe, choice.machine, choice.plan, datetime.now(), columns=columns()
-    ):
-        say(line)
+    )
+    say("\n".join(shown_lines))
     _say_notes(choice, submission)
     try:
         number = slurm.submit(str(file))
@@ -216,7 +215,6 @@ def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) 
     say(
         f"its script is {file}, its output {job_dir.root}/slurm-{number}{'_*' if tasks else ''}.out"
     )
-    return 0
 
 
 def _say_notes(choice: Choice, submission: Asked) -> None:
