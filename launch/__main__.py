@@ -23,6 +23,7 @@ from launch.base.errors import ConfigError, Interrupted, LaunchError, ResourceEr
 from launch.base.text import nearest, shown
 from launch.base.workspace import CHECKOUT, CODE
 from launch.commands import recipe_arguments
+from launch.hub import names
 from launch.supervise import stop_signals
 
 # verbs in the order of --help: their modules in launch/commands/, and what they do
@@ -88,7 +89,10 @@ def main(argv: list[str]) -> int:
         with stop_signals.signals():
             return _dispatch(argv)
     except (LaunchError, Interrupted) as error:
-        return _refusal(shown(str(error)), error.exit_code)
+        message = str(error)
+        path = Path(message.partition(": ")[0])
+        message = names.with_download(message, (path, *path.parents))
+        return _refusal(shown(message), error.exit_code)
     except BrokenPipeError:  # `| head` has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -4,6 +4,9 @@ traceback."""
 from __future__ import annotations
 
 import signal
+import sys
+
+WITHOUT_RANKS = ("merge", "download", "export", "evaluate")  # verbs that start none
 
 
 class LaunchError(Exception):
@@ -84,10 +87,16 @@ class Stopped(LaunchError):
         self.exit_code = exit_code
 
 
+def stopped_by(number: int) -> str:
+    """The line of a command that a signal has ended."""
+    no_rank = "" if sys.argv[1:2] and sys.argv[1] in WITHOUT_RANKS else " while no rank ran"
+    return f"stopped by {signal.Signals(number).name}{no_rank}"
+
+
 class Interrupted(BaseException):
     """A stop signal arrived before any rank ran. It is not an Exception, so that no handler of
     failed attempts catches it."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name} while no rank ran")
+        super().__init__(stopped_by(number))
         self.exit_code = 130 if number == signal.SIGINT else 75

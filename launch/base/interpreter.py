@@ -9,6 +9,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from launch.base.errors import stopped_by
+
 # SIGUSR1: Slurm's early warning
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PACKAGES = (
@@ -40,8 +42,7 @@ def end_on_stop_signals() -> None:
 
     def end(number: int, frame: object) -> None:
         if number != signal.SIGUSR2:
-            name = signal.Signals(number).name
-            os.write(2, f"error: stopped by {name} while no rank ran\n".encode())
+            os.write(2, f"error: {stopped_by(number)}\n".encode())
             os._exit(130 if number == signal.SIGINT else 75)
 
     for number in (*STOPS, signal.SIGUSR2):

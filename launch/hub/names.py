@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ _NAME = re.compile(
     rf"(?:@(?P<revision>[\w.-]+(?:/[\w.-]+)*))?",
     re.ASCII,
 )
+# advice of errors on files of a model
+_COPY = re.compile(r"copy (?:the (?:model|folder|tokenizer) again|it again|the missing shard)")
 _FORMS = {
     False: "OWNER/NAME or OWNER/NAME@REVISION, such as Qwen/Qwen2.5-0.5B-Instruct",
     True: "hf:OWNER/NAME[/CONFIG][:SPLIT][@REVISION], such as hf:openai/gsm8k/main",
@@ -91,6 +94,16 @@ def check_sizes(name: HubName, folder: Path) -> None:
             f"{path}: is not what was downloaded: {sizes}; mend it with python -m launch download"
             f" {name}"
         )
+
+
+def with_download(message: str, folders: Iterable[Path]) -> str:
+    """The message of an error on a file, where one of the folders above it was downloaded by name:
+    with the line that fetches it again in the place of the advice to copy it."""
+    records = (files.read_or_none(folder / DOWNLOADED, Downloaded) for folder in folders)
+    if record := next(filter(None, records), None):
+        line = f"fetch it again with python -m launch download {record.name}"
+        return _COPY.sub(lambda advice: line, message)
+    return message
 
 
 def remember(name: HubName, root: Path, target: Path, pinned: HubName) -> None:

@@ -34,6 +34,10 @@ _WORTH_A_WORD = 0.1  # least share of padding that grouping must save for a line
 # "LoRA Without Regret" (Thinking Machines, 2025) finds ten times the rate of a full fine-tune.
 LORA_RATE = 2e-4
 _HOPELESS_S = 90 * 86400.0  # a longer training is called hopeless
+NO_RATE = (
+    "the only step is one of warm-up, whose learning rate is 0, so that nothing is learned;"
+    " --training.warmup_steps=0 learns"
+)
 STATES = ("weights", "gradients", "optimizer")
 _NAME_COLUMNS = 36  # width of a model's name on a terminal; a longer path shows its last part
 
@@ -171,14 +175,25 @@ def _schedule(recipe: Recipe, plan: Plan) -> str:
         length += f" of {-(-num_samples // batch_size):,} steps"
     rate = training.learning_rate_at(batch_size)
     warmup = f"{training.warmup_steps:g}"
-    if 0 < training.warmup_steps < 1:  # a share, as transformers rounds it
-        warmup += " of all steps"
-        warmup += f": {math.ceil(training.warmup_steps * steps)}" if steps else ""
+    if 0 < training.warmup_steps < 1:
+        warmup += f" of all steps{f': {_warmup_steps(recipe, steps)}' if steps else ''}"
     warms_up = training.lr_scheduler_type != "constant"
     return (
         f"{length}, learning rate {rate:g} {training.lr_scheduler_type},"
         f" {f'warm-up {warmup}' if warms_up else 'no warm-up'}, max_length {recipe.data.max_length}"
     )
+
+
+def _warmup_steps(recipe: Recipe, steps: int) -> int:
+    """The steps of warm-up; a share of all steps as transformers rounds it."""
+    warmup = recipe.training.warmup_steps
+    return math.ceil(warmup * steps if warmup < 1 else warmup)
+
+
+def has_no_rate(recipe: Recipe, plan: Plan) -> bool:
+    """True if the only step is one of warm-up."""
+    warms_up = recipe.training.lr_scheduler_type != "constant"
+    return warms_up and plan.total_steps(recipe) == 1 == _warmup_steps(recipe, 1)
 
 
 def _schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
@@ -197,7 +212,9 @@ def _schedule_notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
             f"training.warmup_steps {training.warmup_steps:g} has no effect: constant has no"
             " warm-up, constant_with_warmup has"
         )
-    elif 0 < steps <= training.warmup_steps:
+    elif has_no_rate(recipe, plan):
+        yield NO_RATE
+    elif 0 < steps <= _warmup_steps(recipe, steps):
         yield f"warm-up takes all of the {steps} steps: the rate never reaches {rate:g}"
     if training.early_stopping_patience and not training.load_best_model_at_end:
         yield (

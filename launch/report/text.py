@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launch.base.text import size
-from launch.report import run_figures
+from launch.report import plan_lines, run_figures
 from launch.report.plan_lines import states_text
 from launch.schema.machine import Machine
 from launch.schema.plan import Plan
@@ -110,8 +110,8 @@ def _success_lines(
         f"             host RAM peak {size(result.host_peak_bytes)} of"
         f" {size(machine.host_limit_bytes)}"
     )
-    if result.note:
-        yield f"  note       {result.note}"
+    notes = (result.note, plan_lines.NO_RATE if plan_lines.has_no_rate(recipe, plan) else "")
+    yield from (f"  note       {note}" for note in notes if note)
     for number, line in enumerate(chat):
         yield f"  {'' if number else 'chat':<10} {line}"
     files = ["report.html", *(name for name in recipe.training.report_to if name == TENSORBOARD)]

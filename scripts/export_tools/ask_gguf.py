@@ -9,10 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-try:
-    from llama_server import LlamaServer
-except ModuleNotFoundError as error:
-    sys.exit(f"no {error.name} here; type .cache/export_tools/bin/python (make export-tools)")
+from llama_server import Llama
 
 
 def main() -> None:
@@ -22,7 +19,9 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     arguments = parser.parse_args()
     try:
-        server = LlamaServer(arguments.file, context=4096)
+        server = Llama(arguments.file, context=4096)
+    except ModuleNotFoundError as error:
+        sys.exit(f"no {error.name} here; type .cache/export_tools/bin/python (make export-tools)")
     except RuntimeError:
         sys.exit(f"{arguments.file}: llama.cpp cannot load it; expected a GGUF file")
     prompt = server.prompt([{"role": "user", "content": arguments.question}])

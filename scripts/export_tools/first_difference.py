@@ -6,35 +6,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from llama_server import LlamaServer
+from llama_server import Llama, LlamaCpp, LlamaServer
 
-_TEXTS_A_REQUEST = 200
-_BETWEEN = -1  # an id that no tokenizer gives, between two texts
 CONTEXT = 512
 
 
-def _split_by(server: LlamaServer, texts: Sequence[str]) -> Iterator[list[int]]:
-    """The ids of each text, many in one request."""
-    for start in range(0, len(texts), _TEXTS_A_REQUEST):
-        part = texts[start : start + _TEXTS_A_REQUEST]
-        content = [piece for text in part for piece in (text, _BETWEEN)]
-        ids = server.post("/tokenize", {"content": content, "parse_special": True})["tokens"]
-        split = list[int]()
-        for number in ids:
-            if number == _BETWEEN:
-                yield split
-                split = []
-            else:
-                split.append(number)
-
-
 def first_difference(
-    server: LlamaServer, texts: Sequence[tuple[str, list[int]]]
+    server: LlamaServer | LlamaCpp, texts: Sequence[tuple[str, list[int]]]
 ) -> tuple[int, str] | None:
-    split = _split_by(server, [text for text, _ in texts])
+    split = server.split([text for text, _ in texts])
     for number, (ids, (text, expected)) in enumerate(zip(split, texts, strict=True)):
         if ids != expected:
             return number, f"{text!r} becomes {ids} instead of {expected}"
@@ -47,7 +30,7 @@ def main() -> None:
     texts = expected["texts"]
     if part == "prompts":
         texts = [(each["text"], each["ids"]) for each in expected["prompts"] if each["messages"]]
-    print(json.dumps(first_difference(LlamaServer(file, CONTEXT), texts)))
+    print(json.dumps(first_difference(Llama(file, CONTEXT), texts)))
 
 
 if __name__ == "__main__":

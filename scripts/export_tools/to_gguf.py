@@ -17,7 +17,7 @@ import gguf
 import numpy
 import torch
 from conversion import ModelBase, ModelType, TextModel, get_model_architecture, get_model_class
-from llama_server import LlamaServer
+from llama_server import Llama, LlamaCpp, LlamaServer, quantize
 
 TYPES = {
     "f16": gguf.LlamaFileType.MOSTLY_F16,
@@ -25,6 +25,7 @@ TYPES = {
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
 }
 _COMMON_RULES = ("gpt-2", "llama-bpe", "qwen2", "smollm", "deepseek-llm", "gpt-4o", "tekken")
+LLAMA_CPP = Path("llama_cpp")  # in the place of a program of llama.cpp: llama-cpp-python
 WIDTH = 32  # of the model without knowledge that a vocabulary is loaded with
 _NO_TOKEN = -1
 CONTEXT = 4096
@@ -190,19 +191,19 @@ def answers(file: Path, expected: dict[str, Any]) -> dict[str, Any]:
     place of each token of the expected answers. Raises Refused."""
     ids, choices = [], []
     try:
-        server = LlamaServer(file, CONTEXT)
+        server = Llama(file, CONTEXT)
     except RuntimeError as error:
         raise Refused(f"llama.cpp cannot load what the converter writes ({error})") from error
     for prompt in expected["prompts"]:
         text = prompt["text"]
         if prompt["messages"]:
             text = server.prompt(prompt["messages"], prompt["tools"])
-        ids.append(server.ids(text, add_special=True))
+        ids.append(server.ids(text))
         choices.append(chosen(server, ids[-1], prompt["reply"]))
     return {"prompts": ids, "answers": choices}
 
 
-def chosen(server: LlamaServer, prompt: list[int], expected: list[int]) -> list[int]:
+def chosen(server: LlamaServer | LlamaCpp, prompt: list[int], expected: list[int]) -> list[int]:
     """The greedy tokens behind a prompt. Behind one that differs, the expected answer goes on."""
     tokens = list[int]()
     while missing := len(expected) - len(tokens):
@@ -220,14 +221,17 @@ def convert(arguments: argparse.Namespace, expected: dict[str, Any]) -> dict[str
     names = gguf.Keys.Tokenizer
     rule = values.get(names.PRE, values[names.MODEL]).value
     print(f"splitting rule {rule}; writing {file.name}", flush=True)
-    quantize = arguments.llama_quantize
-    written = file.with_suffix(".f16") if quantize else file
-    file_type = "f16" if quantize else arguments.type
+    program = arguments.llama_quantize
+    written = file.with_suffix(".f16") if program else file
+    file_type = "f16" if program else arguments.type
     chosen = {key: values[key] for key in (names.ADD_PREFIX,) if key in values}
     model = opened(folder, written, file_type, expected, rule if is_searched else None, chosen)
     model.write()
-    if quantize:
-        subprocess.run([quantize, written, file, arguments.type.upper()], check=True)
+    if program == LLAMA_CPP:
+        quantize(written, file, arguments.type)
+    elif program:
+        subprocess.run([program, written, file, arguments.type.upper()], check=True)
+    if program:
         written.unlink()
     print(f"asking llama.cpp {len(expected['prompts'])} prompts", flush=True)
     return {

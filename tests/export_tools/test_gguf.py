@@ -89,6 +89,19 @@ def test_a_file_of_4_bits_is_shown_and_not_judged(quick_start, tmp_path):
     assert [path.name for path in (tmp_path / "out").glob("*.*f*")] == ["sft_fast-q4_k_m.gguf"]
 
 
+@pytest.mark.skipif(not export._has_llama_cpp(), reason="llama-cpp-python is not installed there")
+def test_4_bits_are_made_by_llama_cpp_python_where_no_program_is_named(
+    quick_start, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    flags = ("--to", "gguf", "--type", "q4_k_m", "--out", str(tmp_path / "out"))
+    exit_code, said = exported(quick_start, quick_start / "model_save/sft_fast", *flags)
+    assert exit_code == 0, said
+    (file,) = (tmp_path / "out").glob("*.gguf")
+    whole = (quick_start / "model_save/sft_fast/model.safetensors").stat().st_size
+    assert file.read_bytes()[:4] == b"GGUF" and file.stat().st_size < whole
+
+
 def test_a_killed_export_leaves_no_file_that_looks_finished(quick_start, tmp_path):
     out = tmp_path / "out"
     argv = [sys.executable, "-m", "launch", "export", str(quick_start / "model_save/sft_fast")]

@@ -12,6 +12,7 @@ import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -194,13 +195,23 @@ def run_of(source: Path, model: Path) -> Path | None:
 def _quantizer(arguments: Namespace) -> str:
     """llama.cpp's program for 4 bits. Raises ConfigError."""
     named = arguments.llama_quantize or "llama-quantize"
-    if (program := shutil.which(named)) is None:
+    program = shutil.which(named)
+    if program is None and not arguments.llama_quantize and _has_llama_cpp():
+        return "llama_cpp"
+    if program is None:
         raise ConfigError(
             f"--type {Q4}: found no {named}, expected a program of llama.cpp; name it: python -m"
             f" launch export {arguments.source} --to {arguments.to} --type {Q4}"
-            " --llama-quantize PROGRAM"
+            " --llama-quantize PROGRAM; llama-cpp-python in its place:"
+            f" {from_here(TOOLS / 'bin' / 'python')} -m pip install llama-cpp-python"
         )
     return program
+
+
+def _has_llama_cpp() -> bool:
+    """True if llama-cpp-python is installed for the tools, which see the packages here too."""
+    of_tools = TOOLS.glob("lib/python*/site-packages/llama_cpp")
+    return find_spec("llama_cpp") is not None or any(of_tools)
 
 
 def check(conversion: Conversion) -> None:

@@ -108,19 +108,26 @@ def test_keys_lists_a_section_with_types_defaults_and_meanings(capsys):
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGUSR1, 75)],
+    ("number", "exit_code", "line", "end"),
+    [
+        (signal.SIGINT, 130, ["plan", "sft_fast"], " while no rank ran"),
+        (signal.SIGTERM, 75, ["plan", "sft_fast"], " while no rank ran"),
+        (signal.SIGHUP, 75, ["plan", "sft_fast"], " while no rank ran"),
+        (signal.SIGUSR1, 75, ["plan", "sft_fast"], " while no rank ran"),
+        (signal.SIGTERM, 75, ["evaluate", "model", "--file", "rows.jsonl"], ""),
+        (signal.SIGTERM, 75, ["export", "model", "--to", "gguf"], ""),
+    ],
 )
 def test_a_stop_signal_during_the_imports_ends_with_a_documented_exit_code(
-    tmp_path, number, exit_code
+    tmp_path, number, exit_code, line, end
 ):
     (tmp_path / "pydantic").mkdir()
     (tmp_path / "pydantic" / "__init__.py").write_text(
         f"import os, time\nos.kill(os.getpid(), {int(number)})\ntime.sleep(60)\n"
     )
     path = f"{tmp_path}:{builders.CODE}"
-    done = builders.launch(tmp_path / "workspace", "plan", "sft_fast", PYTHONPATH=path)
-    assert is_one_line(done, exit_code) == f"error: stopped by {number.name} while no rank ran\n"
+    done = builders.launch(tmp_path / "workspace", *line, PYTHONPATH=path)
+    assert is_one_line(done, exit_code) == f"error: stopped by {number.name}{end}\n"
 
 
 @pytest.mark.parametrize(

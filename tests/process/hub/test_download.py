@@ -331,6 +331,18 @@ def test_a_file_that_was_damaged_later_is_named_and_download_mends_it(tmp_path, 
     assert len(hub.asked("/resolve/")) == 1
 
 
+def test_a_damaged_file_of_a_name_has_the_line_that_fetches_it_in_the_place_of_a_copy(
+    tmp_path, hub
+):
+    assert download(tmp_path, hub).returncode == 0
+    file = folder(tmp_path) / "config.json"
+    file.write_bytes(b"x" * file.stat().st_size)
+    for words in (("plan", "sft", "--model.path=Qwen/Tiny"), ("export", file.parent, "--to=gguf")):
+        line = is_one_line(launch(tmp_path, hub, *map(str, words)), 3)
+        assert line.startswith(f"error: {file}: is not JSON")
+        assert line.endswith("; fetch it again with python -m launch download Qwen/Tiny")
+
+
 def test_names_behind_a_wrong_one_are_fetched_and_a_wrong_one_leaves_nothing(tmp_path, hub):
     done = launch(tmp_path, hub, "download", "Nobody/Nope", "hf:Qwen/Tiny", "Qwen/Tiny", "a b")
     assert done.returncode == 2

@@ -49,14 +49,14 @@ def same_as_logged(run: Path, figures: dict[str, Any]) -> None:
     outcome = json.loads((run / "attempts/01/outcome.json").read_text())
     assert figures["loss"] == pytest.approx(outcome["eval_loss"], abs=1e-6)
     assert figures["exact_match"] == outcome["exact_match_after"]
-    assert figures["bleu"] == outcome["bleu_after"]
+    assert figures["bleu"] == 100 * outcome["bleu_after"]
 
 
 def test_a_run_is_evaluated_as_it_has_evaluated_itself(finished):
     folder, run = finished
     figures = evaluated(folder / "workspace", run, "--file", folder / "valid.parquet")
     same_as_logged(run, figures)
-    assert figures["bleu"] > 0 and 0 < figures["rouge_l"] < 1
+    assert figures["bleu"] > 0 and 0 < figures["rouge_l"] < 100
     assert (figures["rows"], figures["questions"], figures["notes"]) == (10, 10, [])
     assert 0 < figures["rows_at_once"] <= 10
     assert evaluated(

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.commands import recipe_arguments
-from launch.commands.model import converted, export, merge
+from launch.commands.model import converted, export, finished, merge
 from launch.schema.result import ConvertedAnswers, ExpectedAnswers, ExportedModel, Prompt
 
 LLAMA = {
@@ -263,6 +263,31 @@ def test_a_model_without_a_base_has_no_licence_of_the_folder_around(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     Path("README.md").write_text("---\nlicense: gpl-3.0\n---\n")
     assert "licence: not named\n" in converted.readme("m", tmp_path / "m", "", "", "")
+
+
+def test_4_bits_take_a_program_of_llama_cpp_or_llama_cpp_python(tmp_path, tools, monkeypatch):
+    flags = ("--to", "gguf", "--type", "q4_k_m")
+    model = str(folder_of(tmp_path / "m", is_encoder_decoder=True, model_type="t5"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"found no llama-quantize.*pip install llama-cpp-python"):
+        exported(model, *flags)
+    (tools / "lib/python3.11/site-packages/llama_cpp").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="is an encoder-decoder"):  # it is looked at next
+        exported(model, *flags)
+
+
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [
+        ("Qwen/Tiny", "python -m launch download Qwen/Tiny, and give the folder that it prints"),
+        ("model-f16.gguf", "give the folder of the model that it was made from"),
+    ],
+)
+def test_a_name_on_a_hub_and_a_gguf_file_are_no_folders_and_say_what_to_type(source, advice):
+    with pytest.raises(ResourceError, match=advice):
+        exported(source, "--to", "gguf")
+    with pytest.raises(ResourceError, match=advice):
+        finished.find(Path(source))
 
 
 def test_a_folder_that_is_not_there_is_named_without_keys_of_a_recipe(tmp_path, tools):

@@ -187,7 +187,14 @@ def main(arguments):
 
 def test_a_verb(copy):
     (copy / "launch/commands/greet.py").write_text(VERB, encoding="utf-8")
-    changed = {add(copy, "launch/__main__.py", "\nVERBS = {", '\n    "greet": ("greet", "say good morning"),')}
+    changed = {
+        add(
+            copy,
+            "launch/__main__.py",
+            "\nVERBS = {",
+            '\n    "greet": ("greet", "say good morning"),',
+        )
+    }
     assert changed == files_named("A verb")
     shutil.copy(ROOT / "pyproject.toml", copy)
     assert run(copy, MAIN, "greet", "Ada") == "good morning, Ada\n"

@@ -122,6 +122,17 @@ def test_a_constant_rate_has_no_warm_up():
     assert "never reaches" not in words
 
 
+def test_a_step_of_warm_up_alone_learns_nothing_and_plan_and_report_say_so():
+    on, words = machine(), "whose learning rate is 0, so that nothing is learned"
+    for warmup, says_so in ((0.03, True), (1, True), (0, False)):
+        recipe = recipe_of(training={"max_steps": 1, "warmup_steps": warmup})
+        made = plan(recipe, on)
+        result = RunResult("/run", 0, None, 2.0, 1 << 30, SUMMARY)
+        end = text.result_lines(recipe, on, made, result, ())
+        for told in (plan_lines.full_text(recipe, on, made), end):
+            assert any(words in line for line in told) == says_so
+
+
 @pytest.mark.parametrize(
     ("lora", "rate", "is_low"),
     [({"r": 8}, 3e-5, True), ({"r": 8}, 1e-4, False), (None, 3e-5, False)],
