@@ -10,7 +10,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -46,13 +46,20 @@ def lines_of_text(path: Path) -> list[str]:
     return filled
 
 
+@contextmanager
+def descriptor(path: Path | str, flags: int, mode: int = 0o777) -> Iterator[int]:
+    """An open file as the system's number, closed at the end. Raises OSError."""
+    file = os.open(path, flags | os.O_CLOEXEC, mode)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
 def sync(path: Path) -> None:
     """Make a file's content, or the names in a folder, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with descriptor(path, os.O_RDONLY) as file:
+        os.fsync(file)
 
 
 def sync_all(folder: Path) -> None:
@@ -124,7 +131,7 @@ def read(path: Path, noun: type[Noun]) -> Noun | None:
     from pydantic import ValidationError
 
     try:
-        return _adapter(noun).validate_json(regular_bytes(path))
+        return adapter(noun).validate_json(regular_bytes(path))
     except (FileNotFoundError, NotADirectoryError):  # the file, or its folder, is missing
         return None
     except OSError as error:
@@ -148,7 +155,8 @@ def read_or_none(path: Path, noun: type[Noun]) -> Noun | None:
 
 
 @cache
-def _adapter(noun: Any) -> Any:
+def adapter(noun: Any) -> Any:
+    """pydantic's reader of a type, made once."""
     from pydantic import TypeAdapter
 
     return TypeAdapter(noun)
@@ -219,39 +227,38 @@ def check_output(folder: Path) -> None:
 
     Raises ResourceError.
     """
-    refuse_strangers(folder)
+    for ending in ("", "tmp", "old"):  # export.py's
+        refuse_strangers(folder.with_name(f".{folder.name}.{ending}") if ending else folder)
+    if fault := next(_faults_of_output(folder), ""):
+        raise ResourceError(f"output_dir {folder}: {fault}")
+
+
+def _faults_of_output(folder: Path) -> Iterator[str]:
+    """Yield what is wrong with a folder for a model, and what to do."""
+    has_model, previous = (folder / "lowmem.json").exists(), f"{folder.name}.previous"
+    parent, before = next(filter(Path.exists, folder.parents)), folder.with_name(previous)
+    another = "choose another folder"
     if folder.is_symlink():
-        raise ResourceError(
-            f"output_dir {folder}: is a symbolic link, to {folder.resolve()}; give that folder"
-            " itself"
-        )
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "lowmem.json").exists():
-        raise ResourceError(
-            f"output_dir {folder}: holds files that no run of ours wrote; choose another folder"
-        )
+        yield f"is a symbolic link, to {folder.resolve()}; give that folder itself"
+    if folder.is_dir() and any(folder.iterdir()) and not has_model:
+        yield f"holds files that no run of ours wrote; {another}"
     if folder.is_mount():
-        raise ResourceError(
-            f"output_dir {folder}: is a mount point, and the model's folder is replaced as a whole;"
-            " give a folder below it"
+        yield (
+            "is a mount point, and the model's folder is replaced as a whole; give a folder below"
+            " it"
         )
     if folder.exists() and not folder.is_dir():
-        raise ResourceError(f"output_dir {folder}: is a file; choose another folder")
-    for ending in ("tmp", "old"):  # export.py's
-        refuse_strangers(folder.with_name(f".{folder.name}.{ending}"))
-    previous = folder.with_name(f"{folder.name}.previous")
-    if (folder / "lowmem.json").exists() and os.path.lexists(previous) and not is_model(previous):
-        raise ResourceError(
-            f"output_dir {folder}: its model would be kept as {previous}, which no run of ours"
-            " wrote; move that away, or choose another output_dir"
+        yield f"is a file; {another}"
+    if has_model and os.path.lexists(before) and not is_model(before):
+        yield (
+            f"its model would be kept as {before}, which no run of ours wrote; move that away, or"
+            " choose another output_dir"
         )
-    parent = next(path for path in folder.parents if path.exists())
     if not parent.is_dir():
-        raise ResourceError(f"output_dir {folder}: {parent} is a file; choose another folder")
+        yield f"{parent} is a file; {another}"
     # /proc and its like hold no files
     if not os.access(parent, os.W_OK) or not os.statvfs(parent).f_blocks:
-        raise ResourceError(
-            f"output_dir {folder}: {parent} cannot be written to; choose another folder"
-        )
+        yield f"{parent} cannot be written to; {another}"
 
 
 def other_size(folder: Path, sizes: Mapping[str, int]) -> tuple[Path, str] | None:

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from launch.base import processes
+from launch.base import files, processes
 from launch.base.errors import LockHeld, ResourceError
 
 # time in which a forked worker of a dead holder, which has the lock's file open too, may end
@@ -142,8 +142,9 @@ def flock(file: int, operation: int, path: Path) -> None:
 
 def _replace(path: Path, label: str) -> int:
     """Put a new file in the place of a file that only children of a dead holder have open."""
-    guard = os.open(path.with_name(f"{path.name}.guard"), os.O_RDWR | os.O_CREAT, 0o644)
-    try:
+    with files.descriptor(
+        path.with_name(f"{path.name}.guard"), os.O_RDWR | os.O_CREAT, 0o644
+    ) as guard:
         # Two processes may take over at once: the second waits here, then finds the first alive
         flock(guard, fcntl.LOCK_EX, path)
         _refuse_living(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), label)
@@ -153,8 +154,6 @@ def _replace(path: Path, label: str) -> int:
         _sign(file)
         aside.replace(path)
         return file
-    finally:
-        os.close(guard)
 
 
 def _refuse_living(file: int, label: str) -> None:

@@ -21,7 +21,7 @@ from launch.predict.history.ledger import Ledger
 from launch.report import html, text, time_spent
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
-from launch.schema.result import AttemptEnd, Outcome, RunResult, StepEvent, TokenisingEnd
+from launch.schema.result import AttemptEnd, Outcome, Questions, RunResult, StepEvent, TokenisingEnd
 from launch.supervise.screen import Screen
 
 # share of held-out answers that are exact; the quick start has 0.98 without a GPU
@@ -50,13 +50,14 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
     score = result.summary.get("exact_match_after")
     chat = [chat_command(recipe.output_dir), *sample_lines(recipe.data.sources[0].path, score)]
     screen.say(*text.result_lines(recipe, machine, plan, result, chat))
+    questions = files.read_or_none(run.questions_file, Questions)
     records = html.Records(
         events=events,
         evaluations=[score for part in parts.values() for score in part.evaluations],
         attempts=[attempt_row(attempt, screen.say) for attempt in attempts],
         spent=time_spent.spent(_time(attempt, parts.get(attempt.root)) for attempt in attempts),
         rows=run.read_rows(),
-        questions=questions.questions if (questions := run.read_questions()) else (),
+        questions=questions.questions if questions else (),
         answers=steps.answers(run, screen.say),
         repeat=_repeat_lines(run, sys.argv),
     )

@@ -146,8 +146,7 @@ def _cancel(place: Path, lease: Lease) -> None:
         if pids.get(lease.number) == lease.pid:
             # a job that starts again after a reboot is over too
             if lease.record.run and (job_dir := job.of_process(Path(lease.record.run), lease.pid)):
-                workspace = job_dir.root.parents[1]
-                crontab.remove(workspace, job_dir.root.name)
+                crontab.remove(job_dir.root.parents[1], job_dir.root.name)
             signal.pidfd_send_signal(process, signal.SIGTERM)
     finally:
         os.close(process)
@@ -162,15 +161,13 @@ def _ask(place: Path, lease: Lease, is_held: bool) -> None:
     if leases.read_asked(path).is_held == is_held:
         print(f"run {lease.number} is {'held already' if is_held else 'not held'}")
         return
-    request = Asked(is_held, lease.record.place)
-    leases.write_asked(place, lease, request)
+    leases.write_asked(place, lease, Asked(is_held, lease.record.place))
     print(f"run {lease.number} {'is held until queue release' if is_held else 'is released'}")
 
 
 def _yield(place: Path, lease: Lease) -> None:
     """Ask a run to save a checkpoint and to wait behind all runs that wait now."""
-    last = leases.last_number(place)
-    leases.write_asked(place, lease, Asked(place=last + 1, is_yielded=True))
+    leases.write_asked(place, lease, Asked(place=leases.last_number(place) + 1, is_yielded=True))
     waiting = starts.split(leases.live(place))[1]
     behind = "" if waiting else "; no run waits, so that it goes on at once"
     print(f"run {lease.number} saves a checkpoint and waits for memory again{behind}")

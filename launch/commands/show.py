@@ -47,8 +47,7 @@ def _positive(text: str) -> int:
 def main(arguments: Namespace, unparsed: Sequence[str]) -> None:
     if arguments.rows is not None and arguments.line is not None:
         raise ConfigError("show: --rows and --line are both given; --line shows one row alone")
-    typed = recipe_arguments.read(arguments, unparsed)
-    facts = _facts(typed, arguments.line)
+    facts = _facts(recipe_arguments.read(arguments, unparsed), arguments.line)
     tokens = facts.rows.tokens
     assert tokens is not None
     files = _files(facts.recipe, arguments.file, arguments.line)

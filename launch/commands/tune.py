@@ -85,8 +85,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
-    typed = recipe_arguments.read(arguments, unparsed)
-    return tune_recipe(typed, forget=arguments.forget)
+    return tune_recipe(recipe_arguments.read(arguments, unparsed), forget=arguments.forget)
 
 
 def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True) -> int:

@@ -23,11 +23,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from launch.base import files, processes
 from launch.base.errors import ConfigError, ResourceError
@@ -305,15 +304,10 @@ def read_asked(path: Path) -> Asked:
     try:
         owner = path.lstat().st_uid
         newest = max(_asked_files(path, owner), key=lambda each: each.lstat().st_mtime_ns)
-        file = os.open(newest, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError):  # there is none, or the lease has just ended
+        with files.descriptor(newest, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as file:
+            return files.adapter(Asked).validate_json(os.pread(file, 256, 0), strict=True)
+    except (OSError, ValueError):  # there is none, it is damaged, or the lease has just ended
         return Asked()
-    try:
-        return _asked_adapter().validate_json(os.pread(file, 256, 0), strict=True)
-    except ValidationError:
-        return Asked()
-    finally:
-        os.close(file)
 
 
 def _write_asked(path: Path, owner: int, request: Asked) -> None:
@@ -321,13 +315,11 @@ def _write_asked(path: Path, owner: int, request: Asked) -> None:
     before = _asked_files(path, owner)
     path_of_request = path.with_suffix(f".{secrets.token_hex(8)}.asked")
     aside = path_of_request.with_suffix(".tmp")
-    file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    try:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with files.descriptor(aside, flags, 0o644) as file:
         os.write(file, files.to_json(asdict(request)).encode())
         if os.geteuid() != owner:
             os.fchown(file, owner, -1)
-    finally:
-        os.close(file)
     aside.rename(path_of_request)
     for earlier in before:
         earlier.unlink(missing_ok=True)
@@ -390,8 +382,7 @@ def _new_file(place: Path, last: int) -> tuple[int, int]:
     for number in itertools.chain(range(last + 1, _LAST_NUMBER + 1), range(1, last + 1)):
         path = lease_path(place, number)
         with suppress(FileExistsError):
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            file = os.open(path, flags, 0o644)
+            file = os.open(path, (os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC), 0o644)
             _own.add(path)
             return number, file
     raise AssertionError("a hundred million leases")
@@ -446,7 +437,7 @@ def _read(path: Path) -> Lease | None:
         pid, uid = _holder(file), os.fstat(file).st_uid
         if pid is None:
             return None
-        record = _adapter().validate_json(os.pread(file, RECORD_BYTES, 0), strict=True)
+        record = files.adapter(Record).validate_json(os.pread(file, RECORD_BYTES, 0), strict=True)
         if record.boot != processes.boot_id():  # a folder that several machines share
             return None
         return Lease(int(path.stem), uid, pid, record)
@@ -478,15 +469,13 @@ def _obstacle(file: int) -> tuple[int, int]:
 
 def _remove_if_dead(path: Path) -> None:
     """Remove the lease of an ended process, unless it is another user's."""
-    with suppress(OSError):  # it is gone, or may not be removed
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            owner = os.fstat(file).st_uid
-            is_regular = stat.S_ISREG(os.fstat(file).st_mode)
-            if os.geteuid() in (0, owner) and is_regular and _holder(file) is None:
-                _remove_files(path, owner)
-        finally:
-            os.close(file)
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    # it may be gone, or may not be removed
+    with suppress(OSError), files.descriptor(path, flags) as file:
+        status = os.fstat(file)
+        is_ours = os.geteuid() in (0, status.st_uid) and stat.S_ISREG(status.st_mode)
+        if is_ours and _holder(file) is None:
+            _remove_files(path, status.st_uid)
 
 
 def _mutex(path: Path, patience_s: float) -> int:
@@ -537,13 +526,3 @@ def _shared_file(path: Path) -> int:
         return file
     os.close(file)
     raise OSError(errno.EINVAL, "not a regular file of this name alone")
-
-
-@cache
-def _adapter() -> TypeAdapter[Record]:
-    return TypeAdapter(Record)
-
-
-@cache
-def _asked_adapter() -> TypeAdapter[Asked]:
-    return TypeAdapter(Asked)

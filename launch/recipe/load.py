@@ -160,8 +160,7 @@ def _with_new_names(layer: _Layer) -> Iterator[Change]:
         training[new] = training.pop(old)
         layer.where["training", new] = place
         value = plain(training[new])
-        renamed = f"training.{old} is now training.{new}"
-        yield Change(f"training.{new}", value, value, renamed)
+        yield Change(f"training.{new}", value, value, f"training.{old} is now training.{new}")
 
 
 def _recipe(layer: _Layer) -> Recipe:

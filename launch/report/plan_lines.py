@@ -106,8 +106,7 @@ def facts(
 
 def full_text(recipe: Recipe, machine: Machine, plan: Plan) -> list[str]:
     """The full plan as text."""
-    heading = f"plan for {recipe.name} on {machine.name}"
-    return [heading, *lines(facts(recipe, machine, plan))]
+    return [f"plan for {recipe.name} on {machine.name}", *lines(facts(recipe, machine, plan))]
 
 
 def planned_again(choice: Choice) -> Iterator[Fact]:

@@ -19,8 +19,7 @@ _MIN_KEPT = 2
 
 def num_kept(recipe: Recipe) -> int:
     """Checkpoints that a run keeps. While another is written, all of them are there."""
-    limit = max(recipe.training.save_total_limit, _MIN_KEPT)
-    return limit + recipe.training.load_best_model_at_end
+    return max(recipe.training.save_total_limit, _MIN_KEPT) + recipe.training.load_best_model_at_end
 
 
 def stored_bytes(run: RunDir, recipe: Recipe, plan: Plan) -> int:

@@ -43,7 +43,6 @@ from launch.schema.result import (
     Downloaded,
     ExportedModel,
     Outcome,
-    Questions,
     RankError,
     SecondStep,
     UsedTokens,
@@ -97,9 +96,6 @@ class AttemptDir:
     def read_second_step(self) -> SecondStep | None:
         return read(self.second_step_file, SecondStep)
 
-    def write_tokenising(self, tokens: TokenCache) -> None:
-        write_json(self.tokenising_file, tokens)
-
     def read_tokenising(self) -> TokenCache:
         return _there(self.tokenising_file, TokenCache)
 
@@ -114,9 +110,6 @@ class AttemptDir:
 
     def heartbeat_file(self, rank: int) -> Path:
         return self.rank(rank) / "heartbeat.json"
-
-    def stacks_file(self, rank: int) -> Path:
-        return self.rank(rank) / "stacks.txt"
 
     def samples_file(self, rank: int) -> Path:
         return self.rank(rank) / SAMPLES
@@ -314,10 +307,6 @@ class RunDir:
     def read_rows(self) -> ShownRows | None:
         """Rows of the run's data; None if they are missing or damaged."""
         return read_or_none(self.rows_file, ShownRows)
-
-    def read_questions(self) -> Questions | None:
-        """The questions that the run answers; None if they are missing or damaged."""
-        return read_or_none(self.questions_file, Questions)
 
     def read_continues(self) -> Continues | None:
         return read(self.continues_file, Continues)

@@ -398,8 +398,7 @@ def ours(checkpoints: Path) -> list[Path]:
 def list_commit(checkpoints: Path, folder_name: str, sealed: str) -> None:
     """Add a checkpoint to the list, before the rename that makes it visible: a checkpoint that is
     not listed would never be removed."""
-    listed = _listed(checkpoints)
-    base_files.write_json(checkpoints / _COMMITS, {**listed, folder_name: sealed})
+    base_files.write_json(checkpoints / _COMMITS, {**_listed(checkpoints), folder_name: sealed})
 
 
 def strike_commit(checkpoints: Path, folder_name: str) -> None:

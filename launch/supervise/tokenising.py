@@ -58,7 +58,7 @@ def until_done(facts: Facts, run: RunDir, say: Callable[[str], None], signals: S
     processes.adopt()
     while True:
         attempt = run.new_attempt()
-        attempt.write_tokenising(facts.rows.tokens)
+        files.write_json(attempt.tokenising_file, facts.rows.tokens)
         beginning = Beginning()
         ended = _child(facts, run, attempt, say, signals)
         if ended.returncode == 0:

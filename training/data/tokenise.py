@@ -172,8 +172,7 @@ def job_of_part(
 ) -> TokeniseJob | None:
     """The job for a part of the tokenised rows; None if there are no such rows. `goes_on` is called
     while rows are counted."""
-    recipe = tokens.recipe
-    sources = data_sources.of_part(recipe.data, tokens.data_format, tokens.row_counts, part)
+    sources = data_sources.of_part(tokens.recipe.data, tokens.data_format, tokens.row_counts, part)
     if not sources:
         return None
     planned = job(tokens, sources, folder, part)

@@ -46,8 +46,7 @@ def row_offsets(
             if of not in numbers:
                 numbers[of] = of_files[of.path]
                 if before is not None and before.path == of.path:
-                    number = rows.count(before, source.data_format, goes_on)
-                    numbers[of] = numbers[before] + number
+                    numbers[of] = numbers[before] + rows.count(before, source.data_format, goes_on)
             before = of
     return tuple(tuple(numbers[of] for of in unit) for _, unit in units)
 
@@ -88,8 +87,7 @@ def _pieces(
             yield from _tables(file, data_format.file_type, size)
         else:
             count = -(-file_bytes // size)
-            bounds = [file_bytes * i // count for i in range(count + 1)]
-            for start, end in pairwise(bounds):
+            for start, end in pairwise([file_bytes * i // count for i in range(count + 1)]):
                 yield Slice(file, start, end), end - start
 
 

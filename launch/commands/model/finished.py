@@ -69,8 +69,7 @@ def _quantization(folder: Path, base: Path, dtype: str) -> Mapping[str, Any] | N
 def weights_bytes(finished: FinishedModel) -> int:
     """The bytes that the weights take in memory, with adapters as a recipe has them by default."""
     section = ModelSection(path=str(finished.base), dtype=finished.dtype)
-    cache = Workspace.here().cache
-    _, parameters, family = model_config.read(section, root=FILES, cache=cache)
+    _, parameters, family = model_config.read(section, root=FILES, cache=Workspace.here().cache)
     quantization = finished.quantization
     return optimizers.model_state(
         parameters,

@@ -80,16 +80,13 @@ def _changing() -> Iterator[list[bytes]]:
             "cron: no crontab program; install it (Debian, Ubuntu: apt install cron)"
         )
     home = files.expanded("~")  # of the user, for every checkout
-    lock = os.open(home if home.is_dir() else "/", os.O_RDONLY)
-    try:
+    with files.descriptor(home if home.is_dir() else "/", os.O_RDONLY) as lock:
         locks.flock(lock, fcntl.LOCK_EX, home)
         before = _read()
         lines = list(before)
         yield lines
         if lines != before:
             _write(lines)
-    finally:
-        os.close(lock)
 
 
 def _program() -> str | None:

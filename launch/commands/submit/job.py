@@ -178,8 +178,7 @@ def freeze(
     """Write a job whose recipe, keys, code and hashes of data stay what they are now."""
     _check_names(workspace, facts.recipe, environ)
     job_dir = _new(workspace, f"{facts.recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
-    recipe = load.find(typed.recipe)
-    shutil.copyfile(recipe, job_dir.recipe_file)
+    shutil.copyfile(load.find(typed.recipe), job_dir.recipe_file)
     overrides = [absolute_override(text) for text in typed.overrides]
     overrides += pinned(facts.recipe, facts.changes)
     batch = [AUTO] if typed.is_auto else []

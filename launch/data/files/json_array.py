@@ -28,8 +28,7 @@ class _Window:
 
     def grow(self) -> bool:
         """Drop what was read, and read as much again as is left; False at the file's end."""
-        read = self.text[: self.position]
-        before, newline, last = read.rpartition("\n")
+        before, newline, last = self.text[: self.position].rpartition("\n")
         self._lines += before.count("\n") + len(newline)
         self._columns = len(last) + (0 if newline else self._columns)
         self.dropped += self.position

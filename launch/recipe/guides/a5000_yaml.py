@@ -111,8 +111,7 @@ def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
         place = where[(section,)]
         if section not in KEYS:
             near = "".join(f"did you mean {name}?" for name in nearest(section, KEYS))
-            sections = f"one of {', '.join(KEYS)}"
-            raise wrong(place, (section,), "an unknown section", sections, near)
+            raise wrong(place, (section,), "an unknown section", f"one of {', '.join(KEYS)}", near)
         if not isinstance(values, dict | None):
             raise wrong(place, (section,), show(values), "a section: keys below it")
         for key, value in (values or {}).items():

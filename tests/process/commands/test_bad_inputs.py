@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from launch.base.files import write_json
 from launch.data.token_cache import token_cache
 from launch.run_folder.layout import RunDir
 from tests import builders
@@ -654,7 +655,8 @@ def prepare(workspace: Workspace, run: Path) -> list[str]:
     recipe, plan = RunDir(run).read_recipe(), RunDir(run).read_plan()
     cache = workspace.root / "workspace/.cache"
     attempt = RunDir(run).attempt(1)
-    attempt.write_tokenising(token_cache(cache, recipe, plan.shape, plan.data_format))
+    tokens = token_cache(cache, recipe, plan.shape, plan.data_format)
+    write_json(attempt.tokenising_file, tokens)
     return ["prepare", str(attempt.root), "1"]
 
 

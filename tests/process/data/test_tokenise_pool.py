@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
+from launch.base import files
 from launch.base.errors import DataError, ResourceError
 from launch.data import sources, token_cache
 from launch.data.files.shards import FileFacts
@@ -223,7 +224,7 @@ def test_rows_are_tokenised_before_the_ranks_start_without_torch_and_pandas(tmp_
     tokens = token_cache.token_cache(tmp_path, recipe, model, builders.DATA_FORMAT)
     attempt = AttemptDir(tmp_path / "attempt")
     attempt.root.mkdir()
-    attempt.write_tokenising(tokens)
+    files.write_json(attempt.tokenising_file, tokens)
     done = subprocess.run(
         [sys.executable, "-P", "-m", "training.data.prepare", str(attempt.root), "1"],
         env=builders.environment(tmp_path / "w", PYTHONPATH=f"{libraries}:{builders.CODE}"),

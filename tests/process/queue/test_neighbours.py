@@ -205,9 +205,10 @@ def test_a_start_without_a_usable_folder_goes_on_without_a_lease(place, kind):
     code = f"""
 import os
 from pathlib import Path
+from launch.base import files
 from launch.queue import leases
 place, record = Path({str(place)!r}), leases.boot_record(state="granted", needs=leases.Needs(1))
-leases.live(Path("/nowhere")), leases._adapter()
+leases.live(Path("/nowhere")), files.adapter(leases.Record)
 os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})
 def begin():
     with leases.admission(place, 0.5) as begin:

@@ -121,7 +121,6 @@ def _encodings(backend: Tokenizer, texts: list[str], name: str) -> list[Any]:
     backend.no_truncation()
     backend.no_padding()
     try:
-        encode = partial(backend.encode_batch, texts, add_special_tokens=False)
-        return called(encode, texts, name)
+        return called(partial(backend.encode_batch, texts, add_special_tokens=False), texts, name)
     finally:
         backend.post_processor = post_processor
