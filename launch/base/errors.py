@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 
-WITHOUT_RANKS = ("merge", "download", "export", "evaluate")  # verbs that start none
+_WITHOUT_RANKS = ("merge", "download", "export", "evaluate")  # verbs that start none
 
 
 class LaunchError(Exception):
@@ -89,7 +89,7 @@ class Stopped(LaunchError):
 
 def stopped_by(number: int) -> str:
     """The line of a command that a signal has ended."""
-    no_rank = "" if sys.argv[1:2] and sys.argv[1] in WITHOUT_RANKS else " while no rank ran"
+    no_rank = "" if sys.argv[1:2] and sys.argv[1] in _WITHOUT_RANKS else " while no rank ran"
     return f"stopped by {signal.Signals(number).name}{no_rank}"
 
 

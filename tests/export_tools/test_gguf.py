@@ -89,7 +89,7 @@ def test_a_file_of_4_bits_is_shown_and_not_judged(quick_start, tmp_path):
     assert [path.name for path in (tmp_path / "out").glob("*.*f*")] == ["sft_fast-q4_k_m.gguf"]
 
 
-@pytest.mark.skipif(not export._has_llama_cpp(), reason="llama-cpp-python is not installed there")
+@pytest.mark.skipif(not export.has_llama_cpp(), reason="llama-cpp-python is not installed there")
 def test_4_bits_are_made_by_llama_cpp_python_where_no_program_is_named(
     quick_start, tmp_path, monkeypatch
 ):

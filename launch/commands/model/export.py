@@ -196,7 +196,7 @@ def _quantizer(arguments: Namespace) -> str:
     """llama.cpp's program for 4 bits. Raises ConfigError."""
     named = arguments.llama_quantize or "llama-quantize"
     program = shutil.which(named)
-    if program is None and not arguments.llama_quantize and _has_llama_cpp():
+    if program is None and not arguments.llama_quantize and has_llama_cpp():
         return "llama_cpp"
     if program is None:
         raise ConfigError(
@@ -208,7 +208,7 @@ def _quantizer(arguments: Namespace) -> str:
     return program
 
 
-def _has_llama_cpp() -> bool:
+def has_llama_cpp() -> bool:
     """True if llama-cpp-python is installed for the tools, which see the packages here too."""
     of_tools = TOOLS.glob("lib/python*/site-packages/llama_cpp")
     return find_spec("llama_cpp") is not None or any(of_tools)
