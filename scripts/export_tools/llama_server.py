@@ -122,7 +122,7 @@ class LlamaCpp:
         return {"tokens": tokens, "content": content.decode(errors="replace")}
 
 
-Llama = LlamaServer if find_spec("xllamacpp") else LlamaCpp
+Llama = LlamaCpp if find_spec("llama_cpp") and not find_spec("xllamacpp") else LlamaServer
 
 
 def quantize(source: Path, target: Path, file_type: str) -> None:
