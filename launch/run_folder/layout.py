@@ -111,6 +111,9 @@ class AttemptDir:
     def heartbeat_file(self, rank: int) -> Path:
         return self.rank(rank) / "heartbeat.json"
 
+    def stacks_file(self, rank: int) -> Path:
+        return self.rank(rank) / "stacks.txt"
+
     def samples_file(self, rank: int) -> Path:
         return self.rank(rank) / SAMPLES
 

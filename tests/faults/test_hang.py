@@ -40,7 +40,7 @@ def test_a_stopped_rank_is_found_its_stacks_are_saved_and_the_run_is_started_aga
         else:
             assert child.wait() == 7, child.said()
         for number in (0, 1):
-            stacks = (first.rank(number) / "stacks.txt").read_text()
+            stacks = first.stacks_file(number).read_text()
             assert "most recent call first" in stacks
             assert "train_low_mem.py" in stacks
         assert child.left() == []
@@ -119,7 +119,7 @@ def test_a_collator_that_never_returns_is_a_hang_whose_stacks_are_saved(
             assert child.wait() == 75, child.said()
         else:
             assert child.wait() == 7, child.said()
-        stacks = (first.rank(1) / "stacks.txt").read_text()
+        stacks = first.stacks_file(1).read_text()
         assert ("dataloader.py" if workers else "sitecustomize.py") in stacks
         assert child.left() == []
 
