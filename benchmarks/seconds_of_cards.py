@@ -34,6 +34,7 @@ from launch.predict.traces import Traces
 from launch.probe import cards, described
 from launch.probe.import_memory import ASSUMED_CUDA
 from launch.recipe import load
+from launch.schema.machine import CardFigures
 from launch.schema.recipe import Recipe
 
 EVIDENCE = recording.CODE / "tests/data/time_evidence/rows.json"
@@ -130,10 +131,12 @@ def facts_of(
     facts = plan_facts.build(recipe, machine, config, parameters, family, ANY_FORMAT)
     facts = plan_facts.as_folder(facts)
     size, targets = facts.model.size, facts.model.lora_targets
+    copies = row.get("host_device_gb_s", 0) * 1e9
+    figures = CardFigures(machine.gpus[0].name, host_device_bytes_per_s=copies)
     return replace(
         facts,
         rows=rows_of(row, recipe, content["lengths"], facts.rows),
-        installed=Installed(import_memory=ASSUMED_CUDA),
+        installed=Installed(import_memory=replace(ASSUMED_CUDA, card=figures)),
         traces=Traces(recipe, size, targets, workspace.traces, lambda line: None),
     )
 
@@ -225,6 +228,32 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return lines
 
 
+def crossed(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Half of the rows that are not doubtful, each class over its median ratio in the other half:
+    their number, the median error, the share of good ratios, the least and most median ratio of a
+    class."""
+    judged_rows = [row for row in rows if row["class"] in CLASSES]
+    lines = []
+    for name, first in (("odd", 0), ("even", 1)):
+        fitted, others = judged_rows[first::2], judged_rows[1 - first :: 2]
+        medians = {
+            each: statistics.median([row["ratio"] for row in fitted if row["class"] == each] or [1])
+            for each in CLASSES
+        }
+        ratios = [row["ratio"] / medians[row["class"]] for row in others]
+        of_class = [
+            statistics.median(found)
+            for each in CLASSES
+            if (found := [r for r, row in zip(ratios, others, strict=True) if row["class"] == each])
+        ]
+        error = statistics.median(abs(ratio - 1) for ratio in ratios)
+        good = sum(GOOD[0] <= ratio <= GOOD[1] for ratio in ratios)
+        spread = f"{min(of_class):.2f} to {max(of_class):.2f}"
+        figures = f"{error:.0%}", f"{good / len(ratios):.0%}", spread
+        lines.append([name, str(len(ratios)), *figures])
+    return lines
+
+
 def text(content: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     done = [row for row in rows if "ratio" in row]
     head = ["training", "class", "measured s", "predicted s", "ratio", "launches"]
@@ -259,6 +288,15 @@ def text(content: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
         recording.table(head, lines)
         + "\n"
         + recording.table(classes, summary(done))
+        + (
+            "\nHalves of the rows that are not doubtful, each class over its median ratio in the"
+            " other half:\n\n"
+            + recording.table(
+                ["rows", "number", *classes[2:4], "median ratios of classes"], crossed(done)
+            )
+            if len(done) > 1
+            else ""
+        )
         + "\nSeconds a token of the second over those of the first:\n\n"
         + recording.table(order, beside)
         + "".join(

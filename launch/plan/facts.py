@@ -38,9 +38,17 @@ def model_size(
     counted = parameters, recipe.model.freeze, recipe.lora, family
     name = recipe.model.shape or str(recipe.model.path)
     counts = trained_parameters.count(*counted)
-    if recipe.lora is None:
-        return ModelSize(name, config, *counts, family=family)
     trainable = trained_parameters.trainable_shapes(*counted)
+    size = ModelSize(
+        name,
+        config,
+        *counts,
+        tensors=len(parameters),
+        trained_tensors=len(trainable),
+        family=family,
+    )
+    if recipe.lora is None:
+        return size
     shared = predict_parameters.ties(parameters, family).values()
     tied = {part: of for part, of in trainable.items() if part.replace(COPY, ".") in shared}
     quantization = recipe.quantized(candidates.asked_precision(recipe))
@@ -48,7 +56,7 @@ def model_size(
         optimizers.trained_bytes(parts, recipe.lora, recipe.model.dtype, quantization, family)
         for parts in (trainable, tied)
     )
-    return ModelSize(name, config, *counts, lora_bytes, tied_bytes, family)
+    return replace(size, lora_bytes=lora_bytes, tied_copy_bytes=tied_bytes)
 
 
 def build(

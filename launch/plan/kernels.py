@@ -394,8 +394,8 @@ def switches(
     why = (training.compiles and installed.no_compiler) or "not asked for"
     if chosen.levers.torch_compile:
         why = (
-            "asked for: training steps, not evaluations; memory and seconds are predicted of steps"
-            " that are not compiled"
+            "asked for: training steps, not evaluations; memory is predicted of steps that are not"
+            " compiled"
         )
     yield Switch("compile", _on(chosen.levers.torch_compile), why)
 

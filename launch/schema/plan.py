@@ -84,6 +84,8 @@ class ModelSize:
     lora_parameters: int = 0  # part of trainable_parameters
     lora_bytes: int = 0  # size of lora_parameters: copies of modules have model.dtype
     tied_copy_bytes: int = 0  # the copy of tied embeddings that PEFT writes for the head too
+    tensors: int = 0  # number of parameters' tensors, LoRA's left out
+    trained_tensors: int = 0
     family: ModelFamily = ModelFamily()
 
     @property

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launch.predict.time.timeline import Cost
-from launch.schema.recorded_step import Operator
+from launch.schema.recorded_step import Operator, Parts, Passes
 
 # Seconds that a product takes beyond its work: 512^3 takes 8.5 us on an A800, 5.7 us on an RTX
 # 4090, and at their rates 1 and 2 (github.com/mli/transformers-benchmarks issue 4)
@@ -30,6 +30,10 @@ _CLOCK_BYTES = {
 # FLOP a clock of a multiprocessor, of fused attention by a part of its name, in 16 bits: medians
 # of the same card. Others, and those of a card whose clocks are not known: a share of products'.
 _CLOCK_FLOPS = {"flash": 800, "varlen": 800, "efficient": 420, "cudnn": 1340}
+# Parts of (fixed, sample, target) bytes that kernels leave alone though their tensors have them: an
+# embedding reads its rows of the table, and a loss its targets' logits
+_READ = {"aten::embedding": (0, 1, 1), "aten::nll_loss_forward": (1, 0, 0)}
+_ALL_READ = 1, 1, 1
 # parts of a name, of which the first decides; other kernels go by their form
 NAMED = {
     "softmax": "softmax",
@@ -52,22 +56,25 @@ NAMED = {
 @dataclass(frozen=True)
 class HostPace:
     """Seconds of the host for an operator in eager PyTorch, with its dispatch, autograd and launch;
-    for a view; for a module's call."""
+    for a product, whose kernel cuBLAS chooses; for a view; for a module's call."""
 
     operator_s: float
+    product_s: float
     view_s: float
     module_s: float
 
 
 # LoRA of Qwen-1.8B and 7B stays at 1.0 and 1.2 s per 8 micro-steps below 512 tokens (QwenLM/Qwen
 # README, fine-tuning, A100)
-ASSUMED_HOST = HostPace(operator_s=16e-6, view_s=2e-6, module_s=8e-6)
-# Measured paces, by architecture: beside an H200, ten trainings that wait for their host
-# (benchmarks/results/gpu_speed.md, c1 and c2)
-HOSTS = {"9.0": HostPace(operator_s=34e-6, view_s=4e-6, module_s=20e-6)}
+ASSUMED_HOST = HostPace(operator_s=14e-6, product_s=21e-6, view_s=2e-6, module_s=8e-6)
+# Measured paces, by architecture: beside an H200, medians of trainings that wait for their host, of
+# 507 and of 892 products (benchmarks/results/gpu_speed.md, c1 and c2)
+HOSTS = {"9.0": HostPace(operator_s=32e-6, product_s=47e-6, view_s=4e-6, module_s=20e-6)}
 # operators that the host calls in the time of a call of one of Liger's functions: 192 us, by the
-# profile of c1-lowmem-grouped-liger (benchmarks/results/gpu_speed.md), beside 34 us
-TRITON, TRITON_OPERATORS = "triton::", 192 / 34
+# profile of c1-lowmem-grouped-liger (benchmarks/results/gpu_speed.md), beside 32 us
+TRITON, TRITON_OPERATORS = "triton::", 192 / 32
+# parts of names in runs that are not of decoder layers, which are not compiled
+_UNCOMPILED = ("embedding", "nll_loss", "cross_entropy")
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ def cost_of(
         host_s = least_share * _host_s(operator, pace.host)
         flops, moved = (
             fixed + rows * sample + targets * target
-            for fixed, sample, target, _ in (operator.flops, operator.bytes)
+            for fixed, sample, target, _ in (operator.flops, _moved(operator))
         )
         is_product = operator.kind in ("product", "attention")
         device_s = 0.0
@@ -107,9 +114,61 @@ def cost_of(
     return cost
 
 
+def _moved(operator: Operator) -> Parts:
+    """The bytes that a kernel reads and writes."""
+    fixed, sample, target = _READ.get(operator.name, _ALL_READ)
+    parts = operator.bytes
+    return fixed * parts[0], sample * parts[1], target * parts[2], parts[3]
+
+
+def compiled(passes: Passes, rows: float, targets: float) -> Passes:
+    """The passes of decoder layers that torch.compile compiles (training/levers/compile.py).
+
+    Kernels between two products, whose sizes grow with the rows, are one: it moves what the largest
+    of them does, since what one writes for the next stays in registers. Views and modules' calls
+    are gone. Source: PyTorch 2 (ASPLOS 2024), section 4.3, loop-level fusion of Inductor."""
+    operators, runs = [*passes.operators], []
+
+    def size(parts: Parts) -> float:
+        return parts[0] + rows * parts[1] + targets * parts[2]
+
+    for run in passes.runs:
+        if any(part in operators[number].name for number in run for part in _UNCOMPILED):
+            runs.append(run)
+            continue
+        merged: list[int] = []
+        group = -1  # number of the operator that its kernels are
+        for number in run:
+            operator = operators[number]
+            if operator.kind in ("view", "module"):
+                continue
+            if not _fuses(operator):
+                merged.append(number)
+                group = group if operator.kind == "other" and _is_fixed(operator) else -1
+                continue
+            if group < 0:
+                group = len(operators)
+                merged.append(group)
+                operators.append(replace(operator, name="compiled", form="", launches=1))
+            largest = max(operators[group].bytes, operator.bytes, key=size)
+            operators[group] = replace(operators[group], bytes=largest)
+        runs.append(merged)
+    return replace(passes, operators=operators, runs=runs)
+
+
+def _fuses(operator: Operator) -> bool:
+    return operator.kind == "other" and "aten::" in operator.name and not _is_fixed(operator)
+
+
+def _is_fixed(operator: Operator) -> bool:
+    return not any(operator.bytes[1:])
+
+
 def _host_s(operator: Operator, host: HostPace) -> float:
     if operator.kind in ("view", "module"):
         return host.view_s if operator.kind == "view" else host.module_s
+    if operator.kind == "product":
+        return host.product_s
     return host.operator_s * (TRITON_OPERATORS if operator.name.startswith(TRITON) else 1)
 
 

@@ -19,13 +19,18 @@ _CPU_HZ = 2.5e9  # assumed, of all cores under load
 # Two channels of DDR4-3200, 25.6 GB/s each (JEDEC). AdamW moved 52 GB/s in
 # benchmarks/results/offload_optimizer.md.
 HOST_BYTES_PER_S = 51.2e9
+# AdamW on hosts of cards with links of their own, which stand in servers of two sockets: 65 to 83
+# GB/s by 46 bytes an element (github.com/deepspeedai/DeepSpeed pull 735: 11.6e9 elements in 8.2 s;
+# issue 6834: 18e9 in 10 s)
+SERVER_BYTES_PER_S = 74e9
 # Architecture -> the share of the rate that is left to products in 16 bits whose rows are divided
 # by fewer than 8 elements. Source: benchmarks/results/gpu_products.md. Others are not measured.
 _UNALIGNED_SHARE = {"9.0": {"4": 0.34, "2": 0.34, "1": 0.17}}
 # Large float16 products get 0.69 of an A800, and 0.96 of an RTX 4090, whose clock is above the one
-# of its peak: github.com/mli/transformers-benchmarks issue 4; 0.72 of an H200
-# (benchmarks/results/card_rates_h200.md).
+# of its peak: github.com/mli/transformers-benchmarks issue 4.
 _PRODUCT_SHARE, _GEFORCE_SHARE = 0.8, 0.96
+# by architecture, measured (an H200: benchmarks/results/card_rates_h200.md, bfloat16 layers)
+_PRODUCT_SHARES = {"9.0": 0.72}
 # float32 units of a multiprocessor, each of 2 FLOP a clock. Source: CUDA C++ Programming Guide,
 # arithmetic instructions.
 _LANES = {
@@ -50,6 +55,11 @@ class Rates:
     multiprocessor_hz: float = math.inf  # clocks of all multiprocessors together; if known
     product_share: float = _PRODUCT_SHARE  # share of flops_per_s that large products reach
     host: HostPace = ASSUMED_HOST
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Bandwidth of the memory of the host in which such cards stand."""
+        return SERVER_BYTES_PER_S if self.link_bytes_per_s else HOST_BYTES_PER_S
 
 
 UNKNOWN = Rates(
@@ -84,7 +94,11 @@ def card(gpu: Gpu) -> Rates:
         source=row.source,
         is_assumed=row.source.startswith("assumed"),
         multiprocessor_hz=_multiprocessor_hz(row),
-        product_share=_GEFORCE_SHARE if row.is_geforce else _PRODUCT_SHARE,
+        product_share=(
+            _GEFORCE_SHARE
+            if row.is_geforce
+            else _PRODUCT_SHARES.get(row.architecture, _PRODUCT_SHARE)
+        ),
         host=HOSTS.get(row.architecture, ASSUMED_HOST),
     )
     if is_named:

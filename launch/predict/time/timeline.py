@@ -48,15 +48,19 @@ class _Effect(NamedTuple):
     others_s: float
 
 
-def replayed(passes: Passes, cost_of: Callable[[Operator], Cost]) -> Seconds:
-    """The mean seconds of a micro-step among many."""
+def replayed(
+    passes: Passes, cost_of: Callable[[Operator], Cost], hooks: Sequence[Cost] = ()
+) -> Seconds:
+    """The mean seconds of a micro-step among many, which ends with the hooks of its engine."""
     costs = [cost_of(operator) for operator in passes.operators]
     effects = [_effect(run, costs) for run in passes.runs]
+    effects.append(_effect(range(len(hooks)), hooks))
+    ending = [(len(passes.runs), 1)]
     host = device = begin = products_s = others_s = 0.0
     for _ in range(TURNS):
         begin, products_s, others_s = max(host, device), 0.0, 0.0
         for step in passes.micro_steps:
-            for run, times in step:
+            for run, times in [*step, *ending]:
                 effect = effects[run]
                 for _ in range(times):
                     host, device = (

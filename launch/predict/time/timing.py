@@ -12,9 +12,10 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from launch.predict.time import operators, timeline
-from launch.predict.time.operators import Pace
+from launch.predict.time.operators import HostPace, Pace
 from launch.predict.time.padding import StepSplit
-from launch.predict.time.rates import HOST_BYTES_PER_S, Rates
+from launch.predict.time.rates import Rates
+from launch.predict.time.timeline import Cost
 from launch.schema.machine import NOT_MEASURED, CardFigures, Link
 from launch.schema.plan import (
     NOT_CORRECTED,
@@ -34,8 +35,8 @@ _UPDATE_KERNELS = 20  # norm, clipping and update of all gradients
 _BACKWARD_SHARE = 2 / 3  # share of a micro-step; a reduction in this time costs nothing
 BUCKET_BYTES = 25 << 20  # the last of DDP's buckets is reduced when nothing is left to compute
 _RING_SHARE = 0.82  # NCCL gets 370 of NVLink's 450 GB/s: github.com/NVIDIA/nccl-tests issue 212
-# assumed: bus bandwidth through host memory, PCIe 4.0 x8 or 3.0 x16 without peer-to-peer
-_PCIE_BYTES_PER_S = 8e9
+# assumed: bus bandwidth through host memory, without peer-to-peer, over that of copies to the host
+_PCIE_SHARE = 2 / 3
 _GLOO_BYTES_PER_S = 1e9  # assumed: TCP on one machine, copies to and from the host included
 _NETWORK_BYTES_PER_S = 1.1e9  # assumed: 10 Gbit Ethernet between machines
 # assumed: one direction of PCIe 4.0 x8 or 3.0 x16 (16 GB/s) from pinned memory
@@ -48,6 +49,10 @@ PAGEABLE_BYTES_PER_S = 8.7e9
 # Bytes of host RAM that an update moves per element, besides the optimizer's states: master and
 # gradient, norm, clipping, the cast to 16 bit.
 _UPDATE_BYTES = 12 + 4 + 8 + 6  # source: DeepSpeed 0.19 stage_1_and_2.py, step()
+# ZeRO stage -> operators that the host calls in the time of DeepSpeed's hooks: of a forward pass,
+# for a tensor; of a backward pass and of an update, for a trained tensor
+# (benchmarks/results/engine_hooks.md)
+_HOOK_OPERATORS = {1: (0, 2, 10), 2: (0, 8, 10), 3: (28, 26, 11)}
 MASTER_BYTES = 4  # DeepSpeed's states are float32 whatever the model's dtype
 
 
@@ -97,6 +102,8 @@ class Speed:
     pace: Pace
     bus_bytes_per_s: float
     host_device_bytes_per_s: float
+    host_bytes_per_s: float
+    has_links: bool  # its cards have links of their own
     reason: str
 
 
@@ -129,7 +136,11 @@ def estimate(
         strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
     )
     cost_of = operators.cost_of(speed.pace, batch, targets, work.least_share)
-    compute_s, memory_s, launch_s = timeline.replayed(work.passes, cost_of)
+    passes = work.passes
+    if strategy.levers.torch_compile:
+        passes = operators.compiled(passes, batch, targets)
+    hooks, hooks_s = _hooks(strategy, model, speed.pace.host)
+    compute_s, memory_s, launch_s = timeline.replayed(passes, cost_of, hooks)
     busy_s = compute_s + memory_s + launch_s
     communication_s = _exposed_s(
         traffic(strategy, model, full_copy), busy_s, steps, strategy, speed
@@ -142,7 +153,7 @@ def estimate(
     copy_s = activations / speed.host_device_bytes_per_s
     offload_s = moved / speed.host_device_bytes_per_s
     offload_s += steps * _exposed_copies_s(copy_s, busy_s, strategy)
-    optimizer_s = _optimizer_s(work.update_bytes, strategy, model, full_copy, speed)
+    optimizer_s = hooks_s + _optimizer_s(work.update_bytes, strategy, model, full_copy, speed)
     parts = (
         steps * compute_s,
         steps * memory_s,
@@ -152,6 +163,21 @@ def estimate(
         offload_s,
     )
     return TimeEstimate(sum(parts), *parts, strategy.effective_batch_size, speed.reason)
+
+
+def _hooks(strategy: Strategy, model: ModelSize, host: HostPace) -> tuple[tuple[Cost, Cost], float]:
+    """The work of DeepSpeed's hooks on the host in a micro-step, and their seconds in an update.
+
+    A forward pass that is recomputed calls them again. ZeRO-3 with offloading waits in each trained
+    tensor's for the device (deepspeed 0.19 stage3.py, partition_grads)."""
+    mode = strategy.launch_mode
+    forward, backward, update = (
+        host.operator_s * number for number in _HOOK_OPERATORS.get(mode.zero_stage, (0, 0, 0))
+    )
+    gathers_s = forward * (1 + strategy.levers.checkpointed_share) * model.tensors
+    gathers = Cost(gathers_s, 0.0, waits=mode.offloads and mode.shards_parameters)
+    gradients = Cost(backward * model.trained_tensors, 0.0)
+    return (gathers, gradients), update * model.trained_tensors
 
 
 def speed_of(
@@ -172,9 +198,9 @@ def speed_of(
         )
         share = measured / half
         source = f"products at {measured / 1e12:.3g} TFLOP/s, measured here by {test}"
-    bus, bus_from = _bus(strategy, rates, link)
     peaks = dict(rates.flops_per_s)
     copies = card.host_device_bytes_per_s or HOST_DEVICE_BYTES_PER_S
+    bus, bus_from = _bus(strategy, rates, link, copies)
     if not strategy.pin_memory:
         copies = 1 / (1 / copies + 1 / PAGEABLE_BYTES_PER_S)
     if (
@@ -196,14 +222,20 @@ def speed_of(
     return Speed(
         pace,
         bus_bytes_per_s=bus,
-        host_device_bytes_per_s=(math.inf if on_cpu else min(copies, HOST_BYTES_PER_S / ranks)),
+        host_device_bytes_per_s=(
+            math.inf if on_cpu else min(copies, rates.host_bytes_per_s / ranks)
+        ),
+        host_bytes_per_s=rates.host_bytes_per_s,
+        has_links=rates.link_bytes_per_s is not None,
         reason=f"{rates.name}: {source}" + (f"; {bus_from}" if bus_from else ""),
     )
 
 
-def _bus(strategy: Strategy, rates: Rates, link: Link | None) -> tuple[float, str]:
+def _bus(
+    strategy: Strategy, rates: Rates, link: Link | None, copies_bytes_per_s: float
+) -> tuple[float, str]:
     """Bus bandwidth as nccl-tests defines it, and where it is from; between machines the
-    network's."""
+    network's. `copies_bytes_per_s`: of copies between host and card."""
     if strategy.num_processes == 1:
         return math.inf, ""
     if link is not None and link.bytes_per_s and strategy.device == "cuda":
@@ -213,7 +245,7 @@ def _bus(strategy: Strategy, rates: Rates, link: Link | None) -> tuple[float, st
     elif rates.link_bytes_per_s:
         bus, reason = _RING_SHARE * rates.link_bytes_per_s, "of the cards' own links"
     else:
-        bus, reason = _PCIE_BYTES_PER_S, "assumed of PCIe without peer-to-peer"
+        bus, reason = _PCIE_SHARE * copies_bytes_per_s, "assumed of PCIe without peer-to-peer"
     if strategy.num_machines > 1 and (
         bus > _NETWORK_BYTES_PER_S or strategy.processes_per_machine == 1
     ):
@@ -257,12 +289,17 @@ def _wire_bytes(
 def _exposed_s(
     moved: _Traffic, micro_step_s: float, steps: float, strategy: Strategy, speed: Speed
 ) -> float:
-    """Seconds of communication that no computing hides; over Gloo it takes the host's cores and
-    hides nothing."""
+    """Seconds of communication that no computing hides.
+
+    Over Gloo it takes the host's cores and hides nothing. Gathering the weights goes on through
+    forward and backward, but between cards without links nothing hides it: two RTX 3090 take 3.7 to
+    4.6 s more for 13.5 GB beside 0.4 to 10 s of computing (AnswerDotAI/fsdp_qlora,
+    benchmarks_03_2024.md, FSDP beside DDP)."""
     hidden_s = 0.0
-    if strategy.backend == "nccl":  # gathering the weights goes on through forward and backward
-        gathers = strategy.launch_mode.shards_parameters
-        hidden_s = micro_step_s * (1 if gathers else _BACKWARD_SHARE)
+    if strategy.backend == "nccl":
+        hidden_s = micro_step_s * _BACKWARD_SHARE
+        if strategy.launch_mode.shards_parameters:
+            hidden_s = micro_step_s if speed.has_links else 0.0
 
     def exposed_s(size: float) -> float:
         return max(
@@ -327,4 +364,4 @@ def _optimizer_s(
     # per element, read and written
     states = MASTER_BYTES * full_copy.optimizer_bytes / max(full_copy.gradients_bytes, 1)
     on_machine = model.trainable_parameters * strategy.processes_per_machine / ranks
-    return on_machine * (_UPDATE_BYTES + 2 * states) / HOST_BYTES_PER_S
+    return on_machine * (_UPDATE_BYTES + 2 * states) / speed.host_bytes_per_s

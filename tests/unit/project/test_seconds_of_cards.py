@@ -66,3 +66,17 @@ def test_doubtful_rows_do_not_count_among_all():
     rows = [result("a", 1, 1), result("b", 1, 2), result("c", 1, 9, seconds.DOUBTFUL)]
     assert seconds.summary(rows)[0] == ["A100 and A800", "2", "50%", "50%", "1.50"]
     assert seconds.summary(rows)[-1] == ["all but doubtful", "2", "50%", "50%", "1.50"]
+
+
+def test_each_half_is_judged_by_the_other():
+    """Odd rows are too slow by a fifth, even ones right: each half is off by what the other is."""
+    rows = [result(str(n), 1, 1.2 if n % 2 else 1.0) for n in range(8)]
+    odd, even = seconds.crossed([*rows, result("z", 1, 9, seconds.DOUBTFUL)])
+    assert odd == ["odd", "4", "20%", "100%", "1.20 to 1.20"]
+    assert even == ["even", "4", "17%", "100%", "0.83 to 0.83"]
+
+
+def test_a_page_says_how_fast_copies_are(tmp_path: Path):
+    (row,) = [row for row in RECIPES if row["id"] == "fsdpqlora-4090x2-lora7b-ddp"]
+    card = seconds.facts_of(row, ABOUT, tmp_path).installed.import_memory.card
+    assert card.host_device_bytes_per_s == 24e9

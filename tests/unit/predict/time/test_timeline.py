@@ -20,7 +20,7 @@ COSTS = st.lists(
 )
 RUNS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=12), min_size=1, max_size=4)
 REPEATS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=6)
-PLAIN = HostPace(operator_s=10e-6, view_s=1e-6, module_s=2e-6)
+PLAIN = HostPace(operator_s=10e-6, product_s=10e-6, view_s=1e-6, module_s=2e-6)
 PACE = Pace({"bfloat16": 1e14, "float32": 1e13}, 0.5, 1e12, 1e11, PLAIN)
 
 
@@ -93,6 +93,59 @@ def test_a_cpu_computes_where_it_launches():
     passes = Passes([kernel], [[0]], [[(0, 10)]])
     device_s = cost_of(kernel).device_s
     assert sum(timeline.replayed(passes, cost_of)) == pytest.approx(10 * (10e-6 + device_s))
+
+
+def test_hooks_are_hidden_by_a_device_that_lags_unless_they_wait_for_it():
+    slow, host = Cost(1e-5, 3e-5), Cost(1e-3, 0.0)
+    passes = passes_of([slow], [[0]], [(0, 100)])
+
+    def seconds(*hooks: Cost) -> float:
+        return sum(timeline.replayed(passes, lambda operator: slow, hooks))
+
+    assert seconds(host) == pytest.approx(seconds()) == pytest.approx(3e-3)
+    assert seconds(host, host, host) == pytest.approx(1e-3 + 3e-3)  # the host is the slower one
+    assert seconds(Cost(0.0, 0.0, waits=True), host) == pytest.approx(3e-3 + 1e-3, rel=0.01)
+
+
+def test_kernels_between_products_of_a_compiled_layer_are_one():
+    product = Operator("aten::mm", "product", "bfloat16", launches=1)
+    add = Operator("aten::add", "other", "bfloat16", bytes=(8, 100, 0, 0), launches=1)
+    mul = Operator("aten::mul", "other", "float32", bytes=(0, 200, 0, 0), launches=1, form="cast")
+    weight = Operator("aten::_to_copy", "other", bytes=(500, 0, 0, 0), launches=1)
+    foreign = Operator("bitsandbytes::dequantize", "other", bytes=(0, 300, 0, 0), launches=1)
+    loss = Operator("aten::nll_loss_forward", "other", bytes=(0, 4, 0, 0), launches=1)
+    view, module = Operator("aten::t", "view"), Operator("module", "module")
+    each = [product, add, mul, weight, foreign, loss, view, module]
+    passes = Passes(each, [[7, 1, 6, 3, 2, 0, 1, 4, 1], [5, 1, 1]], [[(0, 3), (1, 1)]])
+    compiled = operators.compiled(passes, 2, 0)
+    layer = [compiled.operators[number] for number in compiled.runs[0]]
+    names = ["compiled", "aten::_to_copy", "aten::mm", "compiled", foreign.name, "compiled"]
+    assert [operator.name for operator in layer] == names
+    assert layer[0].bytes == (0, 200, 0, 0) and layer[0].form == ""
+    assert layer[3].bytes == (8, 100, 0, 0)
+    assert compiled.runs[1] == passes.runs[1]  # the loss is not compiled
+    assert compiled.micro_steps == passes.micro_steps
+
+
+def test_rows_of_a_table_are_read_and_logits_of_targets():
+    cost_of = operators.cost_of(PACE, 1, 0)
+    sizes = (1e12, 1e6, 0, 0)
+    table, plain = (
+        cost_of(Operator(f"aten::{name}", "other", bytes=sizes, launches=1)).device_s
+        for name in ("embedding", "add")
+    )
+    assert table < 1e-4 < plain
+    loss = cost_of(Operator("aten::nll_loss_forward", "other", bytes=(8, 1e12, 0, 0), launches=1))
+    assert loss.device_s < 1e-5
+
+
+def test_the_host_takes_longer_for_a_product():
+    pace = Pace(PACE.flops_per_s, 0.5, 1e12, 1e11, HostPace(1e-5, 3e-5, 1e-6, 1e-6))
+    product, other = (
+        operators.cost_of(pace, 1, 0)(Operator("any", kind, "bfloat16")).host_s
+        for kind in ("product", "other")
+    )
+    assert (product, other) == (3e-5, 1e-5)
 
 
 def moved_s(name: str, form: Form, pace: Pace = PACE) -> float:

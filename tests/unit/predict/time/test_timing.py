@@ -17,6 +17,7 @@ from launch.predict.time.operators import RAMP_S
 from launch.predict.time.rates import Rates
 from launch.predict.time.timing import StepWork, TimeEstimate
 from launch.probe import architectures, cards
+from launch.schema.levers import Levers
 from launch.schema.machine import GIB, CardFigures, Gpu, Link
 from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
 from launch.schema.recorded_step import Operator, Parts, Passes
@@ -233,6 +234,65 @@ def test_what_the_backward_pass_hides_costs_nothing():
     )
     gloo = seconds(way(32, 1, ranks=2, mode="dual_gpu_gloo", backend="gloo"), link=measured(10e9))
     assert gloo.communication_s == pytest.approx(4 * 500e6 / 10e9)  # nothing is hidden
+
+
+def test_gathers_are_hidden_only_between_cards_with_links():
+    work, model = small(), shape(5e8)
+
+    def gathers_s(on: Rates, link: Link | None = None) -> float:
+        return seconds(way(16, 1, ranks=2, mode="fsdp2"), work, on, link).communication_s
+
+    once = timing.traffic(way(16, 1, ranks=2, mode="fsdp2"), model, whole(5e8))
+    size = once.micro_step_bytes + once.last_bytes
+    assert gathers_s(RTX_3080, measured(4e9)) == pytest.approx(size / 4e9)
+    assert gathers_s(A100_80, measured(4e9)) < 0.5 * size / 4e9
+
+
+@pytest.mark.parametrize(("copies", "bus"), [(24e9, 16e9), (0.0, 8e9)])
+def test_the_bus_through_the_host_follows_its_copies(copies, bus):
+    found = of_card(way(4, 1, ranks=2, mode="fsdp2"), host_device_bytes_per_s=copies)
+    assert f"link {bus / 1e9:.1f} GB/s assumed of PCIe" in found.reason
+
+
+def with_tensors(count: int, ranks: int, mode: str) -> TimeEstimate:
+    model = replace(shape(5e8), tensors=count, trained_tensors=count)
+    return timing.estimate(small(), way(16, ranks=ranks, mode=mode), model, whole(5e8), A100_80)
+
+
+@pytest.mark.parametrize("mode", ["deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"])
+def test_hooks_of_deepspeed_take_the_host_by_its_tensors(mode):
+    many, few = with_tensors(30_000, 2, mode), with_tensors(10, 2, mode)
+    assert many.launch_s > few.launch_s
+    assert many.optimizer_s > few.optimizer_s
+    ours = [with_tensors(count, 2, "dual_gpu_nccl").step_s for count in (30_000, 10)]
+    assert ours[0] == ours[1]
+
+
+def test_offloaded_zero3_waits_in_each_hook_of_a_gradient():
+    """Few enough that they hide behind the device where nothing waits."""
+    waits, hides = (
+        [with_tensors(count, 2, mode).launch_s for count in (300, 0)]
+        for mode in ("deepspeed_zero3_offload", "deepspeed_zero2_offload")
+    )
+    assert waits[0] - waits[1] > 0.8 * 8 * 300 * 26 * A100_80.host.operator_s
+    assert hides[0] == pytest.approx(hides[1], abs=1e-3)
+
+
+def test_a_compiled_step_is_faster_by_its_other_kernels():
+    eager, compiled = (
+        seconds(way(levers=Levers(torch_compile=compiles))) for compiles in (False, True)
+    )
+    assert compiled.compute_s == eager.compute_s
+    assert compiled.memory_s < 0.5 * eager.memory_s
+
+
+def test_an_offloaded_update_is_faster_in_a_server():
+    update_s = [
+        seconds(way(mode="deepspeed_zero2_offload"), on=on).optimizer_s
+        for on in (A100_80, RTX_3080)
+    ]
+    shares = rates.HOST_BYTES_PER_S / rates.SERVER_BYTES_PER_S
+    assert update_s[0] == pytest.approx(shares * update_s[1])
 
 
 def test_between_machines_the_network_decides():
