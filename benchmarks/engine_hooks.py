@@ -1,10 +1,10 @@
-"""Host seconds that DeepSpeed's hooks add to a micro-step and to an update, for each tensor of a
-parameter, over those of an operator of eager PyTorch on the same core.
+"""Host seconds that hooks of DeepSpeed and FSDP2 add to a micro-step and to an update, for each
+tensor of a parameter, over those of an operator of eager PyTorch on the same core.
 
-Models of many tensors of a few elements, one tensor a module, in a process of their own without a
-card, so that the host alone is measured, in seconds of its thread. Rounds of the engine and of the
-operators alternate; a figure is the ratio of their medians. The plan takes them as operators of its
-card's host (launch/predict/time/timing.py).
+Models of many tensors of a few elements, one tensor a module, 12 modules a layer, in a process of
+their own without a card, so that the host alone is measured, in seconds of its thread. Rounds of
+the engine and of the operators alternate; a figure is the ratio of their medians. The plan takes
+them as operators of its card's host (launch/predict/time/timing.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import time
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks import recording
 
-STAGES, TENSORS = (1, 2, 3), (150, 300)
+ENGINES = ("zero1", "zero2", "zero3", "fsdp2")
+TENSORS, TENSORS_A_LAYER = (144, 288), 12
 ACCUMULATION, STEPS, WARM_UP = 4, 12, 3
 WIDTH, OPERATORS = 8, 200
 
@@ -48,17 +50,39 @@ def operators() -> None:
     y.sum().backward()
 
 
-def engine(stage: int, tensors: int) -> Any:
-    """DeepSpeed's engine for a stage, of one rank."""
+def model_of(tensors: int) -> torch.nn.Sequential:
+    layer = [TENSORS_A_LAYER] * (tensors // TENSORS_A_LAYER)
+    return torch.nn.Sequential(
+        *[torch.nn.Sequential(*[Scale() for _ in range(count)]) for count in layer]
+    )
+
+
+class Fsdp2:
+    """A model that torch's fully_shard shares out, layer by layer, with DeepSpeed's three calls."""
+
+    def __init__(self, model: torch.nn.Sequential) -> None:
+        for part in (*model, model):
+            fully_shard(part)
+        self.model = model
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        """No update: its kernels are loops over tensors on a CPU."""
+        self.model.zero_grad()
+
+
+def deepspeed_of(model: torch.nn.Sequential, stage: int) -> Any:
     import deepspeed
-    import deepspeed.ops
 
     from training.compat import deepspeed_private
 
     deepspeed_private.leave_out_compiled_all_reduce()
-    torch.distributed.init_process_group("gloo")
     deepspeed.init_distributed("gloo")
-    model = torch.nn.Sequential(*[Scale() for _ in range(tensors)])
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -72,10 +96,12 @@ def engine(stage: int, tensors: int) -> Any:
     return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
-def measured(stage: int, tensors: int) -> dict[str, float]:
+def measured(engine: str, tensors: int) -> dict[str, float]:
     """Operators a tensor of a forward pass, a backward pass and an update."""
     torch.set_num_threads(1)
-    trained = engine(stage, tensors)
+    torch.distributed.init_process_group("gloo")
+    model = model_of(tensors)
+    trained = Fsdp2(model) if engine == "fsdp2" else deepspeed_of(model, int(engine[-1]))
     x = torch.ones(4, WIDTH, dtype=torch.bfloat16)
     passes: dict[str, list[float]] = {"forward": [], "backward": [], "update": [], "operator": []}
     now = time.thread_time  # other work on this core does not count
@@ -103,13 +129,13 @@ def measured(stage: int, tensors: int) -> dict[str, float]:
     }
 
 
-def child(stage: int, tensors: int) -> dict[str, float]:
+def child(engine: str, tensors: int) -> dict[str, float]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     alone |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
-    argv = [sys.executable, "-m", "benchmarks.engine_hooks", "--stage", str(stage)]
+    argv = [sys.executable, "-m", "benchmarks.engine_hooks", "--engine", engine]
     done = subprocess.run(
         [*argv, "--tensors", str(tensors)],
         env=os.environ | alone,
@@ -125,20 +151,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stage", type=int, help="measure this one, in this process")
+    parser.add_argument("--engine", choices=ENGINES, help="measure this one, in this process")
     parser.add_argument("--tensors", type=int, default=TENSORS[0])
     arguments = parser.parse_args()
-    if arguments.stage:
-        print(json.dumps(measured(arguments.stage, arguments.tensors)))
+    if arguments.engine:
+        print(json.dumps(measured(arguments.engine, arguments.tensors)))
         return 0
     rows = [
-        {"stage": stage, "tensors": tensors, **child(stage, tensors)}
-        for stage in STAGES
+        {"engine": engine, "tensors": tensors, **child(engine, tensors)}
+        for engine in ENGINES
         for tensors in TENSORS
     ]
-    head = ["ZeRO stage", "tensors", "forward", "backward", "update", "us an operator"]
+    head = ["engine", "tensors", "forward", "backward", "update", "us an operator"]
     lines = [
-        [str(row["stage"]), str(row["tensors"])]
+        [row["engine"], str(row["tensors"])]
         + [f"{row[name]:.0f}" for name in ("forward", "backward", "update")]
         + [f"{row['operator_us']:.1f}"]
         for row in rows

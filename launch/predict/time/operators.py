@@ -30,10 +30,12 @@ _CLOCK_BYTES = {
 # FLOP a clock of a multiprocessor, of fused attention by a part of its name, in 16 bits: medians
 # of the same card. Others, and those of a card whose clocks are not known: a share of products'.
 _CLOCK_FLOPS = {"flash": 800, "varlen": 800, "efficient": 420, "cudnn": 1340}
-# Parts of (fixed, sample, target) bytes that kernels leave alone though their tensors have them: an
-# embedding reads its rows of the table, and a loss its targets' logits
-_READ = {"aten::embedding": (0, 1, 1), "aten::nll_loss_forward": (1, 0, 0)}
-_ALL_READ = 1, 1, 1
+# Bytes of kernels that read less than their tensors have: an embedding its rows of the table, a
+# loss its targets' logits
+_READ: Mapping[str, Callable[[float, float, float, float], Parts]] = {
+    "aten::embedding": lambda fixed, sample, target, all_targets: (0, sample, target, all_targets),
+    "aten::nll_loss_forward": lambda fixed, *_: (fixed, 0, 0, 0),
+}
 # parts of a name, of which the first decides; other kernels go by their form
 NAMED = {
     "softmax": "softmax",
@@ -98,9 +100,12 @@ def cost_of(
 
     def cost(operator: Operator) -> Cost:
         host_s = least_share * _host_s(operator, pace.host)
+        moved_bytes = operator.bytes
+        if operator.name in _READ:
+            moved_bytes = _READ[operator.name](*moved_bytes)
         flops, moved = (
             fixed + rows * sample + targets * target
-            for fixed, sample, target, _ in (operator.flops, _moved(operator))
+            for fixed, sample, target, _ in (operator.flops, moved_bytes)
         )
         is_product = operator.kind in ("product", "attention")
         device_s = 0.0
@@ -112,13 +117,6 @@ def cost_of(
         return Cost(host_s, device_s, is_product, waits)
 
     return cost
-
-
-def _moved(operator: Operator) -> Parts:
-    """The bytes that a kernel reads and writes."""
-    fixed, sample, target = _READ.get(operator.name, _ALL_READ)
-    parts = operator.bytes
-    return fixed * parts[0], sample * parts[1], target * parts[2], parts[3]
 
 
 def compiled(passes: Passes, rows: float, targets: float) -> Passes:

@@ -48,19 +48,15 @@ class _Effect(NamedTuple):
     others_s: float
 
 
-def replayed(
-    passes: Passes, cost_of: Callable[[Operator], Cost], hooks: Sequence[Cost] = ()
-) -> Seconds:
-    """The mean seconds of a micro-step among many, which ends with the hooks of its engine."""
+def replayed(passes: Passes, cost_of: Callable[[Operator], Cost], hooks_s: float = 0.0) -> Seconds:
+    """The mean seconds of a micro-step among many; `hooks_s` are those of its engine's hooks."""
     costs = [cost_of(operator) for operator in passes.operators]
     effects = [_effect(run, costs) for run in passes.runs]
-    effects.append(_effect(range(len(hooks)), hooks))
-    ending = [(len(passes.runs), 1)]
     host = device = begin = products_s = others_s = 0.0
     for _ in range(TURNS):
         begin, products_s, others_s = max(host, device), 0.0, 0.0
         for step in passes.micro_steps:
-            for run, times in [*step, *ending]:
+            for run, times in step:
                 effect = effects[run]
                 for _ in range(times):
                     host, device = (
@@ -69,6 +65,7 @@ def replayed(
                     )
                 products_s += times * effect.products_s
                 others_s += times * effect.others_s
+            host += hooks_s
     number = max(len(passes.micro_steps), 1)
     waiting_s = max(host, device) - begin - products_s - others_s
     return Seconds(products_s / number, others_s / number, max(waiting_s, 0.0) / number)

@@ -15,7 +15,6 @@ from launch.predict.time import operators, timeline
 from launch.predict.time.operators import HostPace, Pace
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.rates import Rates
-from launch.predict.time.timeline import Cost
 from launch.schema.machine import NOT_MEASURED, CardFigures, Link
 from launch.schema.plan import (
     NOT_CORRECTED,
@@ -49,10 +48,9 @@ PAGEABLE_BYTES_PER_S = 8.7e9
 # Bytes of host RAM that an update moves per element, besides the optimizer's states: master and
 # gradient, norm, clipping, the cast to 16 bit.
 _UPDATE_BYTES = 12 + 4 + 8 + 6  # source: DeepSpeed 0.19 stage_1_and_2.py, step()
-# ZeRO stage -> operators that the host calls in the time of DeepSpeed's hooks: of a forward pass,
-# for a tensor; of a backward pass and of an update, for a trained tensor
-# (benchmarks/results/engine_hooks.md)
-_HOOK_OPERATORS = {1: (0, 2, 10), 2: (0, 8, 10), 3: (28, 26, 11)}
+# ZeRO stage or engine -> operators that the host calls in the time of its hooks: for each tensor in
+# a pass over the layers, for each gradient, and in the update (benchmarks/results/engine_hooks.md)
+_HOOK_OPERATORS = {1: (0, 2, 10), 2: (0, 8, 10), 3: (28, 0, 11), "fsdp2": (8, 5, 0)}
 MASTER_BYTES = 4  # DeepSpeed's states are float32 whatever the model's dtype
 
 
@@ -139,8 +137,8 @@ def estimate(
     passes = work.passes
     if strategy.levers.torch_compile:
         passes = operators.compiled(passes, batch, targets)
-    hooks, hooks_s = _hooks(strategy, model, speed.pace.host)
-    compute_s, memory_s, launch_s = timeline.replayed(passes, cost_of, hooks)
+    hooks_s, update_hooks_s = _hooks_s(strategy, model, speed.pace.host)
+    compute_s, memory_s, launch_s = timeline.replayed(passes, cost_of, hooks_s)
     busy_s = compute_s + memory_s + launch_s
     communication_s = _exposed_s(
         traffic(strategy, model, full_copy), busy_s, steps, strategy, speed
@@ -153,7 +151,9 @@ def estimate(
     copy_s = activations / speed.host_device_bytes_per_s
     offload_s = moved / speed.host_device_bytes_per_s
     offload_s += steps * _exposed_copies_s(copy_s, busy_s, strategy)
-    optimizer_s = hooks_s + _optimizer_s(work.update_bytes, strategy, model, full_copy, speed)
+    optimizer_s = update_hooks_s + _optimizer_s(
+        work.update_bytes, strategy, model, full_copy, speed
+    )
     parts = (
         steps * compute_s,
         steps * memory_s,
@@ -165,19 +165,14 @@ def estimate(
     return TimeEstimate(sum(parts), *parts, strategy.effective_batch_size, speed.reason)
 
 
-def _hooks(strategy: Strategy, model: ModelSize, host: HostPace) -> tuple[tuple[Cost, Cost], float]:
-    """The work of DeepSpeed's hooks on the host in a micro-step, and their seconds in an update.
-
-    A forward pass that is recomputed calls them again. ZeRO-3 with offloading waits in each trained
-    tensor's for the device (deepspeed 0.19 stage3.py, partition_grads)."""
+def _hooks_s(strategy: Strategy, model: ModelSize, host: HostPace) -> tuple[float, float]:
+    """Seconds that an engine's hooks take of the host in a micro-step, and in an update. FSDP2
+    calls none where a checkpointed layer computes again."""
     mode = strategy.launch_mode
-    forward, backward, update = (
-        host.operator_s * number for number in _HOOK_OPERATORS.get(mode.zero_stage, (0, 0, 0))
-    )
-    gathers_s = forward * (1 + strategy.levers.checkpointed_share) * model.tensors
-    gathers = Cost(gathers_s, 0.0, waits=mode.offloads and mode.shards_parameters)
-    gradients = Cost(backward * model.trained_tensors, 0.0)
-    return (gathers, gradients), update * model.trained_tensors
+    each_pass, gradient, update = _HOOK_OPERATORS.get(mode.zero_stage or mode.engine, (0, 0, 0))
+    again = 0.0 if mode.engine == "fsdp2" else strategy.levers.checkpointed_share
+    micro_step = (2 + again) * each_pass * model.tensors + gradient * model.trained_tensors
+    return host.operator_s * micro_step, host.operator_s * update * model.trained_tensors
 
 
 def speed_of(

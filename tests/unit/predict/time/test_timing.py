@@ -259,23 +259,13 @@ def with_tensors(count: int, ranks: int, mode: str) -> TimeEstimate:
     return timing.estimate(small(), way(16, ranks=ranks, mode=mode), model, whole(5e8), A100_80)
 
 
-@pytest.mark.parametrize("mode", ["deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3"])
-def test_hooks_of_deepspeed_take_the_host_by_its_tensors(mode):
-    many, few = with_tensors(30_000, 2, mode), with_tensors(10, 2, mode)
+@pytest.mark.parametrize("mode", ["deepspeed_zero1", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"])
+def test_hooks_of_an_engine_take_the_host_by_its_tensors(mode):
+    many, few = with_tensors(60_000, 2, mode), with_tensors(10, 2, mode)
     assert many.launch_s > few.launch_s
-    assert many.optimizer_s > few.optimizer_s
-    ours = [with_tensors(count, 2, "dual_gpu_nccl").step_s for count in (30_000, 10)]
+    assert (many.optimizer_s > few.optimizer_s) == (mode != "fsdp2")
+    ours = [with_tensors(count, 2, "dual_gpu_nccl").step_s for count in (60_000, 10)]
     assert ours[0] == ours[1]
-
-
-def test_offloaded_zero3_waits_in_each_hook_of_a_gradient():
-    """Few enough that they hide behind the device where nothing waits."""
-    waits, hides = (
-        [with_tensors(count, 2, mode).launch_s for count in (300, 0)]
-        for mode in ("deepspeed_zero3_offload", "deepspeed_zero2_offload")
-    )
-    assert waits[0] - waits[1] > 0.8 * 8 * 300 * 26 * A100_80.host.operator_s
-    assert hides[0] == pytest.approx(hides[1], abs=1e-3)
 
 
 def test_a_compiled_step_is_faster_by_its_other_kernels():
