@@ -50,7 +50,7 @@ PAGEABLE_BYTES_PER_S = 8.7e9
 _UPDATE_BYTES = 12 + 4 + 8 + 6  # source: DeepSpeed 0.19 stage_1_and_2.py, step()
 # ZeRO stage or engine -> operators that the host calls in the time of its hooks: for each tensor in
 # a pass over the layers, for each gradient, and in the update (benchmarks/results/engine_hooks.md)
-_HOOK_OPERATORS = {1: (0, 2, 10), 2: (0, 8, 10), 3: (28, 0, 11), "fsdp2": (8, 5, 0)}
+_HOOK_OPERATORS = {1: (0, 2, 10), 2: (0, 8, 10), 3: (30, 0, 11), "fsdp2": (7, 5, 0)}
 MASTER_BYTES = 4  # DeepSpeed's states are float32 whatever the model's dtype
 
 
