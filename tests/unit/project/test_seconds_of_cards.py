@@ -76,7 +76,10 @@ def test_each_half_is_judged_by_the_other():
     assert even == ["even", "4", "17%", "100%", "0.83 to 0.83"]
 
 
-def test_a_page_says_how_fast_copies_are(tmp_path: Path):
+def test_a_row_knows_its_copies_and_the_tensors_of_its_model(tmp_path: Path):
+    """LoRA of six matrices in each of 32 layers, which have nine tensors."""
     (row,) = [row for row in RECIPES if row["id"] == "fsdpqlora-4090x2-lora7b-ddp"]
-    card = seconds.facts_of(row, ABOUT, tmp_path).installed.import_memory.card
-    assert card.host_device_bytes_per_s == 24e9
+    facts = seconds.facts_of(row, ABOUT, tmp_path)
+    assert facts.installed.import_memory.card.host_device_bytes_per_s == 24e9
+    size = facts.model.size
+    assert (size.tensors, size.trained_tensors) == (32 * 9 + 3, 32 * 6 * 2)
