@@ -15,6 +15,7 @@ sys.path.insert(0, str(CODE))
 from launch.plan import facts as plan_facts  # noqa: E402
 from launch.plan import planner  # noqa: E402
 from launch.predict import model_config  # noqa: E402
+from launch.predict.traces import Traces  # noqa: E402
 from launch.probe import described  # noqa: E402
 from launch.recipe import load  # noqa: E402
 from launch.render import accelerate  # noqa: E402
@@ -30,8 +31,11 @@ DATA = DataFormat(
 )
 
 
-def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recipe, Plan]:
-    """Plan sft_fast with overrides on a described machine, without its data."""
+def planned(
+    machine_name: str, overrides: Sequence[str], traces: Path | None = None
+) -> tuple[Machine, Recipe, Plan]:
+    """Plan sft_fast with overrides on a described machine, without its data; with traces where a
+    folder for them is named."""
     machine = described.from_file(CODE / "configs" / "machines" / f"{machine_name}.yaml")
     recipe, changes = load.load("sft_fast", overrides, bool(machine.gpus))
     config, parameters, family = model_config.read(recipe.model, root=CODE, cache=CODE / ".cache")
@@ -39,6 +43,9 @@ def planned(machine_name: str, overrides: Sequence[str]) -> tuple[Machine, Recip
     # the torch of requirements.txt has it
     installed = replace(facts.installed, no_varlen_attn=None)
     facts = replace(facts, changes=changes, installed=installed)
+    if traces is not None:
+        model = facts.model
+        facts = replace(facts, traces=Traces(recipe, model.size, model.lora_targets, traces))
     return machine, recipe, planner.choose(facts).plan
 
 
