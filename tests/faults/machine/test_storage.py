@@ -150,14 +150,14 @@ def test_a_disk_that_others_fill_is_left_with_a_last_checkpoint_while_there_is_r
 @pytest.mark.parametrize(
     ("mode", "call", "error", "path"),
     [
-        ("multi_cpu", "fsync", "EIO", None),
+        pytest.param("multi_cpu", "fsync", "EIO", None, marks=pytest.mark.fast_faults),
         (
             "deepspeed_zero2",
             "openat",
             "ENOSPC",
             "global_step{step}/zero_pp_rank_1_mp_rank_00_optim_states.pt",
         ),
-        ("deepspeed_zero3", "fsync", "EDQUOT", None),
+        pytest.param("deepspeed_zero3", "fsync", "EDQUOT", None, marks=pytest.mark.fast_faults),
     ],
 )
 def test_what_one_rank_cannot_write_ends_all_of_them_at_once_with_10(

@@ -122,6 +122,7 @@ def calls(server, tmp_path_factory) -> tuple[Path, list[tuple[str, int, str]]]:
     return folder, sorted({(call, number, "") for call, number, _ in found})
 
 
+@pytest.mark.fast_faults
 def test_a_save_makes_the_calls_that_make_it_last(calls):
     names = Counter(call for call, _, _ in calls[1])
     assert names["rename"] >= 2, names
