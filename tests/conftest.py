@@ -6,12 +6,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from launch.base import modules
+from launch.data.worker import WORKER
 from tests import builders, fault_log
 
 # A traced step depends on no test's house: what one test has traced, the next one reads.
@@ -79,6 +80,14 @@ def pytest_runtest_makereport(
     if mark and file and (report.when == "call" or report.outcome == "skipped"):
         fault_log.write(Path(file), item, mark, report)
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def worker() -> Iterator[None]:
+    """One child with torch for all plans that tests make in their own process: its imports take
+    longer than most of its answers."""
+    with WORKER:
+        yield
 
 
 @pytest.fixture

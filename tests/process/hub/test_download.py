@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests import builders, namespaces
+from tests.process import forked_starts
 from tests.process.hub import server
 from tests.process.hub.server import COMMIT, Hub, Repository
 
@@ -56,7 +57,7 @@ def launch(
 ) -> subprocess.CompletedProcess[str]:
     variables = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": TOKEN}
     variables["NO_PROXY"] = "*"
-    return builders.launch(workspace, *words, **{**variables, **extra})
+    return forked_starts.start(words, builders.environment(workspace, **variables | extra))
 
 
 def download(workspace: Path, hub: Hub, name: str = "Qwen/Tiny", **extra: str):

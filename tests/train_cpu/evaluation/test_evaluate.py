@@ -59,18 +59,15 @@ def test_a_run_is_evaluated_as_it_has_evaluated_itself(finished):
     assert figures["bleu"] > 0 and 0 < figures["rouge_l"] < 100
     assert (figures["rows"], figures["questions"], figures["notes"]) == (10, 10, [])
     assert 0 < figures["rows_at_once"] <= 10
-    assert evaluated(
-        folder / "workspace", folder / "model", "--file", folder / "valid.parquet"
-    ) == (figures)  # the folder names its run
 
 
-def test_a_t5_is_evaluated_as_its_run(tmp_path):
+def test_a_t5_is_evaluated_as_its_run_which_its_folder_names(tmp_path):
     trained = run(tmp_path, "t5-tiny", data={"max_length": 128})
-    same_as_logged(
-        trained, evaluated(tmp_path / "workspace", trained, "--file", tmp_path / "valid.parquet")
-    )
+    words = (tmp_path / "model", "--file", tmp_path / "valid.parquet")
+    same_as_logged(trained, evaluated(tmp_path / "workspace", *words))
 
 
+@pytest.mark.modes
 def test_an_adapter_on_4_bits_is_evaluated_as_its_run_with_packed_rows(finished, tmp_path):
     base = shutil.copytree(finished[0] / "model", tmp_path / "base")
     (base / "lowmem.json").unlink()

@@ -72,7 +72,7 @@ def test_two_names_are_downloaded_and_trained_and_a_second_start_asks_for_nothin
         assert len(hub.asked("/api/")) == 3
         num_requests = len(hub.requests)
 
-        again = builders.launch(*line, "--resume=never", HF_HUB_OFFLINE="1")
+        again = builders.launch(*line, "--resume=never", "--dry-run", HF_HUB_OFFLINE="1")
         assert again.returncode == 0, again.stderr
         assert len(hub.requests) == num_requests
     commit = server.COMMIT
@@ -88,7 +88,9 @@ def test_two_names_are_downloaded_and_trained_and_a_second_start_asks_for_nothin
     assert exported["downloaded"] == origins
     assert all(f"- downloaded: {origin}\n" in card for origin in origins)
     assert "\nlicense: mit\n" in card
-    for run in (tmp_path / "workspace" / "runs" / "tiny").iterdir():
+    runs = [*(tmp_path / "workspace" / "runs" / "tiny").glob("[!.]*")]
+    assert len(runs) == 2
+    for run in runs:
         pinned = json.loads((run / "recipe.json").read_text())
         assert commit in pinned["model"]["path"] and commit in pinned["data"]["train_file"]
     written = [path for path in (tmp_path / "workspace").rglob("*") if path.is_file()]
@@ -96,6 +98,7 @@ def test_two_names_are_downloaded_and_trained_and_a_second_start_asks_for_nothin
     assert TOKEN not in done.stdout + done.stderr
 
 
+@pytest.mark.modes
 def test_a_merged_model_is_pushed_without_paths_and_trains_again_by_its_name(tmp_path):
     source = model_folder(tmp_path / "source")
     files = {path.name: path.read_bytes() for path in source.iterdir()}

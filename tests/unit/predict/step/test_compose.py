@@ -18,17 +18,18 @@ from launch.schema.recorded_step import BATCH, RecordedStep, dumped, loaded
 from training.trace import step
 from training.trace.cuda_semantics import Target
 
-NUM_MIXTURES = 12  # of those that are composed
+# of those that are composed; make composed has 300
+TAKEN = (0, 1, 4, 7, 8, 11)
 
 
 @cache
 def mixtures() -> list[composed.Mixture]:
     first = composed.mixtures(30)
     named = (mixture for mixture in first if mixture.family not in ("t5", "mt5", "bart"))
-    return [mixture for mixture in named if mixture.parts != 2][:NUM_MIXTURES]
+    return [mixture for mixture in named if mixture.parts != 2]
 
 
-@pytest.mark.parametrize("number", range(NUM_MIXTURES))
+@pytest.mark.parametrize("number", TAKEN)
 def test_a_mixture_has_the_events_of_the_same_step_recorded_whole(number, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     row = composed.row_of(mixtures()[number])
