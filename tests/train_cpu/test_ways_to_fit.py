@@ -77,7 +77,8 @@ def settings(run: Path) -> list[tuple[Any, ...]]:
     ("way", "shape", "ranks", "sections", "used"),
     [
         ("all", "llama-tiny", 1, LORA, ALL),
-        ("all", "t5-tiny", 2, {}, ALL),
+        ("all", "t5-tiny", 2, {}, ALL[:1]),  # nothing stops it
+        rarely("all", "t5-tiny", 2, {}, ALL),
         rarely("all", "gpt2-tiny", 1, {}, ALL),
         rarely("logits at targets", "gpt2-tiny", 1, {}, [(1, 1, True)] * 2),
         rarely("MLPs in parts", "llama-tiny", 1, LORA, [(4, 1, True), (3, 1, True)]),
@@ -103,11 +104,13 @@ def test_losses_and_model_are_those_of_a_run_without_across_a_resume(
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = builders.launch(whole, *words, *WITHOUT, f"--output_dir={whole / 'model'}")
     assert done.returncode == 0, done.stdout + done.stderr
-    kill_after(parts, [*words, *killed], step=7)
-    expected, before = losses(whole), losses(parts)
-    again = builders.launch(parts, *words, *resumed)
+    expected, before, is_resumed = losses(whole), {}, len(used) > 1
+    if is_resumed:
+        kill_after(parts, [*words, *killed], step=7)
+        before = losses(parts)
+    again = builders.launch(parts, *words, *(resumed if is_resumed else killed))
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "resuming from checkpoint-00000" in again.stdout
+    assert ("resuming from checkpoint-00000" in again.stdout) == is_resumed
     after = losses(parts)
     assert len(expected) == len(after) == 18
     for step, loss in expected.items():

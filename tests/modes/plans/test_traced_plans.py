@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from pydantic import TypeAdapter
 
 from benchmarks import cpu_memory, cuda_build_memory
 from launch.base.workspace import CODE
-from launch.data.worker import WORKER
 from launch.plan import resolve
 from launch.probe import described
 from launch.schema.machine import GIB
@@ -82,13 +80,7 @@ EACH = [(machine, name) for machine in MACHINES for name in MODELS]
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[None]:
-    with WORKER:  # one child of all plans: its imports take longer than a trace
-        yield
-
-
-@pytest.fixture(scope="module")
-def plans(worker) -> dict[tuple[str, str], Plan]:
+def plans() -> dict[tuple[str, str], Plan]:
     traces = Path(builders.TRACES["LOWMEM_TRACES"])
 
     def planned(machine: str, flags: tuple[str, ...]) -> Plan:
@@ -173,9 +165,10 @@ def test_the_batch_of_7b_lora_is_one_that_the_card_can_hold(plans, machine):
     "name", ["gpt2, checkpointing, autocast", "llama, LoRA, checkpointing", "t5, autocast"]
 )
 def test_peaks_are_those_that_the_allocator_of_the_cuda_build_has_counted(
-    name, worker, tmp_path, monkeypatch
+    name, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path / "workspace"))
+    # one folder of all cases, and so one worker
+    monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path.parent / "workspace"))
     (case,) = (each for each in cuda_build_memory.CASES if each.name == name)
     results = json.loads((CODE / "benchmarks/results/cuda_build_memory.json").read_text())
     (row,) = (each for each in results["rows"] if each["case"] == name)

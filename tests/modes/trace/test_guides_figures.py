@@ -49,7 +49,8 @@ def planned(
         machine = replace(
             machine, gpus=cards, host_available_bytes=4 * room, host_limit_bytes=4 * room
         )
-    monkeypatch.setenv("LOWMEM_ROOT", str(folder))
+    # one folder of all cases, and so one worker
+    monkeypatch.setenv("LOWMEM_ROOT", str(folder.parent / "workspace"))
     file = recipe(folder, "gpt2-tiny")
     flags = [
         f"--training.per_device_train_batch_size={batch}",

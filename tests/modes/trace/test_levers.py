@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from launch.base.errors import ConfigError
-from launch.data.worker import WORKER
 from launch.plan import candidates, fit, planner, search
 from launch.plan import facts as plan_facts
 from launch.plan.planner import Choice
@@ -40,17 +39,15 @@ DATA = DataFormat(
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For tests whose choices are the same whatever has been traced before."""
-    with WORKER:  # one child of all plans: its imports take longer than a trace
-        yield tmp_path_factory.mktemp("traces")
+    return tmp_path_factory.mktemp("traces")
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[Path]:
+def own(tmp_path: Path) -> Path:
     """For tests that say what is traced."""
-    with WORKER:
-        yield tmp_path / "traces"
+    return tmp_path / "traces"
 
 
 def planning(

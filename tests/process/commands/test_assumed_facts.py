@@ -97,11 +97,6 @@ def test_a_length_that_rows_cannot_have_is_refused_in_one_line(tmp_path, value, 
     [
         ("", "varlen_attn", "whether flash_attn is installed there is not known"),
         ("packages: []", "varlen_attn", "the package flash_attn is not installed there"),
-        (
-            "packages: [liger_kernel]",
-            "varlen_attn",
-            "the package flash_attn is not installed there",
-        ),
         ("packages: [flash_attn]", "flash_attention_2", "flash_attn is there"),
     ],
 )
