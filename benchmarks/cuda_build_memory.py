@@ -81,10 +81,10 @@ PINNED = ["configuration", "predicted MiB", "measured", "difference, MiB"]
 
 def on_one_card(name: str, config: Mapping[str, Any], batch: int = 4, **fields: Any) -> Case:
     """A case with sdpa, unless it names another attention, and logits of all positions, unless its
-    rows have prompts."""
+    rows have prompts. Liger's kernels cannot be built for a card that is not there."""
     model = {**SDPA, **fields.pop("model", {})}
     everywhere = {} if fields.get("prompted") else EVERYWHERE
-    training = {**everywhere, **fields.pop("training", {})}
+    training = {"use_liger_kernel": False, **everywhere, **fields.pop("training", {})}
     mode = fields.pop("mode", "single_gpu")
     return Case(name, config, batch, mode=mode, model=model, training=training, **fields)
 
@@ -377,6 +377,24 @@ CASES = (
     ),
     on_two_cards(
         "llama, LoRA, FSDP2", LLAMA, lora=R16, training=AUTOCAST, model=HALF, mode="fsdp2"
+    ),
+    on_two_cards(
+        "llama, QLoRA, FSDP2",
+        LLAMA,
+        lora=R16,
+        training=AUTOCAST,
+        model=HALF,
+        quantization=FOUR_BIT,
+        mode="fsdp2",
+    ),
+    on_two_cards(
+        "llama, QLoRA, FSDP2, checkpointing, accumulation 2",
+        LLAMA,
+        lora=R16,
+        training={**CHECKPOINTING, **AUTOCAST, **accumulating(2)},
+        model=HALF,
+        quantization=FOUR_BIT,
+        mode="fsdp2",
     ),
 )
 

@@ -60,7 +60,7 @@ class Case:
     @property
     def is_refused(self) -> bool:
         """True if the mode is documented to refuse this case."""
-        return self.tuned == "qlora" and "4-bit weights" in LAUNCH_MODES[self.mode].refuses
+        return self.tuned == "qlora" and LAUNCH_MODES[self.mode].engine == "deepspeed"
 
 
 def cases() -> list[Case]:

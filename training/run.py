@@ -74,7 +74,7 @@ from training.loop.export_check import Trained
 from training.loop.last_step import LastStep, NothingLeft
 from training.loop.memory_peaks import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
-from training.model import build
+from training.model import build, four_bit
 
 logger = logging.getLogger("lowmem")
 _SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
@@ -257,6 +257,7 @@ def build_parts(
     conditions = StopConditions(run) if rank == 0 else None
     stop_callback = StopCallback(control, heartbeat, conditions)
     tokenizer = data_tokenizer.load(tokens / "tokenizer")
+    is_divided = plan.strategy.launch_mode.engine == "fsdp2"
     with setup.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
         quantization = recipe.quantized(plan.strategy.mixed_precision)
         network = build.build(
@@ -270,8 +271,9 @@ def build_parts(
             args.device,
             plan.strategy.levers.attn_implementation,
             recipe.keeps_ids,
+            (rank, args.world_size) if is_divided and quantization else None,
         )
-    if plan.strategy.launch_mode.engine == "fsdp2":
+    if is_divided:
         setup.tie_by_module(network)
     setup.unify_trained(network, plan.strategy)
     if plan.strategy.keeps_frozen_apart and recipe.model.path is not None:
@@ -323,8 +325,10 @@ def build_parts(
         ],
     )
     setup.check_engine(plan.strategy, trainer)
-    if plan.strategy.launch_mode.engine == "fsdp2":
+    if is_divided:
         setup.autocast_fsdp2(trainer)
+        if quantization:
+            four_bit.divide(trainer.accelerator)
     trainer.remove_callback(PrinterCallback)  # the log has the same figures already
     return Parts(
         *(tokenizer, trainer, order, reporter, heartbeat, stop_callback, control, early_stopping)
@@ -468,6 +472,11 @@ def _full_model(start: RankStart, parts: Parts) -> Network | None:
     """The model on rank 0's host, with the weights of all ranks, gathered one at a time; None on
     another rank. Collective."""
     recipe, plan, trainer = start.recipe, start.plan, parts.trainer
+    trained: Network = trainer.accelerator.unwrap_model(trainer.model)
+    quantization = recipe.quantized(plan.strategy.mixed_precision)
+    if quantization and recipe.model.path is not None:  # the folder has the weights of 4 bits
+        four_bit.gather_trained(trained, trainer.args.process_index == 0)
+        return trained
     network, copies = None, {}
     if trainer.args.process_index == 0:
         with setup.whole_weights(plan.strategy):
@@ -478,11 +487,15 @@ def _full_model(start: RankStart, parts: Parts) -> Network | None:
                 plan.lora_targets,
                 parts.tokenizer,
                 recipe.training.seed,
+                quantization,
                 keeps_ids=recipe.keeps_ids,
             )
         copies = dict(network.named_parameters())
-    trained: Network = trainer.accelerator.unwrap_model(trainer.model)
+    packed = {f"{name}.weight" for name, _ in four_bit.layers(trained)} if quantization else set()
     for name, parameter in trained.named_parameters():
+        if name in packed:  # of the same seed
+            copies.pop(name, None)
+            continue
         with deepspeed_private.gathered([parameter]), torch.no_grad():
             full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             if network is not None:

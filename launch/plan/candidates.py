@@ -217,7 +217,8 @@ def _automatic(
     nccl_fails = link is not None and link.backend != "nccl"
     zero: list[Mode] = [mode for mode, row in LAUNCH_MODES.items() if row.engine == "deepspeed"]
     offloaded: list[Mode] = [mode for mode in zero if LAUNCH_MODES[mode].offloads]
-    several: list[Mode] = [together, *zero]
+    resident: list[Mode] = [mode for mode in zero if mode not in offloaded]
+    several: list[Mode] = [together, *resident, "fsdp2", *offloaded]
     if wishes.force_gloo:
         several = [together]
     elif nccl_fails:

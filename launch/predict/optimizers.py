@@ -136,6 +136,21 @@ def _quantized_bytes(
     return total
 
 
+def scales_bytes(
+    tensor_shapes: Shapes, section: QuantizationSection | None, family: ModelFamily
+) -> int:
+    """Bytes beside weights of 4 bits: scales, their scales, tables of values."""
+    if section is None:
+        return 0
+    sizes = (
+        math.prod(shape)
+        for name, shape in tensor_shapes.items()
+        if name.endswith(".weight") and has_4_bits(name, family)
+    )
+    double = section.bnb_4bit_use_double_quant
+    return sum(_four_bit_bytes(size, double) - math.ceil(size / 2) for size in sizes)
+
+
 def _four_bit_bytes(size: int, double: bool) -> int:
     """Two weights in a byte, a scale for each block; with double quantisation the scales have 8
     bits, and scales."""

@@ -44,9 +44,9 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
             " mode, which trains a float32 copy of the weights",
         ),
         "4-bit weights": (
-            recipe.quantization is not None,
-            "cannot share out 4-bit weights, whose scales stand beside them; use a mode whose ranks"
-            " hold full copies of them: single_gpu, dual_gpu_nccl, multi_cpu or cpu",
+            recipe.quantization is not None and strategy.launch_mode.engine != "fsdp2",
+            "cannot share out 4-bit weights, whose scales stand beside them; use fsdp2, or a mode"
+            " whose ranks hold full copies of them: single_gpu, dual_gpu_nccl, multi_cpu or cpu",
         ),
         "CPUs": (
             strategy.device == "cpu",
@@ -133,9 +133,11 @@ def per_rank(
                 gradients_bytes=trained * MASTER_BYTES,
                 optimizer_bytes=state_bytes,
             )
+        scales_bytes = optimizers.scales_bytes(tensor_shapes, recipe.quantization, family)
         return replace(
             full_copy,
-            weights_bytes=math.ceil(full_copy.weights_bytes / ranks),
+            weights_bytes=scales_bytes
+            + math.ceil((full_copy.weights_bytes - scales_bytes) / ranks),
             gradients_bytes=math.ceil(full_copy.gradients_bytes / ranks),
             optimizer_bytes=math.ceil(full_copy.optimizer_bytes / ranks),
         )

@@ -56,7 +56,7 @@ from launch.schema.recorded_step import (
 LoggedBlock = Sequence[Any]
 DAMAGE = (OSError, ValueError)  # exceptions that a missing or changed file raises
 # lifetimes until the run ends
-LOADED: tuple[Born, ...] = ("trained", "slice", "start")
+LOADED: tuple[Born, ...] = ("trained", "slice", "packed", "scales", "start")
 LASTING: tuple[Born, ...] = (*LOADED, "engine", "state", "paged", "workspace")
 _EVALUATED: tuple[Born, ...] = ("evaluation", "kept")
 # counts of a training micro-batch, and of an evaluation's
@@ -293,6 +293,8 @@ def _births(turn: _Turn, first_free_id: int) -> Births:
         engine=[turn.born(number) for number in turn.select("engine")],
         trained={turn.born(number)[0] for number in turn.select("trained")},
         slices={turn.born(number)[0] for number in turn.select("slice")},
+        packed={turn.born(number)[0] for number in turn.select("packed")},
+        scales={turn.born(number)[0] for number in turn.select("scales")},
         layers=[{turn.born(number)[0] for number in layer} for layer in turn.layers],
         first_free_id=first_free_id,
     )

@@ -181,6 +181,8 @@ class Strategy:
 Born = Literal[
     "trained",
     "slice",
+    "packed",
+    "scales",
     "start",
     "engine",
     "state",

@@ -22,9 +22,10 @@ UNITS = 4  # units of a shortened stack: first, two alike, last, which may have 
 LOSS = -1  # stands for a stack: the parts of the logits are its layers
 # ops of blocks: of one without bytes, from which on the optimizer steps; of a weight that is
 # trained, of another weight, and of a weight that a step does not use: the original beside a copy
-# of LoRA's modules_to_save
+# of LoRA's modules_to_save; of a weight of 4 bits, and of its scales
 UPDATE = "update"
 TRAINED, FROZEN, UNUSED = "parameter", "frozen parameter", "unused parameter"
+PACKED, SCALES = "packed parameter", "scales"
 Layer = tuple[int, int]  # (stack, index in it)
 Parts = tuple[float, float, float, float]
 # differences between the tensors of a kernel without products: dtype alone, shape, strides

@@ -1,4 +1,4 @@
-"""A program for test_fsdp2_autocast.py: trains a rendered run on two ranks, by DDP or by FSDP2's
+"""A program for test_fsdp2.py: trains a rendered run on two ranks, by DDP or by FSDP2's
 shim, and writes in which precision the layers and the gradients were. argv: run folder, mode,
 output file."""
 

@@ -112,7 +112,7 @@ class _Fused(torch.autograd.Function):
         of_up = _scaled_product(of_out.T, inner, ctx.scale)
         of_hidden = None
         if ctx.needs_input_grad[0]:
-            rows = of_out @ four_bit.dequantized(ctx.base.weight, of_out.dtype)
+            rows = of_out @ four_bit.dequantized(ctx.base, of_out.dtype)
             torch.addmm(rows, of_inner, down, out=rows)
             of_hidden = rows.view_as(hidden)
         return of_hidden, of_down, of_up, None, None, None, None

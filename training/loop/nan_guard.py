@@ -27,6 +27,7 @@ from launch.base.errors import NonFinite
 from training.compat import deepspeed_private, torch_private
 from training.compat.transformers_private import OpenTrainer
 from training.data.sample_order import SampleOrder
+from training.model import four_bit
 
 logger = logging.getLogger("lowmem")
 
@@ -277,7 +278,9 @@ class NanGuard(TrainerCallback):
         """Raises NonFinite on every rank if weights or optimizer states of any rank are not finite.
         Collective."""
         trainer, step = self.trainer, self.trainer.state.global_step
-        named = [(name, parameter.data) for name, parameter in trainer.model.named_parameters()]
+        named = [
+            (name, parameter.data) for name, parameter in four_bit.named_numbers(trainer.model)
+        ]
         if trainer.is_deepspeed_enabled:
             zero = deepspeed_private.optimizer(trainer)
             named += [("the fp32 copy", flat) for flat in deepspeed_private.master_slices(zero)]
@@ -306,8 +309,8 @@ class NanGuard(TrainerCallback):
 def check_export(network: torch.nn.Module, step: int, dtype: str) -> None:
     """Raises NonFinite for a model whose weights are not finite, or are not in the type of the
     export."""
-    if not all_finite(parameter.data for parameter in network.parameters()):
-        names = ", ".join(_names(network.named_parameters()))
+    if not all_finite(parameter.data for _, parameter in four_bit.named_numbers(network)):
+        names = ", ".join(_names(four_bit.named_numbers(network)))
         fix = "start over with half the learning rate and --resume never; the checkpoints before"
         if dtype == "float16":
             fix = f"export numbers above 65,504 with --model.output_dtype=bfloat16, or {fix}"
@@ -325,7 +328,8 @@ def all_finite(tensors: Iterable[Any]) -> bool:
     memory of the card too, and under WSL2 reading them beside a kernel ends the process."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in [local_part(tensor) for tensor in tensors if torch.is_tensor(tensor)]:
-        if tensor.is_floating_point() and tensor.numel() and tensor.element_size() > 1:
+        has_values = tensor.numel() and not tensor.is_meta
+        if has_values and tensor.is_floating_point() and tensor.element_size() > 1:
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     kinds = sorted(by_kind, key=lambda kind: kind[0].type != "cpu")
     highest = [torch_private.largest(by_kind[kind]) for kind in kinds]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,10 @@ from launch.schema.model_sections import (
     ModelSection,
     QuantizationSection,
 )
-from launch.schema.plan import ModelSize
+from launch.schema.plan import ModelFamily, ModelSize
 from training.compat import (
     deepspeed_private,
+    fsdp2_private,
     peft_private,
     transformers_private,
 )
@@ -62,18 +63,25 @@ def build(
     device: torch.device | None = None,
     attention: AttnImplementation = "sdpa",
     keeps_ids: bool = False,
+    rows_of: tuple[int, int] | None = None,
 ) -> Network:
     """The model on the CPU, before training. All ranks get the same weights for the same seed.
 
     A folder to be quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time.
-    `keeps_ids` is Recipe.keeps_ids."""
+    `keeps_ids` is Recipe.keeps_ids. `rows_of`: this rank and the number of ranks, where each keeps
+    its rows of weights of 4 bits (four_bit.keep_rows)."""
     torch.manual_seed(seed)
     varlen_attention.register(attention)
     model: Network
     if section.path is None:
         model = from_shape(section, model_size, quantization, attention)
+        if rows_of is not None:
+            for _, layer in four_bit.layers(model):
+                four_bit.keep_rows(layer.weight, *rows_of)
     else:
-        model = from_folder(section, quantization, device or torch.device("cpu"), attention)
+        on_device = device or torch.device("cpu")
+        with _keeping(rows_of, model_size.family):
+            model = from_folder(section, quantization, on_device, attention)
         grow_vocabulary(model, model_size.config.get("vocab_size", 0), seed)
     rows = model.get_input_embeddings().num_embeddings
     data_tokenizer.check_ids(tokenizer, rows, tokenizer.name_or_path)
@@ -212,6 +220,22 @@ def from_folder(
     if packs_here:
         _leave_files(model)
     return model
+
+
+def _keeping(rows_of: tuple[int, int] | None, family: ModelFamily) -> AbstractContextManager[None]:
+    """Inside, a folder's weights of 4 bits are divided as soon as they are there, and the others
+    stay on the host."""
+    if rows_of is None:
+        return nullcontext()
+
+    def divide(parameter: torch.Tensor) -> None:
+        if getattr(parameter, "quant_state", None) is not None:
+            four_bit.keep_rows(parameter, *rows_of)
+
+    def is_on_host(name: str) -> bool:
+        return name.split(".")[-2] not in (family.quantizable or ())
+
+    return fsdp2_private.each_loaded(divide, is_on_host)
 
 
 @torch.no_grad()

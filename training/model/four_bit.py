@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch.nn import functional
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
+from launch.base.errors import ConfigError
 from launch.schema.model_sections import QuantizationSection
-from training.compat import bitsandbytes_private, transformers_private
+from training.compat import bitsandbytes_private, fsdp2_private, transformers_private
 from training.compat.transformers_private import Network
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
@@ -65,6 +67,119 @@ def settle(model: torch.nn.Module) -> None:
         layer.support_avx512bf16_for_cpu = False
 
 
+def keep_rows(weight: Any, rank: int, ranks: int) -> None:
+    """Leave of a packed weight the bytes that FSDP2 gives to this rank. Its state stays whole.
+
+    Raises ConfigError."""
+    if weight.quant_state.shape.numel() % 4:
+        raise ConfigError(
+            f"launch.mode: fsdp2 shares out weights of 4 bits in numbers of 16, and a weight of"
+            f" {'x'.join(map(str, weight.quant_state.shape))} does not fill them; expected a number"
+            " of elements that 4 divides; use single_gpu or dual_gpu_nccl"
+        )
+    rows = weight.data.view(torch.uint8).view(-1, 2)  # FSDP2 divides numbers of 16 bits
+    length = -(-len(rows) // ranks)
+    weight.data = rows[rank * length : (rank + 1) * length].clone()
+
+
+def divide(accelerator: Accelerator) -> None:
+    """Let FSDP2 share out a model with weights of 4 bits, of which this rank has its own rows
+    already. Before Trainer.train()."""
+    # gathering casts numbers of other types to this one
+    dtype = torch.float16 if accelerator.mixed_precision == "fp16" else torch.bfloat16
+
+    def divided(library: Callable[[Network], Network], network: Network) -> Network:
+        rows = _take_rows(network, dtype, accelerator.process_index, accelerator.num_processes)
+        network = library(network)
+        _place_rows(rows, accelerator.device)
+        return network
+
+    fsdp2_private.around_division(accelerator, divided)
+
+
+_Rows = dict[tuple[torch.nn.Module, str], torch.Tensor]  # (module, its parameter) -> rows
+
+
+@torch.no_grad()
+def _take_rows(model: Network, dtype: torch.dtype, rank: int, ranks: int) -> _Rows:
+    """Put parameters without values in the place of frozen ones, for fully_shard(). This rank's
+    rows of them: those of 4 bits as numbers of `dtype`, the others on the host.
+
+    Accelerate holds what it is given until all is divided: no card has to hold it so long."""
+    rows: _Rows = {}
+    for _, layer in layers(model):
+        rows[layer, "weight"] = layer.weight.data.view(dtype)
+        layer.quant_state = layer.weight.quant_state
+        size = layer.quant_state.shape.numel() // 4, 1
+        layer.weight = _empty_parameter(torch.empty(size, dtype=dtype, device="meta"))
+    empty: dict[int, torch.nn.Parameter] = {}  # id of a parameter, which may have several names
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.requires_grad:
+                parameter.data = parameter.data.cpu()
+            elif (module, name) not in rows:
+                length = -(-len(parameter) // ranks)
+                rows[module, name] = parameter[rank * length : (rank + 1) * length].cpu()
+                empty.setdefault(id(parameter), _empty_parameter(parameter))
+                setattr(module, name, empty[id(parameter)])
+    return rows
+
+
+def _empty_parameter(like: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty_like(like, device="meta"), requires_grad=False)
+
+
+def _place_rows(rows: _Rows, device: torch.device) -> None:
+    """Put this rank's rows into the parameters that fully_shard() has divided."""
+    from torch.distributed.tensor import DTensor
+
+    placed: dict[int, torch.nn.Parameter] = {}  # id of a parameter, which may have several names
+    for module, name in [*rows]:
+        like, local = getattr(module, name), rows.pop((module, name))
+        if id(like) not in placed:
+            divided = DTensor.from_local(
+                *(local.to(device), like.device_mesh, like.placements),
+                run_check=False,
+                shape=like.shape,
+                stride=like.stride(),
+            )
+            module.load_state_dict({name: divided}, strict=False, assign=True)
+            placed[id(like)] = getattr(module, name)
+        setattr(module, name, placed[id(like)])
+        if state := getattr(module, "quant_state", None):
+            state.to(device)
+            placed[id(like)].state_of_layer = state
+
+
+@torch.no_grad()
+def gather_trained(model: torch.nn.Module, keeps: bool) -> None:
+    """Put the whole of each divided parameter that is trained on the host of the rank that `keeps`
+    them. In the place of all others stand parameters without values. Collective."""
+    numbers = {id(parameter) for _, parameter in named_numbers(model)}
+    gathered: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            part: Any = parameter
+            if id(part) not in gathered:
+                values = torch.empty(part.shape, dtype=part.dtype, device="meta")
+                if id(part) not in numbers:
+                    values = torch.empty(2 * part.numel(), dtype=torch.uint8, device="meta")
+                elif part.requires_grad:
+                    # the last groups of a forward pass may still be gathered
+                    full = part.full_tensor() if hasattr(part, "full_tensor") else part
+                    values = full.detach().cpu() if keeps else values
+                gathered[id(part)] = torch.nn.Parameter(values, requires_grad=part.requires_grad)
+            setattr(module, name, gathered[id(part)])
+
+
+def named_numbers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """named_parameters() without the weights of 4 bits, whose bytes are no numbers of their type
+    where FSDP2 has divided them."""
+    modules = model.modules()
+    packed = {id(each.weight) for each in modules if getattr(each, "quant_state", None) is not None}
+    return (pair for pair in model.named_parameters() if id(pair[1]) not in packed)
+
+
 def convert(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Give a model whose 4-bit weights were packed before the type that those packed here have:
     from_pretrained() leaves its other weights in the type in which they are stored."""
@@ -100,20 +215,23 @@ def layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 def scales(parameter: torch.Tensor) -> list[torch.Tensor]:
     """The tensors of a 4-bit weight beside its own bytes: scales, their scales, tables of values.
     Another weight has none."""
-    state = getattr(parameter, "quant_state", None)
+    state = getattr(parameter, "quant_state", None) or getattr(parameter, "state_of_layer", None)
     if state is None:
         return []
     nested = [state.offset, state.state2.absmax, state.state2.code] if state.nested else []
     return [state.absmax, state.code, *nested]
 
 
-def dequantized(weight: Any, dtype: torch.dtype) -> torch.Tensor:
-    """The values of a weight, of 4 bits or not, in this type."""
-    if getattr(weight, "quant_state", None) is None:
+def dequantized(layer: Any, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a layer's weight, of 4 bits or not, in this type."""
+    weight = layer.weight
+    # a weight that FSDP2 has gathered has left its state with the layer
+    state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
+    if state is None:
         return weight.to(dtype)
     from bitsandbytes.functional import dequantize_4bit
 
-    return dequantize_4bit(weight.data, weight.quant_state).to(dtype)
+    return dequantize_4bit(weight.data, state).to(dtype)
 
 
 def copy_state(weight: Any, empty: Any) -> None:

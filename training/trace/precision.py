@@ -11,6 +11,7 @@ from launch.schema.plan import Strategy
 from training.compat import accelerate_private, transformers_private
 from training.compat.torch_private import tree_map_only
 from training.compat.transformers_private import Network
+from training.model import four_bit
 
 
 def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
@@ -28,7 +29,7 @@ def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
     if strategy.launch_mode.engine == "deepspeed":
         network.to(dtype)
         return replace(strategy, mixed_precision="no")
-    for parameter in network.parameters():
+    for _, parameter in four_bit.named_numbers(network):
         parameter.data = parameter.data.to(dtype)
     for module in _fsdp2_modules(network):
         module.register_forward_hook(_float32_output)

@@ -29,6 +29,8 @@ from launch.schema.recorded_step import (
     ALL_TARGETS,
     BATCH,
     FROZEN,
+    PACKED,
+    SCALES,
     TARGETS,
     TRAINED,
     UNUSED,
@@ -341,8 +343,9 @@ def _tracer(
         op = TRAINED if parameter.requires_grad else FROZEN
         if ".original_module." in name:  # PEFT computes with a copy
             op = UNUSED
-        tensors, layer = (parameter, *four_bit.scales(parameter)), layer_of.get(id(parameter))
-        recorder.hold((("weights", tensor, layer) for tensor in tensors), op)
+        layer, scales = layer_of.get(id(parameter)), four_bit.scales(parameter)
+        recorder.hold([("weights", parameter, layer)], PACKED if scales else op)
+        recorder.hold((("weights", tensor, layer) for tensor in scales), SCALES)
     recorder.hold((("buffers", buffer, None) for buffer in network.buffers()), "buffer")
     steady = _Steady(recorder, layer_of, plan.strategy.device == "cuda")
     tracer = _Tracer(

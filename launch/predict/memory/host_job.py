@@ -58,6 +58,11 @@ def with_host(
         kernels=_kernels(recipe, model, facts.rows, candidate, trained),
         rows=facts.rows.count,
         stored=model.stored,
+        unquantised_elements=sum(
+            math.prod(sides)
+            for name, sides in model.parameters.items()
+            if not has_4_bits(name, model.size.family)
+        ),
         quantised_elements=max(
             (
                 math.prod(sides)

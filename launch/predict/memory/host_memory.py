@@ -74,6 +74,7 @@ class HostJob:
     rows: int | None = None  # rows of the training file; None: not counted
     stored: StoredWeights | None = None  # None: the model begins with random weights
     quantised_elements: int = 0  # elements of the largest matrix that gets 4 bits
+    unquantised_elements: int = 0  # of all weights that do not
     counts_mappings: bool = False  # pages of mapped files count against the machine's limit
 
     @property
@@ -248,6 +249,11 @@ def _loading(job: HostJob) -> dict[str, int]:
         built, passing = built + job.model.lora_bytes, job.untied_bytes
     elif on_card:  # tensor by tensor
         built, passing = 0, stored.largest_converted_bytes(dtype)
+        if strategy.launch_mode.engine == "fsdp2":  # divides the others on the host
+            is_mapped = not stored.converted_bytes(dtype)
+            built = 0 if is_mapped else job.unquantised_elements * DTYPE_BYTES[dtype]
+            built += job.model.lora_bytes
+            grown, copies = stored.growing_bytes(dtype)
     else:
         built, passing = job.states.weights_bytes, int(QUANTISING_BYTES * job.quantised_elements)
     staging = STAGING_BYTES if on_card else 0
@@ -397,10 +403,11 @@ def _saving(job: HostJob) -> dict[str, int]:
     exported file at once."""
     strategy, recipe, mode = job.strategy, job.recipe, job.strategy.launch_mode
     # rank 0 builds the model once more, and gathers weight by weight
-    built = job.built_bytes + job.untied_bytes if mode.shards_parameters else 0
+    is_built = mode.shards_parameters and not (recipe.quantization and job.stored)
+    built = job.built_bytes + job.untied_bytes if is_built else 0
     if strategy.device == "cpu":
         return {"model to export": built, "copy to check the export": _checking_bytes(job)}
-    if mode.shards_parameters:
+    if is_built:
         return {"model to export": built}
     if recipe.lora is not None and job.stored is not None:
         return {"weights to write": job.model.lora_bytes + job.model.tied_copy_bytes}

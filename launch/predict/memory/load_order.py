@@ -35,7 +35,11 @@ def choose_order(
         remaining_bytes = min(sent, weights_bytes - sent)
         return partial(loading.ddp, buckets=(sent, remaining_bytes) if remaining_bytes > 0 else ())
     if engine == "fsdp2":
-        return partial(loading.fsdp2, ranks=strategy.num_processes)
+        ranks, sources = strategy.num_processes, None
+        if recipe.quantization is not None:
+            on_card = is_stored and strategy.device == "cuda"
+            sources = _sources(recipe, tensor_shapes, family, ranks) if on_card else {}
+        return partial(loading.fsdp2, ranks=ranks, sources=sources)
     if engine == "deepspeed":
         return _of_zero(recipe, strategy, tensor_shapes, family, budget_bytes, stored)
     if recipe.quantization is None or not is_stored or strategy.device == "cpu":
@@ -49,12 +53,20 @@ def _of_four_bits(recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily) ->
     element_bytes = DTYPE_BYTES[recipe.model.dtype]
     quantised = {name: sides for name, sides in tensor_shapes.items() if has_4_bits(name, family)}
     num_unquantised = total_elements(tensor_shapes) - total_elements(quantised)
-    counts = {math.prod(sides) for sides in quantised.values()}
     return partial(
         loading.four_bits,
         warmup_bytes=num_unquantised * element_bytes + total_elements(quantised) // 2,
-        sources={count // 2: count * element_bytes for count in counts},
+        sources=_sources(recipe, tensor_shapes, family),
     )
+
+
+def _sources(
+    recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily, ranks: int = 1
+) -> dict[int, int]:
+    """Bytes of a rank's part of a weight of 4 bits -> of the whole weight before."""
+    counts = {math.prod(sides) for name, sides in tensor_shapes.items() if has_4_bits(name, family)}
+    element_bytes = DTYPE_BYTES[recipe.model.dtype]
+    return {math.ceil(count // 2 / ranks): count * element_bytes for count in counts}
 
 
 def _of_zero(

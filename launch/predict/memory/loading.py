@@ -26,6 +26,8 @@ class Births:
     trained: Collection[int] = ()  # trained weights, or the flat tensor of them
     slices: Collection[int] = ()  # ZeRO's float32 part of them
     layers: Sequence[Collection[int]] = ()  # the weights of each layer
+    packed: Collection[int] = ()  # weights of 4 bits
+    scales: Collection[int] = ()  # their scales
     first_free_id: int = 1 << 40  # ids from here on are unused
 
 
@@ -137,20 +139,35 @@ def zero3(
     return events.events
 
 
-def fsdp2(births: Births, ranks: int) -> list[Event]:
+def fsdp2(births: Births, ranks: int, sources: Mapping[int, int] | None = None) -> list[Event]:
     """FSDP2. The weights of a layer are on the card whole, until their parts are made; those
-    outside the layers stay whole until all are divided."""
-    sizes = dict(births.loaded)
-    inside = {block for layer in births.layers for block in layer}
+    outside the layers stay whole until all are divided.
+
+    `sources`: of weights of 4 bits, bytes of a rank's part -> of the weight before it is quantised
+    on the card, where a folder's parts are made one by one; empty for a model of a shape. All other
+    frozen weights come last, divided on the host."""
+    sizes, early, late = dict(births.loaded), set[int](), list[Event]()
     events = _Events(births.first_free_id)
+    if sources is not None:
+        early |= {*births.packed, *births.scales} if sources else set()
+        frozen = sizes.keys() - births.trained - early
+        late = [(block, size) for block, size in births.loaded if block in frozen]
+    for block, size_bytes in births.loaded:
+        if block in early:
+            before = [sources[size_bytes]] if sources and block in births.packed else []
+            passing = events.begin([*before, *(size_bytes * ranks for _ in before)])
+            events.events.append((block, size_bytes))
+            events.end(passing)
+    apart = early | {block for block, _ in late}
+    inside = {block for layer in births.layers for block in layer}
     for layer in births.layers:
-        ids = [block for block in sizes if block in layer]
+        ids = [block for block in sizes if block in layer and block not in apart]
         undivided = events.begin([sizes[block] * ranks for block in ids])
         events.events += [(block, sizes[block]) for block in ids]
         events.end(undivided)
     undivided: list[int] = []
-    for block in (block for block in sizes if block not in inside):
+    for block in (block for block in sizes if block not in inside | apart):
         undivided += events.begin([sizes[block] * ranks])
         events.events.append((block, sizes[block]))
     events.end(undivided)
-    return [*events.events, *births.engine]
+    return [*events.events, *late, *births.engine]

@@ -33,7 +33,7 @@ class Group:
 
     layer: Layer | None
     bytes: int = 0  # bytes in the precision of the computation
-    held_bytes: int = 0  # bytes in the precision in which the ranks keep them
+    cast_bytes: int = 0  # of these, those that the ranks keep in another precision
     last_bytes: int = 0  # gradient of its last trained parameter
     gradients: list[Gradient] = field(default_factory=list)
 
@@ -69,11 +69,11 @@ class Ranks:
         self._lagging: dict[str, int] = {}
 
     def gather(self, group: Group, position: int) -> None:
-        """All-gather into a single block. The rank's part is copied first if it has to be cast."""
+        """All-gather into a single block. What is cast of the rank's part is copied first."""
         if group in self.gathered or group in self.unsharded or not group.bytes:
             return
-        rewriting, part = self.rewriting, group.bytes / self.num_processes
-        if group.held_bytes != group.bytes:
+        rewriting, part = self.rewriting, group.cast_bytes / self.num_processes
+        if part:
             self._lagging["cast"] = self._born(part, "all-gather input", position, group, GATHERS)
         self.gathered[group] = self._born(group.bytes, "all-gather", position, group, GATHERS)
         if self.gloo:  # ProcessGroupGloo gathers into a tensor of its own and copies
@@ -208,6 +208,8 @@ def _wider(strategy: Strategy) -> int:
 def _held_bytes(weight: Weight, recipe: Recipe, strategy: Strategy) -> int:
     """Bytes of a parameter as the ranks keep it: under mixed precision a trained parameter is
     float32, and another one has its loaded type."""
+    if weight.packed:
+        return weight.bytes
     if strategy.mixed_precision == "no" or weight.trained:
         return weight.bytes * _wider(strategy)
     return weight.bytes // 2 * DTYPE_BYTES[recipe.model.dtype]
@@ -236,7 +238,8 @@ def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> _Groups:
         if weight.layer is not None:
             group = groups.layers.setdefault(weight.layer, Group(weight.layer))
         group.bytes += weight.bytes
-        group.held_bytes += _held_bytes(weight, recipe, strategy)
+        if _held_bytes(weight, recipe, strategy) != weight.bytes:
+            group.cast_bytes += weight.bytes
         group.last_bytes = weight.bytes if weight.trained else group.last_bytes
     for gradient in marks.gradients:
         group = groups.embedding if gradient is of_embedding else groups.outer

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.schema.recorded_step import TRAINED, UNUSED, Block, Event, Layer, Log
+from launch.schema.recorded_step import PACKED, SCALES, TRAINED, UNUSED, Block, Event, Layer, Log
 
 # ops of ZeRO's blocks: the weights that are trained, this rank's float32 part of them, and stage
 # 3's gradients of that part
@@ -18,13 +18,15 @@ SCALAR_BYTES = 8  # a step counter, a norm: no engine divides these among ranks
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter, in the order of named_parameters."""
+    """A parameter, in the order of named_parameters. Scales of 4 bits are none: no engine divides
+    them."""
 
     block: int
     layer: Layer | None
     bytes: int  # bytes in the type of the computation
     trained: bool
     used: bool = True
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,10 +134,13 @@ def landmarks(log: Log, tied: bool) -> Landmarks:
     names = [phase.partition(":")[2] for phase in phases if phase.startswith("backward")]
     end = phases[f"backward:{names[-1]}"].stop
     weights = [  # repeated layers' blocks have the last numbers
-        Weight(number, block.layer, block.fixed_bytes, block.op == TRAINED, block.op != UNUSED)
+        Weight(
+            *(number, block.layer, block.fixed_bytes),
+            *(block.op == TRAINED, block.op != UNUSED, block.op == PACKED),
+        )
         for number in (event.block for event in log.events if event.birth)
         for block in [log.blocks[number]]
-        if block.born == "start:weights" and block.kind == "weights"
+        if block.born == "start:weights" and block.kind == "weights" and block.op != SCALES
     ]
     return Landmarks(
         weights,

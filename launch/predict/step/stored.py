@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.predict.step.rewrite_log import FLAT, GRADIENTS, SLICE
 from launch.schema.plan import PAGED, Born
-from launch.schema.recorded_step import TRAINED, UPDATE, Block, Log
+from launch.schema.recorded_step import PACKED, SCALES, TRAINED, UPDATE, Block, Log
 
 
 def content(log: Log, turns: Mapping[str, Log]) -> dict[str, Any]:
@@ -51,6 +51,9 @@ def _size_of(block: Block, ends: bool) -> list[Any]:
     return [fixed_rows, sample_rows, born, of_kernel, target_rows]
 
 
+_OF_4_BITS: Mapping[str, Born] = {PACKED: "packed", SCALES: "scales"}
+
+
 @cache
 def _born(phase: str, kind: str, op: str, ends: bool) -> Born:
     """The part of a phase that a replay needs, of a block. `ends`: it ends in the log."""
@@ -62,6 +65,8 @@ def _born(phase: str, kind: str, op: str, ends: bool) -> Born:
             return "slice"
         if op in (TRAINED, FLAT):
             return "trained"
+        if op in _OF_4_BITS:
+            return _OF_4_BITS[op]
         if part == "optimizer":
             return "paged" if kind == PAGED else "state"
         return "workspace" if part == "workspace" else "start"

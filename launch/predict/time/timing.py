@@ -278,7 +278,9 @@ def _wire_bytes(
         return full_copy.gradients_bytes, full_copy.gradients_bytes, full_copy.weights_bytes
     trained = 2 * model.trainable_parameters
     gradients = 2 * trained if strategy.launch_mode.engine == "fsdp2" else trained
-    return gradients, trained, 2 * (model.parameters + model.lora_parameters)
+    # those of 4 bits are sent as they are
+    weights = min(2 * (model.parameters + model.lora_parameters), full_copy.weights_bytes)
+    return gradients, trained, weights
 
 
 def _exposed_s(

@@ -409,7 +409,7 @@ def test_a_mode_of_all_cards_is_refused_with_the_full_card_and_how_to_leave_it_o
 
 
 def test_of_four_cards_one_of_which_is_busy_two_train_where_four_do_not_fit():
-    busy = machine(cards=(*(gpu(i) for i in range(3)), gpu(3, free_bytes=GIB)))
+    busy = machine(cards=(*(gpu(i) for i in range(3)), gpu(3, free_bytes=GIB // 2)))
     chosen = plan(recipe_of(model={"shape": "t5-chatlm-0.2b"}), busy, has_deepspeed=False)
     assert (chosen.strategy.mode, chosen.strategy.num_processes) == ("dual_gpu_nccl", 2)
     assert chosen.strategy.effective_batch_size == 16 * 2 * 4
@@ -491,7 +491,7 @@ def test_an_adapter_on_bfloat16_weights_trains_under_an_fp16_scaler():
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_float16_weights_under_an_fp16_scaler_are_planned_for_deepspeed_only(gpus):
+def test_float16_weights_under_an_fp16_scaler_need_an_engine_that_trains_float32_ones(gpus):
     half = {"model": {"dtype": "float16"}, "training": {"fp16": True}}
     chosen = plan(recipe_of(**half), machine(gpus))
     assert chosen.strategy.launch_mode.engine == "deepspeed"
@@ -502,6 +502,9 @@ def test_float16_weights_under_an_fp16_scaler_are_planned_for_deepspeed_only(gpu
             ConfigError, match=f"launch.mode {mode} cannot train model.dtype float16 "
         ):
             plan(named, machine(gpus))
+    if gpus > 1:
+        assert plan(recipe_of(**half), machine(gpus), has_deepspeed=False).strategy.mode == "fsdp2"
+        return
     with pytest.raises(ConfigError, match="or use a deepspeed mode"):
         plan(recipe_of(**half), machine(gpus), has_deepspeed=False)
 

@@ -158,11 +158,24 @@ def test_two_nodes_hold_the_effective_batch_of_all_their_cards():
     assert chosen.rendezvous is not None and chosen.rendezvous.machine_rank == 1
 
 
-@pytest.mark.parametrize("mode", ["deepspeed_zero2", "deepspeed_zero3_offload", "fsdp2"])
-def test_4_bit_weights_are_not_shared_out(mode):
-    sections = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
-    with pytest.raises(ConfigError, match=f"{mode} cannot share out 4-bit weights.*dual_gpu_nccl"):
-        plan(recipe_of(launch={"mode": mode}, **sections), machine(2))
-    chosen = plan(recipe_of(**sections), machine(2))
+FOUR_BIT = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
+
+
+@pytest.mark.parametrize("mode", ["deepspeed_zero2", "deepspeed_zero3_offload"])
+def test_deepspeed_does_not_share_out_4_bit_weights(mode):
+    with pytest.raises(ConfigError, match=f"{mode} cannot share out 4-bit weights.*use fsdp2"):
+        plan(recipe_of(launch={"mode": mode}, **FOUR_BIT), machine(2))
+    chosen = plan(recipe_of(**FOUR_BIT), machine(2))
     assert chosen.strategy.mode == "dual_gpu_nccl"
     assert "deepspeed_zero3 cannot share out 4-bit weights" in "\n".join(chosen.rejected)
+
+
+def test_fsdp2_shares_out_4_bit_weights_but_not_their_scales():
+    whole, shared = (
+        plan(recipe_of(launch={"mode": mode}, **FOUR_BIT), machine(2)).estimate.weights_bytes
+        for mode in ("dual_gpu_nccl", "fsdp2")
+    )
+    layer = [64 * 64] * 2 + [64 * 32] * 2 + [64 * 256] * 3  # elements of llama-tiny's matrices
+    # a byte for each 64 elements, 4 for each 256 of these, and tables of 16, 256 and 1 float32
+    scales = sum(count // 64 + 4 * -(-count // 64 // 256) + 4 * (16 + 256 + 1) for count in layer)
+    assert shared == 2 * scales + -(-(whole - 2 * scales) // 2)

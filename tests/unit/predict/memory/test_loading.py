@@ -209,3 +209,26 @@ def test_on_a_cpu_zero_flattens_copies_of_weights_that_are_not_mapped(dtype, cop
     load = load_order.choose_order(recipe, strategy, tensor_shapes, family, 0, 20 << 30, STORED)
     births = [size for _, size in load(Births([], [])) if size > 0]
     assert sum(births) == copies * 4 * parameters.total_elements(tensor_shapes)
+
+
+PACKED, SCALES = {1}, {2}
+
+
+@pytest.mark.parametrize("is_quantised_there", [True, False])
+def test_fsdp2_divides_weights_of_4_bits_as_they_come_and_frozen_ones_on_the_host(
+    is_quantised_there,
+):
+    """An adapter, a packed weight's part and its scales in a layer, and an embedding outside."""
+    loaded = [(3, 8 * MIB), (0, MIB), (1, 2 * MIB), (2, MIB)]
+    births = Births(loaded, [], {0}, layers=[{0, 1, 2}], packed=PACKED, scales=SCALES)
+    sources = {2 * MIB: 32 * MIB} if is_quantised_there else {}
+    events = loading.fsdp2(births, ranks=2, sources=sources)
+    passing = [size for block, size in events if block > 3 and size > 0]
+    assert ended(events) == (8 + 1 + 2 + 1) * MIB
+    if is_quantised_there:  # the weight before, its packed whole, and the adapter's
+        assert passing == [32 * MIB, 4 * MIB, 2 * MIB]
+        assert events[-1] == (3, 8 * MIB)
+        assert replayed(events).peak_allocated_bytes == (32 + 4 + 2) * MIB
+    else:
+        assert passing == [2 * MIB]
+        assert events[-3:] == [(3, 8 * MIB), (1, 2 * MIB), (2, MIB)]

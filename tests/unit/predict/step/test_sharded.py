@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from launch.predict.step.sharded import Turn, shard_step, special_turns
 from launch.predict.step.zero3_gather import MAX_REUSE, PERSISTENT
 from launch.schema.plan import Strategy
-from launch.schema.recorded_step import FROZEN, UNUSED, Block, Event, Layer, Log
+from launch.schema.recorded_step import FROZEN, PACKED, SCALES, UNUSED, Block, Event, Layer, Log
 from tests.builders import recipe_of
 from training.trace.precision import as_computed
 
@@ -630,3 +630,21 @@ def test_repeated_layers_whose_blocks_have_the_last_numbers_are_shared_out_in_th
     renumbered = [replace(event, block=new[event.block]) for event in log.events]
     blocks = [log.blocks[old] for old in order]
     assert events(replace(log, blocks=blocks, events=renumbered)) == events(Step().log)
+
+
+def test_fsdp2_divides_4_bit_weights_as_they_are_and_leaves_their_scales():
+    step = Step()
+    (layer,) = (block for block in step.log.blocks[:6] if block.layer == (0, 1))
+    layer.op = PACKED
+    scales = step.born("start:weights", MIB, (0, 1), SCALES, "weights")
+    step.log.events.insert(0, step.log.events.pop())
+    alone = strategy("fsdp2", mixed_precision="bf16")
+    log = shared(step, alone)
+    assert log.blocks[scales].fixed_bytes == MIB
+    packed = log.blocks[step.log.blocks.index(layer)]
+    assert packed.fixed_bytes == LAYER // 2  # others are float32, of which half is computed with
+    assert packed.fixed_bytes * 2 == log.blocks[step.log.blocks.index(layer) + 1].fixed_bytes
+    gathered = [block for block in log.blocks if block.op == "all-gather" and block.layer == (0, 1)]
+    assert {block.fixed_bytes for block in gathered} == {LAYER}
+    casts = {block.layer for block in log.blocks if block.op == "all-gather input"}
+    assert (0, 0) in casts and (0, 1) not in casts
