@@ -1,9 +1,13 @@
 """Single mutations of the code, and whether tests notice them.
 
 Of each folder a seeded draw of positions is changed, one at a time, in a copy of the project. The
-unit tests that run the line are run until one fails; a mutation that none of them notices is tried
-by the process tests of its folder. What is left is listed: a hole in the tests, or the same program
-(EQUIVALENT, which counts as not noticed too).
+unit tests of its module are run until one fails, then all unit tests that run the line; a mutation
+that none of them notices is tried by the process tests of its folder. What is left is listed: a
+hole in the tests, or the same program (EQUIVALENT, which counts as not noticed too).
+
+A busy machine can make tests fail or hang as well. A hang is a single test that does not end in
+HANG_S, and does without the mutation; before rows are recorded, the tests that noticed them pass in
+an unchanged copy.
 
 `make mutants` starts it; it goes on where it was cut off. Needs .cache/mutants."""
 
@@ -11,9 +15,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import difflib
+import hashlib
+import itertools
 import json
 import os
-import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,9 +56,27 @@ FOLDERS: Mapping[str, Sequence[str]] = {
 }
 GOAL = 0.85  # of each folder
 # (file, line of code before the mutation): why the program is the same
-EQUIVALENT: Mapping[tuple[str, str], str] = {}
+EQUIVALENT: Mapping[tuple[str, str], str] = {
+    (
+        "launch/plan/candidates.py",
+        "return 4",
+    ): "only the order counts, and any number above 3 is last",
+    ("launch/predict/time/timing.py", "@dataclass(frozen=True)"): "nothing assigns to its fields",
+    ("launch/queue/admission.py", "@dataclass(frozen=True)"): "nothing assigns to its fields",
+    (
+        "launch/supervise/failures.py",
+        'crash is None or lost.kind != "network" or "nccl" in lost.proof.lower()',
+    ): "of the kinds of consequences network is the last in the alphabet",
+    ("training/checkpoints/convert.py", "@staticmethod"): "torch calls it on the class",
+    (
+        "training/checkpoints/convert.py",
+        "return [name for name in parameters if state_names[name] == [_WEIGHT]]",
+    ): "safetensors lists names in their order, in which the weight comes last",
+}
 MOST_TESTS = 300  # of a line
-LIMIT_S = 300.0  # of one mutation's tests; longer is a hang, which a test would show
+HANG_S = 300  # of one test, which takes seconds
+_HANGS = " (hangs)"
+LIMIT_S = 3600.0  # of one mutation's tests; longer shows nothing
 
 
 class _WithoutTypes(ast.NodeTransformer):
@@ -65,22 +91,29 @@ class _WithoutTypes(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def _code(text: str) -> str:
-    return ast.dump(_WithoutTypes().visit(ast.parse(text)))
+def _changes_code(text: str, mutated: str) -> bool:
+    """Whether Python reads the mutated text, and as something else."""
+    try:
+        trees = [_WithoutTypes().visit(ast.parse(code)) for code in (text, mutated)]
+    except SyntaxError:
+        return False
+    return ast.dump(trees[0]) != ast.dump(trees[1])
+
+
+def _order(*parts: object) -> str:
+    """A draw that depends on nothing but these parts: other code may come and go."""
+    return hashlib.sha256(repr((SEED, *parts)).encode()).hexdigest()
 
 
 def _positions(text: str) -> dict[tuple[Any, Any], list[tuple[str, int]]]:
     """(start, end) -> each operator of cosmic-ray there, and its number among the operator's."""
     places = defaultdict(list)
+    nodes = list(ast_nodes(get_ast(text)))
     for name in plugins.operator_names():
         operator = plugins.get_operator(name)
         if operator.arguments():
             continue
-        spans = (
-            span
-            for node in ast_nodes(get_ast(text))
-            for span in operator().mutation_positions(node)
-        )
+        spans = (span for node in nodes for span in operator().mutation_positions(node))
         for number, span in enumerate(spans):
             places[span].append((name, number))
     return places
@@ -89,29 +122,47 @@ def _positions(text: str) -> dict[tuple[Any, Any], list[tuple[str, int]]]:
 def draw(folder: str) -> Iterator[dict[str, Any]]:
     """Mutations of a folder: positions are drawn first, then one of the changes there, so that
     arithmetic, which has most of them, is not drawn more often than it occurs."""
-    rng = random.Random(f"{SEED} {folder}")
-    texts = {
-        path: path.read_text(encoding="utf-8") for path in sorted((CODE / folder).rglob("*.py"))
-    }
-    places = [
-        (path, span, changes)
-        for path, text in texts.items()
-        for span, changes in sorted(_positions(text).items())
-    ]
-    rng.shuffle(places)
-    for path, ((line, _), _), changes in places:
-        operator, number = rng.choice(sorted(changes))
-        text = texts[path]
+    places = []
+    for path in sorted((CODE / folder).rglob("*.py")):
+        text, file = path.read_text(encoding="utf-8"), path.relative_to(CODE).as_posix()
+        lines = text.splitlines()
+        for ((line, start), (_, end)), changes in sorted(_positions(text).items()):
+            before = lines[line - 1]
+            place = file, before, lines[:line].count(before), start, end
+            places.append((_order(*place), place, line, changes, text))
+    for _, place, line, changes, text in sorted(places, key=lambda each: each[0]):
+        operator, number = min(changes, key=lambda change: (_order(*place, change[0]), change))
         mutated = mutate_code(text.encode(), plugins.get_operator(operator)(), number)
-        if mutated is None or _code(text) == _code(mutated):
+        if mutated is None or not _changes_code(text, mutated):
             continue
-        pairs = zip(text.splitlines(), mutated.splitlines(), strict=False)
-        before, after = next(pair for pair in pairs if pair[0] != pair[1])
         yield {
-            **{"folder": folder, "file": path.relative_to(CODE).as_posix(), "line": line},
+            **{"folder": folder, "file": place[0], "line": line},
             **{"operator": operator.partition("/")[2]},
-            **{"before": before.strip(), "after": after.strip(), "text": mutated},
+            **_first_change(text, mutated),
+            "text": mutated,
         }
+
+
+def _drawn(folder: str, count: int) -> list[dict[str, Any]]:
+    """The first mutations of a folder, which are drawn once for its code of now."""
+    code = [path.read_bytes() for path in sorted((CODE / folder).rglob("*.py"))]
+    name = hashlib.sha256(repr((SEED, count, code)).encode()).hexdigest()[:16]
+    file = PLACE / f"drawn-{name}.json"
+    if not file.exists():
+        file.write_text(json.dumps(list(itertools.islice(draw(folder), count))), encoding="utf-8")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def _first_change(text: str, mutated: str) -> dict[str, str]:
+    lines = [
+        line
+        for line in difflib.unified_diff(text.splitlines(), mutated.splitlines(), n=0)
+        if line[1:].strip() and not line.startswith(("+++", "---", "@@"))
+    ]
+    return {
+        key: next((line[1:].strip() for line in lines if line[0] == sign), "")
+        for key, sign in (("before", "-"), ("after", "+"))
+    }
 
 
 def _measure_coverage() -> None:
@@ -126,49 +177,89 @@ def _measure_coverage() -> None:
     )
 
 
-def _tests_of(row: Mapping[str, Any], data: coverage.CoverageData) -> list[str]:
-    """The unit tests that run the line, those of its own module first."""
-    contexts = data.contexts_by_lineno(str(CODE / row["file"])).get(row["line"], [])
-    names = {context.rpartition("|")[0] or context for context in contexts} - {""}
-    stem = Path(row["file"]).stem
-    return sorted(names, key=lambda name: (f"test_{stem}.py" not in name, name))[:MOST_TESTS]
+def _own_tests(row: Mapping[str, Any], copy: Path) -> list[str]:
+    """Files of unit tests that bear the module's name, then the others of its folder."""
+    module, unit = Path(row["file"]), copy / "tests" / "unit"
+    folder = module.parent if module.parts[0] == "training" else Path(*module.parts[1:-1])
+    while not (unit / folder).is_dir():
+        folder = folder.parent
+    paths = sorted(unit.rglob(f"test_{module.stem}.py")) + sorted((unit / folder).glob("test_*.py"))
+    return list(dict.fromkeys(path.relative_to(copy).as_posix() for path in paths))
 
 
-def _notices(copy: Path, tests: Sequence[str]) -> bool:
-    """True if one of these tests fails, or does not end."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov"]
-    names = copy / "names.txt"
-    names.write_text("\n".join(tests), encoding="utf-8")
+def _tests_of_line(row: Mapping[str, Any], data: coverage.CoverageData) -> list[str]:
+    """The unit tests that run the line; of a line outside functions, those that run the file."""
+    lines = data.contexts_by_lineno(str(CODE / row["file"]))
+    inside = any(
+        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body[0].lineno <= row["line"] <= (node.end_lineno or 0)
+        for node in ast.walk(ast.parse((CODE / row["file"]).read_text(encoding="utf-8")))
+    )
+    of_lines = [lines.get(row["line"], [])] if inside else lines.values()
+    contexts = {context for of_line in of_lines for context in of_line}
+    return sorted({context.rpartition("|")[0] or context for context in contexts} - {""})
+
+
+def _failure(copy: Path, tests: Sequence[str]) -> str:
+    """The first of these tests that fails or hangs, "pytest" where it is none of them, or "".
+    Raises RuntimeError for tests that there are no more."""
+    if not tests:
+        return ""
+    names, cache, traces = copy / "names.txt", copy / ".failures", Path(".cache/traces-of-tests")
+    names.write_text("\n".join(tests[:MOST_TESTS]), encoding="utf-8")
+    for folder in (cache, copy / ".cache"):
+        shutil.rmtree(folder, ignore_errors=True)
+    if (CODE / traces).exists():  # none that a mutated copy has written
+        shutil.copytree(CODE / traces, copy / traces)
+    hang = f"faulthandler_timeout={HANG_S}", "faulthandler_exit_on_timeout=true"
+    options = [word for each in (f"cache_dir={cache}", *hang) for word in ("-o", each)]
+    options += [
+        "-x",
+        "-v",
+        "-p",
+        "no:cov",
+        "--hypothesis-profile=ci",
+        f"--basetemp={copy.parent / 'tests'}",
+        f"@{names}",
+    ]
     process = subprocess.Popen(
-        [*command, f"@{names}"],
+        [sys.executable, "-m", "pytest", *options],
         cwd=copy,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
     )
-    try:
-        return process.wait(LIMIT_S) != 0
-    except subprocess.TimeoutExpired:
+    text = ""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        text, _ = process.communicate(timeout=LIMIT_S)
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return True
+    if process.wait() == 0 or not text:
+        return ""
+    if "ERROR: not found:" in text or "ERROR: file or directory not found:" in text:
+        raise RuntimeError(f"tests have gone; remove {COVERAGE}\n{text[-2000:]}")
+    failed = cache / "v" / "cache" / "lastfailed"
+    if failed.exists():
+        return next(iter(json.loads(failed.read_text(encoding="utf-8"))))
+    started = [line for line in text.splitlines() if line.startswith("tests/")]
+    return f"{started[-1].partition(' Timeout (')[0].strip()}{_HANGS}" if started else "pytest"
 
 
-def _tried(row: dict[str, Any], data: coverage.CoverageData, copy: Path) -> dict[str, Any]:
-    """The row of a mutation: who notices it."""
-    file, text = copy / row["file"], row.pop("text")
-    original, tests = file.read_text(encoding="utf-8"), _tests_of(row, data)
-    process_tests = [f"tests/process/{name}" for name in FOLDERS[row["folder"]]]
-    file.write_text(text, encoding="utf-8")
+def _failure_of(row: Mapping[str, Any], copy: Path, tests: Sequence[str]) -> str:
+    """The first of these tests that notices the mutation, or "". Raises RuntimeError where a test
+    hangs without the mutation too."""
+    file = copy / row["file"]
+    original = file.read_text(encoding="utf-8")
+    file.write_text(row["text"], encoding="utf-8")
     try:
-        if tests and _notices(copy, tests):
-            noticed = "unit tests"
-        else:
-            noticed = "process tests" if _notices(copy, process_tests) else ""
+        failed = _failure(copy, tests)
     finally:
         file.write_text(original, encoding="utf-8")
-    return {**row, "num_unit_tests": len(tests), "noticed": noticed}
+    if failed.endswith(_HANGS) and _failure(copy, [failed.removesuffix(_HANGS)]):
+        raise RuntimeError(f"{failed} without a mutation too: this machine is too busy")
+    return failed
 
 
 def _copy(place: Path) -> Path:
@@ -203,7 +294,7 @@ def _record(rows: Sequence[Mapping[str, Any]]) -> None:
             [
                 f"{row['file']}:{row['line']}",
                 *(f"`{row[key]}`".replace("|", "\\|") for key in ("before", "after")),
-                row["num_unit_tests"],
+                row.get("num_unit_tests", 0),
                 EQUIVALENT.get((row["file"], row["before"]), ""),
             ]
             for row in rows
@@ -213,30 +304,91 @@ def _record(rows: Sequence[Mapping[str, Any]]) -> None:
     recording.write("mutants", {"seed": SEED, "rows": list(rows)}, text)
 
 
+def _stored() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in STORE.open()] if STORE.exists() else []
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return row["file"], str(row["line"]), row["before"], row["after"]
+
+
+def _run(drawn: Sequence[dict[str, Any]], copy: Path, *, all_stages: bool) -> None:
+    """Try the mutations that are not stored yet: the quickest tests first, on all of them."""
+    stored = {_key(row) for row in _stored()}
+    left = [row for row in drawn if _key(row) not in stored]
+    for stage in ("own", "unit tests", *(("process tests",) if all_stages else ())):
+        data = coverage.CoverageData(str(COVERAGE))
+        newer: list[str] = []
+        if stage == "unit tests":
+            if not COVERAGE.exists():
+                _measure_coverage()
+            data.read()
+            newer = [
+                path.relative_to(CODE).as_posix()
+                for path in sorted((CODE / "tests" / "unit").rglob("test_*.py"))
+                if path.stat().st_mtime > COVERAGE.stat().st_mtime
+                and (copy / path.relative_to(CODE)).exists()
+            ]
+        remaining = []
+        for row in left:
+            if stage == "own":
+                tests = _own_tests(row, copy)
+            elif stage == "unit tests":
+                of_line = _tests_of_line(row, data)
+                row["num_unit_tests"] = len(of_line)
+                tests = newer + of_line
+            else:
+                tests = [f"tests/process/{name}" for name in FOLDERS[row["folder"]]]
+            if test := _failure_of(row, copy, tests):
+                noticed = "process tests" if stage == "process tests" else "unit tests"
+                _store({**row, "noticed": noticed, "test": test})
+            elif stage == "process tests":
+                _store({**row, "noticed": "", "test": ""})
+            else:
+                remaining.append(row)
+            print(stage, test or "NOT NOTICED", *_key(row), sep=" | ", flush=True)
+        left = remaining
+
+
+def _store(row: Mapping[str, Any]) -> None:
+    with STORE.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({key: row[key] for key in row if key != "text"}) + "\n")
+
+
+def _check(rows: Sequence[Mapping[str, Any]], copy: Path) -> None:
+    """Raise RuntimeError if a test that noticed a mutation fails without it too."""
+    tests = sorted({row["test"].removesuffix(_HANGS) for row in rows} - {"", "pytest"})
+    if failed := _failure(copy, tests):
+        raise RuntimeError(
+            f"{failed} fails without a mutation too: remove its rows from {STORE}, then start again"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="*", help="folders to try; only all of them are recorded")
     parser.add_argument("--so-far", action="store_true", help="record the rows that are there")
     parser.add_argument("--count", type=int, default=OF_A_FOLDER, help="mutations of a folder")
+    parser.add_argument("--unit", action="store_true", help="try unit tests only; record nothing")
+    parser.add_argument("--again", action="store_true", help="try again what nothing noticed")
     arguments = parser.parse_args()
-    rows = [json.loads(line) for line in STORE.open()] if STORE.exists() else []
-    if not arguments.so_far:
-        if not COVERAGE.exists():
-            _measure_coverage()
-        data = coverage.CoverageData(str(COVERAGE))
-        data.read()
-        done = {(row["file"], row["line"], row["after"]) for row in rows}
-        with tempfile.TemporaryDirectory() as place:
-            copy = _copy(Path(place) / "copy")
-            for folder in FOLDERS:
-                for _, row in zip(range(arguments.count), draw(folder), strict=False):
-                    if (row["file"], row["line"], row["after"]) in done:
-                        continue
-                    row = _tried(row, data, copy)
-                    print(row["noticed"] or "NOT NOTICED", row["file"], row["line"], flush=True)
-                    rows.append(row)
-                    with STORE.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
-    _record(rows)
+    if arguments.again:
+        noticed = [row for row in _stored() if row["noticed"]]
+        STORE.unlink(missing_ok=True)
+        for row in noticed:
+            _store(row)
+    drawn = [
+        row for folder in arguments.folders or FOLDERS for row in _drawn(folder, arguments.count)
+    ]
+    with tempfile.TemporaryDirectory() as place:
+        copy = _copy(Path(place) / "copy")
+        if not arguments.so_far:
+            _run(drawn, copy, all_stages=not arguments.unit)
+        if not arguments.folders and not arguments.unit:
+            keys = {_key(row) for row in drawn}
+            rows = [row for row in _stored() if _key(row) in keys]
+            _check(rows, copy)
+            _record(rows)
 
 
 if __name__ == "__main__":
