@@ -112,6 +112,17 @@ def test_limits_are_of_all_leases_together():
             [lease(1, host=0, needs={"disk_bytes": GIB, "disk_device": 2})],
             None,
         ),
+        # a lease without checkpoints takes nothing of a disk, and one that has saved none all of it
+        (
+            needs(0, disk_bytes=8 * GIB, disk_device=1),
+            [lease(1, host=0, needs={"disk_device": 1})],
+            None,
+        ),
+        (
+            needs(0, disk_bytes=7 * GIB + 1, disk_device=1),
+            [lease(1, host=0, needs={"disk_bytes": GIB, "disk_device": 1})],
+            "disk space",
+        ),
     ],
 )
 def test_a_start_fits_if_each_memory_has_its_bytes_beside_all_leases(asked, leases, refused):
