@@ -6,14 +6,16 @@ import dataclasses
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 
+from launch.base import processes
 from launch.run_folder.layout import AttemptDir
 from launch.schema.result import RankError
 from launch.supervise import heartbeats, host_guard
-from launch.supervise.heartbeats import Beat
+from launch.supervise.heartbeats import Beat, Progress
 from training.control.heartbeat import WRITE_INTERVAL_S, Heartbeat, p99
 
 
@@ -47,6 +49,28 @@ def test_a_process_that_stands_still_gets_no_more_than_a_step_does_whatever_it_w
         os.waitpid(child.pid, os.WUNTRACED)
         assert saving.limit_s(floor_s=60) == 60
         child.kill()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_silent_rank_is_spared_only_while_it_still_computes(goes_on):
+    """Not for what it computed before its last sign of life."""
+    code = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\n"
+    code += "while True: pass" if goes_on else "time.sleep(600)"
+    argv = [sys.executable, "-ISc", code]
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None and child.stdout.readline()
+        progress, beats = Progress(), [dataclasses.replace(beat(), pid=child.pid)]
+        assert progress.silent(beats, now_s=0, floor_s=1) is None
+        before_s = processes.cpu_s(child.pid)
+        while goes_on and processes.cpu_s(child.pid) < before_s + 0.1:
+            time.sleep(0.02)
+        assert (progress.silent(beats, now_s=2, floor_s=1) is None) == goes_on
+        hangs = progress.silent(beats, now_s=3, floor_s=1) or ""
+        assert "hangs: no sign of life for 3 s in step after step 7" in hangs
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_rank_writes_what_the_supervisor_reads(tmp_path):

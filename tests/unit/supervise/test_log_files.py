@@ -1,7 +1,8 @@
-"""The log of a run is written to a regular file of its user's, and to nothing else."""
+"""The log of a run has all its lines, and is a regular file of its user's."""
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 
@@ -32,3 +33,16 @@ def test_another_users_file_is_refused(tmp_path):
     with pytest.raises(ResourceError, match="belongs to user 1001"):
         Screen(shared / "training.log")
     assert theirs.read_text() == "theirs"
+
+
+def test_lines_from_before_there_is_a_log_stand_in_it_once_and_first(tmp_path):
+    screen, shown = Screen(stream=(stream := io.StringIO())), ["planning", "starting"]
+    for line in shown:
+        screen.say(line)
+    screen.say("a question", log=False)
+    for name in ("run.log", "all.log"):
+        screen.log_to(tmp_path / name)
+    screen.say("training")
+    assert stream.getvalue().splitlines() == [*shown, "a question", "training"]
+    assert (tmp_path / "run.log").read_text().splitlines() == [*shown, "training"]
+    assert (tmp_path / "all.log").read_text().splitlines() == ["training"]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from launch.plan.planner import Choice
+from launch.queue import leases
 from launch.run_folder.layout import RunDir
 from launch.schema.phases import DeviceMemory, DevicePhases
 from launch.schema.result import SecondStep
@@ -48,7 +49,7 @@ def test_a_lease_is_the_plan_until_the_second_step_and_again_after_the_attempt(
         assert planned["needs"]["disk_bytes"] == 4 * chosen.checkpoint_bytes
         assert planned["taken"] == {"host_bytes": 0, "card_bytes": 0, "disk_bytes": 0}
 
-        lease.hold_taken(choice, run, 1 << 30)
+        assert not lease.hold_taken(choice, run, 1 << 30)
         assert record()["taken"]["host_bytes"] == 1 << 30
         assert record()["needs"] == planned["needs"]
 
@@ -60,3 +61,26 @@ def test_a_lease_is_the_plan_until_the_second_step_and_again_after_the_attempt(
         lease.hold_plan(choice, run)
         assert (record()["needs"], record()["taken"]) == (planned["needs"], planned["taken"])
     assert not list(Path(tmp_path / "leases").glob("*.lease"))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_run_yields_when_its_user_asks_unless_other_machines_would_wait_for_it(
+    tmp_path, monkeypatch, nodes
+):
+    monkeypatch.setenv("LOWMEM_LEASES", str(tmp_path / "leases"))
+    recipe, on = recipe_of(), machine()
+    chosen, run = plan(recipe, on), RunDir.create(tmp_path, "tiny", datetime.now())
+    launch = recipe.launch.model_copy(update={"nodes": nodes})
+    facts = facts_of(recipe.model_copy(update={"launch": launch}), on)
+    lines: list[str] = []
+    with ExitStack() as locks:
+        lease, choice = RunLease(tmp_path, lines.append, locks), Choice(facts, chosen)
+        assert lease.take(choice, run, ()) == ""
+        (file,) = (tmp_path / "leases").glob("*.lease")
+        request = file.with_suffix(".asked")
+        request.write_text('{"is_yielded": true}')
+        assert lease.hold_taken(choice, run, 1 << 30) == (nodes == 1)
+        assert leases.read_asked(file).is_yielded == (nodes == 1)  # else it is refused once
+    assert lines == (
+        [] if nodes == 1 else ["queue yield: a run of several machines cannot wait; it goes on"]
+    )

@@ -17,6 +17,12 @@ def stop_here() -> None:
     time.sleep(0)  # where the handler runs
 
 
+def test_a_stop_before_anything_runs_ends_the_start_at_once():
+    with stop_signals.signals() as heard, pytest.raises(Interrupted, match="stopped by SIGTERM"):
+        stop_here()
+    assert heard.stop == signal.SIGTERM
+
+
 def test_a_stop_ends_what_it_may_interrupt_and_nothing_else():
     with stop_signals.signals() as heard:
         heard.collect()

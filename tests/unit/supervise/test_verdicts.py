@@ -249,6 +249,21 @@ def test_the_last_whole_line_of_the_events_gives_the_gpu_memory(tmp_path):
     assert attempt.last_vram(events) == {"vram_reserved_bytes": 80, "vram_total_bytes": 90}
 
 
+@pytest.mark.parametrize(
+    ("said", "proof"),
+    [
+        ("error: data.train_file: row 7 is empty", "error: data.train_file: row 7 is empty"),
+        ("", ""),
+    ],
+)
+def test_a_rank_that_could_not_write_its_error_is_told_by_its_exit_code(said, proof):
+    """torchrun's line is the proof where the rank printed nothing."""
+    line = "  exitcode  : 4 (pid: 7)"
+    failure = verdict(evidence(f"{said}\n{line}\n"))
+    assert (failure.kind, failure.exit_code) == ("DataError", 4)
+    assert failure.proof == (proof or line.strip())
+
+
 # ---- Xids
 # ---------------------------------------------------------------------------
 
@@ -321,6 +336,21 @@ def test_what_the_driver_advises_is_said():
     alone = verdict(evidence(hang="rank 1 is silent in step", xids=(ADVICE,)))
     assert alone.kind == "gpu_broken" and "Xid 154 (GPU recovery action changed)" in alone.cause
     assert verdict(evidence(hang="rank 1 is silent", xids=(RECOVERED,))).kind == "hang"
+
+
+@pytest.mark.parametrize(
+    ("number", "meaning"),
+    [
+        (48, "double bit ECC error"),
+        (74, "NVLink error"),
+        (79, "the GPU has fallen off the bus"),
+        (94, "contained memory error"),
+        (119, "GSP RPC timeout"),
+    ],
+)
+def test_an_xid_of_the_hardware_is_told_in_the_words_of_nvidias_catalog(number, meaning):
+    failure = verdict(evidence(LAUNCH_FAILURE, xids=(replace(OFF_THE_BUS, number=number),)))
+    assert f"Xid {number} ({meaning}) on GPU 1" in failure.cause
 
 
 @pytest.mark.parametrize("number", [8, 109, 175])
