@@ -59,3 +59,12 @@ def test_the_reason_of_a_batch_is_that_of_the_chosen_mode_or_names_the_other(los
         if change.key == "training.per_device_train_batch_size"
     }
     assert reason == said
+
+
+def test_fewer_processes_than_were_asked_for_are_the_reason_of_more_accumulation():
+    batch = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    facts = facts_of(recipe_of(training=batch), machine(1))
+    chosen = judged(12, 2.0, gradient_accumulation_steps=2)
+    (change,) = explain.changes(facts, chosen.candidate, [])
+    assert (change.key, change.effective) == ("training.gradient_accumulation_steps", "2")
+    assert change.reason == "1 process instead of 2: the effective batch stays 16"

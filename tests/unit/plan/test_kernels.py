@@ -154,6 +154,7 @@ ADA = {"architecture": "8.9"}
             "the model's attention dropout is 0.1",
         ),
         ({}, TORCH, {}, {"head_dim": 20}, "heads of a multiple of 8, these have 20"),
+        ({}, TORCH, {}, {"hidden_size": 80}, "heads of a multiple of 8, these have 20"),
         ({}, TORCH, {}, {"head_dim": 264}, "heads of at most 256, these have 264"),
         (ADA, TORCH, {}, {"head_dim": 208}, "no backward for heads of 208 on RTX 3080"),
         ({}, TORCH, {"training": {**HALF, "torch_compile": True}}, {}, "compile anew"),

@@ -44,6 +44,20 @@ def test_every_gpu_is_used_unless_a_number_is_given():
     assert (one.mode, one.num_processes, one.backend) == ("single_gpu", 1, None)
 
 
+def test_the_least_that_a_training_takes_is_that_of_single_samples():
+    def least(samples: int) -> list[estimate.Judged]:
+        batch = {
+            "per_device_train_batch_size": samples,
+            "gradient_accumulation_steps": 8 // samples,
+            "per_device_eval_batch_size": 8,
+        }
+        return planner.at_least(facts_of(recipe_of(training=batch), machine(1)))
+
+    alone = least(1)
+    assert {each.candidate.per_device_train_batch_size for each in alone} == {1}
+    assert least(8) == alone
+
+
 @pytest.mark.parametrize(
     ("cards", "steps", "launch", "ranks"),
     [

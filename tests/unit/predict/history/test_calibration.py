@@ -74,13 +74,13 @@ def test_a_margin_is_of_this_machine_else_of_its_kind_of_device_else_the_prior(b
             runs, "allocated_bytes", device, machine_key, prior=0.5, level=0.75
         )
 
-    assert margin().fraction == 0.5
+    assert (margin().fraction, margin().is_assumed) == (0.5, True)
     assert margin().reason == "assumed: 0 run(s) measured so far, a 75% bound needs 3"
     for measured in (104, 102):
         book.record(measurement(took=measured, machine_key="machine-2"))
     assert margin().reason == "assumed: 2 run(s) measured so far, a 75% bound needs 3"
     book.record(measurement(took=103, machine_key="machine-2"))
-    assert margin().fraction == pytest.approx(0.04)
+    assert (margin().fraction, margin().is_assumed) == (pytest.approx(0.04), False)
     assert margin().reason == "75% bound of 3 runs on every cuda machine in the ledger"
     for measured in (97, 98, 96):
         book.record(measurement(took=measured))
