@@ -92,7 +92,7 @@ class Pace:
 
 
 def cost_of(
-    pace: Pace, rows: float, targets: float, least_share: float = 1.0
+    pace: Pace, rows: float, targets: float, least_share: float
 ) -> Callable[[Operator], Cost]:
     """The cost of each operator in a micro-batch with so many targets in a part of the logits.
     `least_share`: of the seconds beside products."""

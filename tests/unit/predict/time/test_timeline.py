@@ -88,7 +88,9 @@ def test_a_host_that_waits_for_the_device_begins_behind_it():
 
 
 def test_a_cpu_computes_where_it_launches():
-    cost_of = operators.cost_of(Pace(PACE.flops_per_s, 0.5, 1e12, 1e11, PLAIN, on_cpu=True), 1, 0)
+    cost_of = operators.cost_of(
+        Pace(PACE.flops_per_s, 0.5, 1e12, 1e11, PLAIN, on_cpu=True), 1, 0, 1.0
+    )
     kernel = Operator("aten::add", "other", bytes=(1e8, 0, 0, 0), launches=1)
     passes = Passes([kernel], [[0]], [[(0, 10)]])
     device_s = cost_of(kernel).device_s
@@ -148,7 +150,7 @@ def test_the_host_takes_longer_for_a_product():
 
 def moved_s(name: str, form: Form, pace: Pace = PACE) -> float:
     kernel = Operator(name, "other", "bfloat16", bytes=(0, 1e9, 0, 0), launches=1, form=form)
-    return operators.cost_of(pace, 2, 0)(kernel).device_s - operators.KERNEL_S
+    return operators.cost_of(pace, 2, 0, 1.0)(kernel).device_s - operators.KERNEL_S
 
 
 def test_kernels_of_uneven_tensors_are_as_slow_as_their_multiprocessors():
@@ -163,7 +165,7 @@ def test_kernels_of_uneven_tensors_are_as_slow_as_their_multiprocessors():
 
 
 def test_an_operator_without_a_kernel_takes_the_host_alone():
-    cost_of = operators.cost_of(PACE, 1, 0)
+    cost_of = operators.cost_of(PACE, 1, 0, 1.0)
     of_kinds = [cost_of(Operator("any", kind)) for kind in ("view", "module", "wait")]
     assert [each.host_s for each in of_kinds] == [1e-6, 2e-6, 10e-6]
     assert not any(each.device_s for each in of_kinds)
@@ -177,7 +179,7 @@ def test_efficient_attention_is_slower_than_flash_and_no_faster_than_its_card():
 
     def attention_s(name: str) -> float:
         call = Operator(name, "attention", "bfloat16", flops=(1e13, 0, 0, 0), launches=1)
-        return operators.cost_of(pace, 1, 0)(call).device_s
+        return operators.cost_of(pace, 1, 0, 1.0)(call).device_s
 
     flash, efficient, other = (
         attention_s(f"aten::_scaled_dot_product_{kernel}_attention")
@@ -194,7 +196,7 @@ def test_a_deep_step_is_replayed_by_its_runs():
     def calls(layers: int) -> int:
         runs = [[*range(400)], [*range(200, 400)]]
         passes = Passes(kinds, runs, [[(0, layers), (1, layers)]])
-        cost_of = operators.cost_of(PACE, 1, 0)
+        cost_of = operators.cost_of(PACE, 1, 0, 1.0)
         return cost.count_calls(lambda: timeline.replayed(passes, cost_of))
 
     assert calls(80) < 1.3 * calls(1)

@@ -58,6 +58,6 @@ def test_the_sums_of_a_norms_weight_have_a_row_for_each_multiprocessor():
 def test_a_launch_takes_as_long_as_several_operators_of_the_host():
     pace = Pace({"float32": 1e12}, 1.0, 1e12, float("inf"), HostPace(1e-5, 1e-5, 1e-6, 1e-6))
     log = recorded("LigerSiLUMulFunction", (BATCH, WIDTH), (BATCH, WIDTH))
-    host_s = {each.name: cost_of(pace, 1, 0)(each).host_s for each in log.operators}
+    host_s = {each.name: cost_of(pace, 1, 0, 1.0)(each).host_s for each in log.operators}
     assert host_s["aten::empty_like"] == pytest.approx(1e-5)
     assert host_s[f"{TRITON}_swiglu_forward_kernel"] == pytest.approx(1e-5 * TRITON_OPERATORS)
