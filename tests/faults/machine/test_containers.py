@@ -1,7 +1,7 @@
 """docs/containers.md in Linux namespaces: each flag of its docker line, each key of its pod.
 
 A flag, a key or a value that is not known here fails. That root is told whose folder it is:
-tests/unit/training/test_checkpoint.py."""
+tests/unit/training/checkpoints/test_checkpoint.py."""
 
 from __future__ import annotations
 

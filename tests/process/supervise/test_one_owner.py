@@ -13,7 +13,7 @@ PROGRAM = """
 import os, sys
 from pathlib import Path
 from launch.run_folder import manifest
-from tests.unit.training.test_checkpoint import committed
+from tests.unit.training.checkpoints.test_checkpoint import committed
 from training.checkpoints import commit
 
 disk = Path(sys.argv[1]) / "runs" / "a"

@@ -68,6 +68,7 @@ def test_dry_runs_go_first_then_checkpoints_of_complete_runs_beyond_the_newest(w
     other = made(workspace, 0, name="other")
     left_over = dry_run(workspace)
     (workspace.root / "models/wish-1/lowmem.json").unlink()  # of another run now
+    (oldest.checkpoints / "commits.damaged").touch()  # a list of checkpoints that could not be read
     before = cleanup.size_bytes(workspace.runs)
     command = ["runs", "clean", "--keep", "2"]
     assert main([*command, "--dry-run"]) == 0

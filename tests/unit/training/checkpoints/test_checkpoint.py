@@ -9,16 +9,19 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from launch.base import files
 from launch.base.errors import ResourceError, StorageError
 from launch.run_folder import manifest
 from training.checkpoints import commit
+from training.data.sample_order import SampleOrder
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +173,7 @@ def test_the_key_is_made_once_and_is_nobody_elses(tmp_path, state):
     assert len(first) == manifest.KEY_BYTES
     assert [path.name for path in (state / "lowmem").iterdir()] == ["checkpoint.key"]
     assert manifest.key_file().stat().st_mode & 0o777 == 0o600
+    assert (state / "lowmem").stat().st_mode & 0o777 == 0o700
     manifest.key_file().chmod(0o640)
     with pytest.raises(ResourceError, match="must be yours alone"):
         manifest.key()
@@ -511,3 +515,66 @@ def test_what_the_disk_refused_is_told_from_other_errors(number):
     torchs = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")
     assert "unexpected pos" in commit.storage_problem(torchs)
     assert commit.storage_problem(RuntimeError("CUDA out of memory")) is None
+
+
+def test_of_the_ranks_of_a_distributed_save_the_one_whose_disk_refused_is_named():
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x/__1_0.distcp")
+    failed = CheckpointException("save", {0: (RuntimeError("stopped"), []), 1: (full, [])})
+    assert commit.storage_problem(failed) == "__1_0.distcp: No space left on device"
+    others = CheckpointException("save", {0: (RuntimeError("stopped"), [])})
+    assert commit.storage_problem(others) is None
+
+
+def test_a_save_that_fails_raises_its_own_error_and_leaves_nothing(tmp_path):
+    save = commit.Save(tmp_path, 7, rank=0, world_size=1)
+    assert save.on_first(lambda: "written") == "written"
+    for error, raised in (
+        (KeyError("a mistake"), KeyError),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), StorageError),
+    ):
+
+        def write(error: Exception = error) -> None:
+            save.staged.mkdir(parents=True)
+            raise error
+
+        with pytest.raises(
+            raised, match=r"a mistake|step 7 could not be written \(rank 0: No space"
+        ):
+            save.on_all(write)
+        assert not save.staging.exists()
+
+
+# ---- for another effective batch
+# ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_disk() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_a_checkpoint_counts_steps_of_another_batch_from_the_same_sample(tmp_path, other_disk):
+    """Of 100 samples an epoch, 140 are seen: 35 steps of 4, or 1 epoch of 13 steps of 8 and 5 of
+    the next, of which 8 are left. The other disk takes no links."""
+    assert other_disk.stat().st_dev != tmp_path.stat().st_dev
+    staged = tmp_path / "tmp-35"
+    write(staged, *OF_ONE_RANK, "model.safetensors")
+    (staged / "trainer_state.json").write_text('{"global_step": 35, "best_metric": 0.5}')
+    torch.save({"last_epoch": 35, "_step_count": 36, "_last_lr": [0.1]}, staged / "scheduler.pt")
+    facts = {**FACTS, "samples_seen": 140, "effective_batch_size": 4}
+    source = commit_files(staged, tmp_path, 35, facts)
+    order = SampleOrder(100, 8, 1, 1, 0, seed=1, start=140)
+    for place in (tmp_path, other_disk):
+        rebased = commit.rebase(source, place, order)
+        assert rebased == place / "checkpoint-000018"
+        assert manifest.fault(rebased) is None
+        described = manifest.read(rebased)
+        assert (described["step"], described["effective_batch_size"]) == (18, 8)
+        assert described["rebased_from"] == str(source)
+        state = json.loads((rebased / "trainer_state.json").read_text())
+        assert (state["global_step"], state["epoch"], state["best_metric"]) == (18, 1.4, None)
+        schedule = torch.load(rebased / "scheduler.pt", weights_only=True)
+        assert schedule == {"last_epoch": 18, "_step_count": 19, "_last_lr": [0.1]}
+        for name in ("optimizer.pt", "model.safetensors"):
+            assert (rebased / name).read_bytes() == (source / name).read_bytes()
