@@ -59,6 +59,7 @@ from training.data.batches import Collator
 from training.data.sample_order import SampleOrder
 from training.engines import setup
 from training.levers.compile import eagerly
+from training.levers.streaming import Streaming
 from training.loop import (
     arguments,
     evaluate,
@@ -207,9 +208,10 @@ def _check_pinned_memory(plan: Plan, device: torch.device, kernel: str) -> None:
     supervisor plans again, without. It is tried where `kernel`, the release of the operating
     system's, is that of WSL 2: Windows lets its programs lock about half of the RAM, and those in
     its containers less (microsoft/WSL issue 14078). On Linux, NVIDIA's driver locks what is free,
-    whatever `ulimit -l` says."""
-    wanted = plan.estimate.pinned_bytes
-    if "microsoft" not in kernel.lower() or not wanted or device.type != "cuda":
+    whatever `ulimit -l` says; it is tried there too before layers are loaded to be streamed."""
+    wanted, is_wsl = plan.estimate.pinned_bytes, "microsoft" in kernel.lower()
+    is_tried = is_wsl or plan.strategy.levers.streamed_layers
+    if not is_tried or not wanted or device.type != "cuda":
         return
     try:
         block = torch.empty(wanted, dtype=torch.uint8)
@@ -218,7 +220,7 @@ def _check_pinned_memory(plan: Plan, device: torch.device, kernel: str) -> None:
         torch.cuda.check_error(int(runtime.cudaHostUnregister(block.data_ptr())))
     except RuntimeError as error:
         raise RuntimeError(
-            f"WSL 2: the host does not lock {size(wanted)} for a rank"
+            f"{'WSL 2: ' if is_wsl else ''}the host does not lock {size(wanted)} for a rank"
             f" ({str(error).splitlines()[0]}), which {plan.strategy.mode} pins"
         ) from error
 
@@ -272,13 +274,19 @@ def build_parts(
             plan.strategy.levers.attn_implementation,
             recipe.keeps_ids,
             (rank, args.world_size) if is_divided and quantization else None,
+            plan.strategy.levers,
         )
     if is_divided:
         setup.tie_by_module(network)
     setup.unify_trained(network, plan.strategy)
-    if plan.strategy.keeps_frozen_apart and recipe.model.path is not None:
+    streams = bool(plan.strategy.levers.streamed_layers)
+    if streams or (plan.strategy.keeps_frozen_apart and recipe.model.path is not None):
         ddp_private.leave_out_frozen(network)
     _check_counts(network, plan)
+    streaming = None
+    if streams:
+        of_place = plan.strategy.levers, args.device, plan.strategy.pin_memory
+        streaming = Streaming(network, *of_place)
     patience = recipe.training.early_stopping_patience
     early_stopping = EarlyStopping(patience) if patience else None
     sent = trackers.callbacks(recipe.training.report_to, run, start.workspace.root, args)
@@ -319,6 +327,7 @@ def build_parts(
         eval_dataset=dataset.held_out(tokens),
         processing_class=tokenizer,
         keeps_best=recipe.training.load_best_model_at_end,
+        streaming=streaming,
         callbacks=[
             *(LastStep(), *([early_stopping] if early_stopping else [])),
             *(reporter, watch, stop_callback, *feeders, *sent),
@@ -398,6 +407,9 @@ def _export(
     network: Network = full_model
     if full_model is None:
         network = trainer.accelerator.unwrap_model(trainer.model)
+    if trainer.streaming is not None and start.recipe.model.path is None:
+        trainer.streaming.give_back()  # the adapter is merged
+        network.to("cpu")
     content = export.write(
         network,
         trainer,
@@ -527,12 +539,16 @@ def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
     """Step, losses and bytes at the end of training; before the export, which may merge adapters
     away."""
     trainer, event = parts.trainer, parts.reporter.last_event
+    states = setup.held_bytes(strategy, trainer, parts.reporter.gradients_bytes)
+    if trainer.streaming is not None:
+        states["weights_bytes"] = (states["weights_bytes"] or 0) - trainer.streaming.bytes_not_held
+        states["offloaded_bytes"] = trainer.streaming.bytes
     return {
         "step": trainer.state.global_step,
         "max_steps": trainer.state.max_steps,
         "loss": event.loss if event else None,  # None: resumed at the last step
         "eval_loss": export.last(trainer.state.log_history, "eval_loss"),
-        **setup.held_bytes(strategy, trainer, parts.reporter.gradients_bytes),
+        **states,
         "vram_allocated_bytes": event.vram_allocated_bytes if event else 0,
         "vram_reserved_bytes": event.vram_reserved_bytes if event else 0,
         "phases": parts.reporter.phases,

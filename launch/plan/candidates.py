@@ -60,6 +60,7 @@ def _as_asked(facts: Facts) -> Iterator[Candidate]:
             " multi_cpu"
         )
     _check_checkpointing(recipe, facts.installed, on_gpu)
+    _check_streaming(facts)
     ways = _ways_to_start(recipe, machine, facts.wishes, facts.installed.link, on_gpu)
     for mode, num_processes, instead_of in ways:
         row = LAUNCH_MODES[mode]
@@ -130,6 +131,26 @@ def _check_checkpointing(recipe: Recipe, installed: Installed, on_gpu: bool) -> 
     if installed.no_every_n_layers and ((kwargs.every_n_layers or 1) > 1 or kwargs.offload):
         raise ConfigError(
             f"{asked}, but {installed.no_every_n_layers}; leave every_n_layers and offload out"
+        )
+
+
+def _check_streaming(facts: Facts) -> None:
+    """Raises ConfigError for layers that cannot be streamed."""
+    recipe, layers = facts.recipe, len(facts.frozen_layers)
+    if not (asked := recipe.training.streamed_layers):
+        return
+    key = f"training.streamed_layers: {asked}"
+    if recipe.lora is None:
+        raise ConfigError(
+            f"{key}, but without lora the weights are trained, or are in each checkpoint; add"
+            " lora, or leave it out"
+        )
+    if asked > layers and layers:
+        raise ConfigError(f"{key}, but the model has {layers} decoder layers; name at most these")
+    if facts.model.stored is not None and facts.model.stored.packed_bytes:
+        raise ConfigError(
+            f"{key}, but the weights of model.path have 4 bits already, and come to the card all"
+            " at once; use the folder with the full weights, or leave it out"
         )
 
 
@@ -336,14 +357,18 @@ def preference(facts: Facts, candidate: Candidate, is_own: bool) -> int:
     """The order in which candidates are looked at: what was tuned; the recipe's own batch and
     levers (`is_own`), under mixed precision by full copies, which keep float32 weights and
     autocast, while DeepSpeed and FSDP2 compute everything in 16 bits; all others; those that the
-    plan lets keep activations in host RAM."""
+    plan lets keep activations or weights of layers in host RAM."""
     recipe, tuned, is_whole = facts.recipe, facts.history.tuned, candidate.launch_mode.is_whole
     if tuned and _tunes(tuned, candidate) and _way(tuned) == _way(candidate):
         return 0
-    if (
-        candidate.levers.activation_offloading
-        and not levers.requested(recipe).activation_offloading
-    ):
+    requested, runs = levers.requested(recipe), candidate.levers
+    if runs.activation_offloading and not requested.activation_offloading:
+        return 4
+    if runs.streamed_layers and not requested.streamed_layers:
+        return 4
+    # where layers may be streamed, a mode that offloads is no better before its seconds are known
+    may_stream = facts.frozen_layers and recipe.training.streamed_layers is None
+    if may_stream and candidate.launch_mode.offloads and recipe.launch.mode == "auto":
         return 4
     if facts.wishes.free_batch and facts.traces is not None:
         return 2 if is_whole else 3
@@ -353,12 +378,45 @@ def preference(facts: Facts, candidate: Candidate, is_own: bool) -> int:
     return 1 if is_own and computes_alike else 2
 
 
-def more_saving(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
+def more_saving(facts: Facts, candidate: Candidate, missing_bytes: int) -> Iterator[Candidate]:
     """Yield the same with one lever at the next value that saves more memory, of levers that the
-    recipe leaves open."""
+    recipe leaves open; with as many streamed layers more as make up for what is missing."""
     for row in levers.TRIED:
+        if row.name == "streamed_layers":
+            yield from _streaming(facts, candidate, missing_bytes)
+            continue
         for value in _more_saving_values(facts, candidate, row)[:1]:
             yield candidate.with_levers(**{row.name: value})
+
+
+def with_states_that_fit(
+    facts: Facts, candidate: Candidate, missing_bytes: int
+) -> Candidate | None:
+    """The candidate with so many streamed layers that its states miss no longer this number of
+    bytes; None: it cannot be."""
+    every_layer = candidate.with_levers(every_n_layers=1)
+    is_open = levers.ROWS["every_n_layers"].requested(facts.recipe) is None
+    candidates = _streaming(facts, every_layer if is_open else candidate, missing_bytes)
+    return next(iter(candidates), None)
+
+
+def _streaming(facts: Facts, candidate: Candidate, missing_bytes: int) -> Iterator[Candidate]:
+    """Yield the candidate with the fewest streamed layers that save so many bytes more on a
+    device, or with all, if even these do not."""
+    row = levers.ROWS["streamed_layers"]
+    more = [
+        candidate.with_levers(streamed_layers=count)
+        for count in _more_saving_values(facts, candidate, row)
+    ]
+    wanted_bytes = _saved_bytes(facts, candidate) + missing_bytes
+    enough = (each for each in more if _saved_bytes(facts, each) >= wanted_bytes)
+    if more:
+        yield next(enough, more[-1])
+
+
+def _saved_bytes(facts: Facts, candidate: Candidate) -> int:
+    streamed = facts.streamed(candidate)
+    return streamed.saved_bytes if streamed else 0
 
 
 def most_frugal(facts: Facts, candidate: Candidate) -> Candidate:
@@ -381,11 +439,12 @@ def _more_saving_values(facts: Facts, candidate: Candidate, row: Lever) -> list[
         rows * max(facts.question(candidate).lengths),
         facts.recipe.launch.exact_batch,
         facts.installed.no_every_n_layers,
+        0 if facts.model.stored and facts.model.stored.packed_bytes else len(facts.frozen_layers),
     )
     saved = row.saved(row.read(candidate.levers))
     return [
         value
-        for value in row.tried
+        for value in (row.tried_around(around) if row.tried_around else row.tried)
         if row.saved(value) > saved
         and row.tries(value, candidate.levers, around)
         and row.mode_refusal(candidate.launch_mode, value) is None

@@ -382,6 +382,8 @@ def switches(
         if row.name in ("batch_by_tokens", "use_liger_kernel"):
             continue  # said beside the batch, and above
         requested, value = row.requested(recipe), row.read(chosen.levers)
+        if row.name == "streamed_layers" and requested is None and not value:
+            continue  # weights are on the device
         by = _by(requested == value, value != row.plain)
         if (
             row.name == "every_n_layers"

@@ -133,10 +133,26 @@ def at_least(facts: Facts, with_step: bool = True) -> list[Judged]:
     """Judge each candidate by its states; `with_step`: those that fit so by the states and the
     least memory of the smallest allowed micro-batch."""
     possible, _ = candidates.possible(facts)
-    judged = [estimate.by_states(facts, each) for each in possible]
+    judged = [_by_states(facts, each) for each in possible]
     if not with_step:
         return judged
     return [each if each.misses else _with_step(facts, each.candidate) for each in judged]
+
+
+def _by_states(facts: Facts, candidate: Strategy) -> Judged:
+    """A candidate judged by its states; if they do not fit, with layers that are streamed, if
+    less is missing then."""
+    judged = estimate.by_states(facts, candidate)
+    if judged.misses:
+        missing = estimate.missing_bytes(facts, judged)
+        if (streaming := candidates.with_states_that_fit(facts, candidate, missing)) is not None:
+            streamed = estimate.by_states(facts, streaming)
+            judged = streamed if not streamed.misses else min(streamed, judged, key=_excess)
+    return judged
+
+
+def _excess(judged: Judged) -> float:
+    return judged.excess
 
 
 def _with_step(facts: Facts, candidate: Strategy) -> Judged:

@@ -123,11 +123,20 @@ class _Front:
             by_states = estimate.by_states(self.facts, candidate)
             if by_states.misses:
                 self._lost[candidate] = by_states
+                candidate, by_states = self._streaming(by_states) or (candidate, by_states)
+            if by_states.misses:
+                self._lost[candidate] = by_states
                 continue
             in_order = list(candidates.sorted_splits(self.facts, candidate))
             self._own |= set(in_order)
             for split in (*candidates.splits(self.facts, candidate), *in_order):
                 self._add(split, by_states)
+
+    def _streaming(self, lost: Judged) -> tuple[Candidate, Judged] | None:
+        """The candidate whose states fit because it streams layers; None: none does."""
+        missing = estimate.missing_bytes(self.facts, lost)
+        candidate = candidates.with_states_that_fit(self.facts, lost.candidate, missing)
+        return candidate and (candidate, estimate.by_states(self.facts, candidate))
 
     def _add(self, candidate: Candidate, of_less: Judged) -> None:
         """Add a candidate; until it is judged itself, it takes as long as one that saves less."""
@@ -167,7 +176,10 @@ class _Front:
             if not self._is_blind:
                 front.judged, front.num_recorded = self._closer(front)
             if front.judged.misses and self._may_fit_by_levers(front):
-                for candidate in candidates.more_saving(self.facts, front.candidate):
+                missing = estimate.missing_bytes(self.facts, front.judged)
+                if front.judged.by == "replay":  # with less, an allocator keeps less
+                    missing //= 2
+                for candidate in candidates.more_saving(self.facts, front.candidate, missing):
                     self._add(candidate, front.judged)
 
     @property

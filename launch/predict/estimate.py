@@ -15,7 +15,7 @@ from typing import Literal
 
 from launch.base.text import size
 from launch.predict import budgets, sharding
-from launch.predict.facts import Facts, Installed, Model
+from launch.predict.facts import Facts, Installed
 from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import context as memory_context
 from launch.predict.memory import host_job, load_order, traced_steps
@@ -29,7 +29,6 @@ from launch.schema.levers import TRIED
 from launch.schema.machine import NOT_MEASURED, CardFigures, Machine
 from launch.schema.phases import DeviceMemory, DevicePhases, MemoryPhases
 from launch.schema.plan import PAGED, MemoryEstimate, Peak, Strategy
-from launch.schema.recipe import Recipe
 
 # A communicator of two ranks, and of more: github.com/NVIDIA/nccl issue 964, A100.
 _NCCL_BYTES, _NCCL_MORE_BYTES = 544 << 20, 688 << 20
@@ -73,7 +72,7 @@ def by_states(facts: Facts, candidate: Strategy) -> Judged:
     processes import, build and save. What ran out of memory before rules out steps alone."""
     oom = replace(facts.history.oom, ran_out=())
     facts = replace(facts, history=replace(facts.history, oom=oom))
-    memory = _states(facts.recipe, facts.model, candidate)
+    memory = _states(facts, candidate)
     if facts.traces is not None:
         fewest = candidate
         if facts.recipe.training.dataloader_num_workers is None:
@@ -85,7 +84,7 @@ def by_states(facts: Facts, candidate: Strategy) -> Judged:
 def at_least(facts: Facts, candidate: Strategy) -> Judged:
     """The candidate judged by what its step holds at least of its longest rows, without composing
     it: by its price where there is one, else by the least that any model holds."""
-    states, price = _states(facts.recipe, facts.model, candidate), facts.price(candidate)
+    states, price = _states(facts, candidate), facts.price(candidate)
     rows = candidate.per_device_train_batch_size
     peak = Peak("forward", "", {"activations": _least_activation_bytes(facts, candidate)})
     state_bytes = states.model_state_bytes
@@ -96,8 +95,10 @@ def at_least(facts: Facts, candidate: Strategy) -> Judged:
         if candidate.levers.every_n_layers > 1:
             parts = {name: int(_SEAMS * part) for name, part in highest.parts.items()}
             highest = replace(highest, parts=parts)
-        if candidate.launch_mode.is_whole:
-            more_bytes = max(highest.allocated_bytes - state_bytes, 0)
+        if candidate.launch_mode.is_whole:  # of a price all weights are on the device
+            streamed = facts.streamed(candidate)
+            on_device = state_bytes + (streamed.saved_bytes if streamed else 0)
+            more_bytes = max(highest.allocated_bytes - on_device, 0)
             highest = replace(highest, parts={"activations": more_bytes})
         peak = max(peak, highest, key=lambda each: each.allocated_bytes)
     peak = replace(peak, parts={"states": state_bytes, **peak.parts})
@@ -137,7 +138,7 @@ def _least_activation_bytes(facts: Facts, candidate: Strategy) -> int:
 def judge(facts: Facts, candidate: Strategy, exact: bool = True) -> Judged:
     """Predict one candidate and compare it with both budgets; `exact` replays the allocator, and
     traces what else than the longest rows the highest peak may be of, which takes longer."""
-    states = _states(facts.recipe, facts.model, candidate)
+    states = _states(facts, candidate)
     trace = facts.trace(candidate)
     rows = candidate.per_device_train_batch_size
     traces = [(trace, rows)]
@@ -180,7 +181,9 @@ def share_of_longest(facts: Facts, candidate: Strategy) -> float:
 
 
 def _time(facts: Facts, candidate: Strategy, trace: Trace, split: StepSplit | None) -> TimeEstimate:
-    work = StepWork(trace.passes, _update_bytes(facts.model.full_copy), trace.least_share)
+    streamed = facts.streamed(candidate)
+    copied = tuple(layer.bytes for layer in streamed.layers) if streamed else ()
+    work = StepWork(trace.passes, _update_bytes(facts.model.full_copy), trace.least_share, copied)
     speed = rates.look_up(facts.machine, candidate)
     time = timing.estimate(
         work,
@@ -235,13 +238,21 @@ def _judged(
     )
 
 
-def _states(recipe: Recipe, model: Model, candidate: Strategy) -> MemoryEstimate:
-    return sharding.per_rank(
+def _states(facts: Facts, candidate: Strategy) -> MemoryEstimate:
+    model, streamed = facts.model, facts.streamed(candidate)
+    states = sharding.per_rank(
         model.full_copy,
         model.parameters,
-        recipe,
+        facts.recipe,
         candidate,
         model.size.family,
+    )
+    if streamed is None:
+        return states
+    return replace(
+        states,
+        weights_bytes=states.weights_bytes - streamed.saved_bytes,
+        offloaded_bytes=streamed.host_bytes,
     )
 
 
@@ -271,6 +282,7 @@ def _with_peak(
             states.weights_bytes,
             budgets.budget_bytes(facts, candidate),
             facts.model.stored,
+            facts.streamed(candidate),
         )
         run = RunEvents(trace, *counts, order)
     memory, by_phase = host_job.with_host(facts, candidate, memory, trace, counts, run)

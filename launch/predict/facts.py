@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from launch.data.token_cache import TokenCache
@@ -19,6 +20,7 @@ from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
 from launch.predict.step.sources import Question
+from launch.predict.step.streamed import LayerWeights, Streamed, frozen_layers, streamed
 from launch.predict.target_counts import MostTargets
 from launch.predict.time import padding as time_padding
 from launch.predict.time.padding import StepSplit
@@ -161,6 +163,15 @@ class Facts:
     limits: Limits = Limits()
     traces: Traces | None = None  # None: states only
     changes: tuple[Change, ...] = ()  # values that the recipe replaced before planning
+
+    @cached_property
+    def frozen_layers(self) -> list[LayerWeights]:
+        """The frozen weights of each layer, where they may be streamed."""
+        return frozen_layers(self.recipe, self.model.parameters, self.model.size.family)
+
+    def streamed(self, candidate: Strategy) -> Streamed | None:
+        """The layers that a candidate streams; None: none."""
+        return streamed(self.frozen_layers, candidate.levers)
 
     def allocator_settings(self, candidate: Strategy) -> str:
         """Settings that a plan adds to the allocator's. Micro-batches of many lengths, or of many

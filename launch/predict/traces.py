@@ -414,13 +414,19 @@ class Traces:
                 if why_not is None:
                     del waiting[name]
                     continue
-                is_own = composed_of[name].outer == sources.alone(question).outer
-                composed_of[name] = sources.alone(question, why_not, all_layers=is_own)
+                strategy = question.strategy.with_levers(streamed_layers=0)
+                plain = replace(question, strategy=strategy)
+                is_own = composed_of[name].outer == sources.alone(plain).outer
+                composed_of[name] = sources.alone(plain, why_not, all_layers=is_own)
 
     def _sources(self, question: Question) -> Sources:
         has_encoder = self._model.is_encoder_decoder
+        # recorded steps have all weights on the device: launch.predict.step.streamed
+        strategy = question.strategy.with_levers(streamed_layers=0)
         return sources.choose_sources(
-            question, has_encoder, lambda base: self._recorded(base) is not None
+            replace(question, strategy=strategy),
+            has_encoder,
+            lambda base: self._recorded(base) is not None,
         )
 
     def _record(self, bases: Sequence[Question]) -> None:
@@ -542,6 +548,7 @@ class Traces:
                 ],
                 "documents": question.documents,
                 "bucket_elements": BUCKET_ELEMENTS,
+                "streamed_layers": strategy.levers.streamed_layers,
             },
         )
 

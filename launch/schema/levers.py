@@ -4,7 +4,7 @@ key of the recipe that asks for it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -32,6 +32,13 @@ UPDATES = (
     ("fused", "weights and states of many tensors updated in one kernel"),
     ("adamw_torch", "many tensors at once, a kernel for each operation"),
 )
+
+
+# Slots on the device for streamed layers: one computes while the next one comes
+SLOTS = 2
+# Bytes to which a weight is aligned in a slot: those of a block of the device's allocator, so that
+# the same kernels run
+_ALIGNMENT_BYTES = 512
 
 
 # ---- keys of a recipe's section `training`
@@ -92,6 +99,14 @@ class LeverKeys(BaseModel):
         " at once. null: planned.",
     )
 
+    streamed_layers: Annotated[int | None, PLANNED] = Field(
+        default=None,
+        ge=0,
+        description="Decoder layers whose frozen weights stay in pinned host RAM, beside `lora`:"
+        " each is copied to the device before it computes, while another does. The result is the"
+        " same. Two of them are on the device at any time, so that 3 is the least number; 0: none."
+        " null: planned where nothing else fits.",
+    )
     fused_norms: Annotated[bool | None, PLANNED] = Field(
         default=None,
         description="Compute RMS norms on GPUs by PyTorch's kernel, in float32, and round once."
@@ -111,15 +126,28 @@ class LeverKeys(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def checkpoints_what_keywords_name(cls, values: Any) -> Any:
-        """Keywords that name layers or a place to keep them ask for checkpointing too."""
+        """Keywords that name layers or a place to keep them, and layers that are streamed, ask for
+        checkpointing too."""
         if not isinstance(values, dict) or "activation_checkpointing" in values:
             return values
+        if values.get("streamed_layers"):
+            return {**values, "activation_checkpointing": True}
         kwargs = values.get("activation_checkpointing_kwargs")
         if isinstance(kwargs, CheckpointingKwargs):
             kwargs = kwargs.model_dump()
         if isinstance(kwargs, dict) and (kwargs.get("every_n_layers") or kwargs.get("offload")):
             return {**values, "activation_checkpointing": True}
         return values
+
+    @field_validator("streamed_layers")
+    @classmethod
+    def more_than_the_slots(cls, value: int | None) -> int | None:
+        if value and value <= SLOTS:
+            raise ValueError(
+                f"{SLOTS} streamed layers are on the device at any time, so that {value} would save"
+                f" nothing; stream {SLOTS + 1} or more, or 0"
+            )
+        return value
 
     @field_validator("activation_checkpointing_kwargs", mode="before")
     @classmethod
@@ -137,6 +165,8 @@ class Levers:
     attn_implementation: AttnImplementation = "sdpa"
     use_liger_kernel: bool = False
     torch_compile: bool = False
+    # decoder layers whose frozen weights are in host memory, and come to the device one by one
+    streamed_layers: int = 0
     every_n_layers: int = 0  # one layer in this many is checkpointed; 0: none
     activation_offloading: bool = False  # checkpointed activations are kept in host memory
     # the tokens of a micro-batch go through each MLP in this many parts, one after another
@@ -166,9 +196,20 @@ class Levers:
         """The values that decide what a recorded step does."""
         return {row.name: row.read(self) for row in LEVERS if row.is_recorded}
 
+    def streamed_of(self, num_layers: int) -> list[int]:
+        """The layers that are streamed, of so many: as far from one another as can be, so that the
+        layers between them compute while one is copied."""
+        count = self.streamed_layers
+        return [
+            index
+            for index in range(num_layers)
+            if (index + 1) * count // num_layers > index * count // num_layers
+        ]
+
     def without(self, name: str) -> Levers:
-        """The same with a lever off; without checkpointing nothing is kept on the host."""
-        both = {"every_n_layers": 0, "activation_offloading": False}
+        """The same with a lever off; without checkpointing nothing is kept on the host, or
+        streamed."""
+        both = {"every_n_layers": 0, "activation_offloading": False, "streamed_layers": 0}
         return replace(self, **(both if name == "every_n_layers" else {name: ROWS[name].plain}))
 
     def saves_as_much_as(self, other: Levers) -> bool:
@@ -204,6 +245,7 @@ class Around(NamedTuple):
     tokens: int  # tokens in a micro-batch
     is_exact: bool  # no smaller micro-batch may be tried
     no_every_n_layers: str | None  # why layers cannot be checkpointed one by one
+    num_streamable: int = 0  # layers whose frozen weights may be streamed
 
 
 def _yaml(value: Any) -> str:
@@ -231,6 +273,8 @@ class Lever:
     off: str  # the words of a step without it
     requested: Callable[[Recipe], Any]
     tried: tuple[Any, ...] = ()
+    # values that are tried in place of these, where they depend on the model
+    tried_around: Callable[[Around], Sequence[Any]] | None = None
     # why a value that a plan chose is right, and its result the same
     same: Callable[[Any], str] = lambda value: ""
     refusal: Refused = lambda levers, family: None
@@ -334,6 +378,36 @@ def _no_parts_in(mode: LaunchMode, num_chunks: int) -> str | None:
     )
 
 
+def _streams(levers: Levers, family: ModelFamily) -> str | None:
+    if family.is_encoder_decoder:
+        return (
+            f"the model is a {family.model_type}, and only the layers of a decoder alone are"
+            " streamed"
+        )
+    if levers.every_n_layers != 1:
+        return (
+            "backward finds the weights of a layer that is computed again; checkpoint every layer"
+            " (training.activation_checkpointing true, without every_n_layers), or stream none"
+        )
+    if levers.torch_compile:
+        return "torch.compile compiles layers, of which this has not been tested; leave one out"
+    return None
+
+
+def _streams_in(mode: LaunchMode, num_layers: int) -> str | None:
+    if mode.engine in ("plain", "ddp"):
+        return None
+    return (
+        "keeps the weights by an engine of its own, which training.streamed_layers"
+        f" {num_layers} does not know; use single_gpu or dual_gpu_nccl, or leave it out"
+    )
+
+
+def aligned_bytes(size_bytes: int) -> int:
+    """The bytes of a slot, or of its copy on the host, that a weight of this size takes."""
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
 def _whole_models(key: str) -> Callable[[LaunchMode, Any], str | None]:
     """The refusal of modes whose ranks hold parts of a model."""
     reason = f"has not been tested with {key} true; leave it out"
@@ -383,6 +457,23 @@ LEVERS = (
         off="not compiled",
         requested=lambda recipe: recipe.training.compiles or None,
         is_recorded=False,  # it is recorded as a step that is not compiled
+    ),
+    Lever(
+        name="streamed_layers",
+        module="streaming",
+        switch="weights",
+        key="training.streamed_layers",
+        exactness="bit-equal",
+        text=lambda count: f"frozen weights of {count} layers streamed from host RAM",
+        off="weights on the device",
+        requested=lambda recipe: recipe.training.streamed_layers,
+        tried=(0,),
+        tried_around=lambda around: range(SLOTS + 1, around.num_streamable + 1),
+        tries=lambda _, levers, around: around.device == "cuda",
+        same=lambda _: "a layer computes with a copy of the same bits",
+        refusal=_streams,
+        mode_refusal=_streams_in,
+        is_recorded=False,  # a step is composed of that with all weights on the device
     ),
     Lever(
         name="every_n_layers",

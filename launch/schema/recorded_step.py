@@ -26,6 +26,7 @@ LOSS = -1  # stands for a stack: the parts of the logits are its layers
 UPDATE = "update"
 TRAINED, FROZEN, UNUSED = "parameter", "frozen parameter", "unused parameter"
 PACKED, SCALES = "packed parameter", "scales"
+SLOT = "slot of streamed weights"  # the device holds the weights of streamed layers there
 Layer = tuple[int, int]  # (stack, index in it)
 Parts = tuple[float, float, float, float]
 # differences between the tensors of a kernel without products: dtype alone, shape, strides

@@ -8,9 +8,11 @@ from typing import Any
 
 from launch.base import modules
 from launch.base.workspace import Workspace
+from launch.probe import packages
 from launch.run_folder.layout import RankStart, RunDir
 
-modules.leave_out(modules.OPTIONAL)  # as ranks do
+recipe = RunDir(Path(sys.argv[1])).read_recipe()
+modules.leave_out(packages.unused(recipe, None))  # as ranks do
 with modules.uncollected():
     import torch
     import torch.distributed as dist

@@ -1,10 +1,13 @@
-"""The private names of torch (2.11 to 2.13) that levers use."""
+"""The private names of torch (2.11 to 2.13) and transformers (5.0 to 5.23) that levers use."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
+from transformers import modeling_utils
 
 
 class Compiled(NamedTuple):
@@ -29,3 +32,27 @@ def compiled() -> Compiled:
         sum(counters["graph_break"].values()),
         frames["total"] - frames["ok"],
     )
+
+
+@contextmanager
+def packing_to_host(streamed: Callable[[torch.nn.Module], tuple[str, ...]]) -> Iterator[None]:
+    """Inside, transformers gives weights 4 bits on a card one by one, and those whose names begin
+    as `streamed` says of a model leave it at once; no memory is reserved for the whole model."""
+    from transformers.integrations import bitsandbytes as integration
+
+    quantize, warm_up = integration.Bnb4bitQuantize.convert, modeling_utils.caching_allocator_warmup
+
+    def convert(operation: Any, weights: Any, *, model: Any, **kwargs: Any) -> Any:
+        packed: dict[str, Any] = quantize(operation, weights, model=model, **kwargs)
+        for name, weight in packed.items():
+            if name.startswith(streamed(model)):
+                weight.data = weight.data.cpu()
+        return packed
+
+    integration.Bnb4bitQuantize.convert = convert  # pyright: ignore[reportAttributeAccessIssue]
+    modeling_utils.caching_allocator_warmup = lambda *args: None
+    try:
+        yield
+    finally:
+        integration.Bnb4bitQuantize.convert = quantize
+        modeling_utils.caching_allocator_warmup = warm_up

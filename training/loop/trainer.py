@@ -35,6 +35,7 @@ from training.engines import setup
 from training.levers.compile import eagerly
 from training.levers.logits import LossHead, target_loss_sum
 from training.levers.offloading import Offloading
+from training.levers.streaming import Streaming
 from training.loop import data_worker_memory, nan_guard
 from training.loop.callbacks import StepMeter
 from training.loop.memory_peaks import MemoryPeaks
@@ -76,6 +77,7 @@ class LowMemTrainer(OpenTrainer):
         strategy: Strategy | None = None,
         peaks: MemoryPeaks | None = None,
         keeps_best: bool = False,  # training.load_best_model_at_end
+        streaming: Streaming | None = None,  # layers whose weights have been placed on the host
         **kwargs: Any,
     ) -> None:
         """`facts` are part of each checkpoint's manifest. Without a `strategy` nothing is saved."""
@@ -87,7 +89,7 @@ class LowMemTrainer(OpenTrainer):
         self.save_s = 0.0
         self.peaks = peaks or MemoryPeaks(torch.device("cpu"))
         self._strategy = strategy
-        self._keeps_best = keeps_best
+        self._keeps_best, self.streaming = keeps_best, streaming
         # called at the end of each evaluation, by every rank
         self.answer_samples: Callable[[], None] = lambda: None
         super().__init__(compute_loss_func=self._loss, **kwargs)

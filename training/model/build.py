@@ -22,9 +22,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import cause
+from launch.schema.levers import PLAIN, Levers
 from launch.schema.model_sections import (
     AttnImplementation,
     LoraSection,
@@ -35,6 +37,7 @@ from launch.schema.plan import ModelFamily, ModelSize
 from training.compat import (
     deepspeed_private,
     fsdp2_private,
+    levers_private,
     peft_private,
     transformers_private,
 )
@@ -64,12 +67,14 @@ def build(
     attention: AttnImplementation = "sdpa",
     keeps_ids: bool = False,
     rows_of: tuple[int, int] | None = None,
+    levers: Levers = PLAIN,
 ) -> Network:
     """The model on the CPU, before training. All ranks get the same weights for the same seed.
 
-    A folder to be quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time.
-    `keeps_ids` is Recipe.keeps_ids. `rows_of`: this rank and the number of ranks, where each keeps
-    its rows of weights of 4 bits (four_bit.keep_rows)."""
+    A folder to be quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time; 4-bit
+    weights of layers that are streamed go from there to the host. `keeps_ids` is
+    Recipe.keeps_ids. `rows_of`: this rank and the number of ranks, where each keeps its rows of
+    weights of 4 bits (four_bit.keep_rows)."""
     torch.manual_seed(seed)
     varlen_attention.register(attention)
     model: Network
@@ -81,7 +86,7 @@ def build(
     else:
         on_device = device or torch.device("cpu")
         with _keeping(rows_of, model_size.family):
-            model = from_folder(section, quantization, on_device, attention)
+            model = from_folder(section, quantization, on_device, attention, levers)
         grow_vocabulary(model, model_size.config.get("vocab_size", 0), seed)
     rows = model.get_input_embeddings().num_embeddings
     data_tokenizer.check_ids(tokenizer, rows, tokenizer.name_or_path)
@@ -162,6 +167,7 @@ def from_folder(
     quantization: QuantizationSection | None,
     device: torch.device,
     attention: AttnImplementation | None = "sdpa",
+    levers: Levers = PLAIN,
 ) -> PreTrainedModel:
     """Load the model of a folder. `attention` None: that which its type prefers."""
     assert section.path is not None
@@ -180,8 +186,14 @@ def from_folder(
     if asked_tie is not None:
         config.tie_word_embeddings = asked_tie
     packs_here = quantization is not None and device.type == "cpu"
+    streams = quantization is not None and device.type == "cuda" and levers.streamed_layers > 0
     try:
-        with four_bit.giving_blocks_back() if packs_here else nullcontext():
+        with (
+            four_bit.giving_blocks_back() if packs_here or streams else nullcontext(),
+            levers_private.packing_to_host(partial(_are_of_streamed, levers))
+            if streams
+            else nullcontext(),
+        ):
             loading: Any = family.from_pretrained(
                 section.path,
                 config=config,
@@ -236,6 +248,25 @@ def _keeping(rows_of: tuple[int, int] | None, family: ModelFamily) -> AbstractCo
         return name.split(".")[-2] not in (family.quantizable or ())
 
     return fsdp2_private.each_loaded(divide, is_on_host)
+
+
+def streamed_layers(network: torch.nn.Module, levers: Levers) -> list[torch.nn.Module]:
+    """The decoder layers whose frozen weights are streamed: of the longest list of those that
+    transformers checkpoints one by one."""
+    lists = (
+        module
+        for module in network.modules()
+        if isinstance(module, torch.nn.ModuleList)
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+    )
+    layers = list(max(lists, key=len, default=torch.nn.ModuleList()))
+    return [layers[index] for index in levers.streamed_of(len(layers))]
+
+
+def _are_of_streamed(levers: Levers, model: torch.nn.Module) -> tuple[str, ...]:
+    """The beginnings of the names of weights in streamed layers."""
+    streamed = set(map(id, streamed_layers(model, levers)))
+    return tuple(f"{name}." for name, module in model.named_modules() if id(module) in streamed)
 
 
 @torch.no_grad()

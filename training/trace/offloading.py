@@ -1,10 +1,12 @@
-"""Activations that a card keeps in pinned host memory, in a trace."""
+"""Activations and weights that a card keeps in pinned host memory, in a trace."""
 
 from __future__ import annotations
 
 import torch
 
+from launch.schema.levers import Levers
 from training.levers.offloading import LayerInput, Offloading
+from training.levers.streaming import Streaming
 from training.trace.recorder import Recorder
 
 
@@ -24,3 +26,16 @@ class RecordedOffloading(Offloading):
     def fetch(self, layer_input: LayerInput) -> None:
         if layer_input.on_device is None:
             layer_input.on_device = self.empty_on_device(layer_input)
+
+
+class RecordedStreaming(Streaming):
+    """The streamed layers of a traced card, whose weights are the slots'; they are copied by no
+    kernel among those that compute."""
+
+    def __init__(self, recorder: Recorder, network: torch.nn.Module, levers: Levers) -> None:
+        super().__init__(network, levers, torch.device("cpu"))
+        self._recorder = recorder
+
+    def copy(self, place: int) -> None:
+        with self._recorder.suspended():
+            super().copy(place)

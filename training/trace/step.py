@@ -31,6 +31,7 @@ from launch.schema.recorded_step import (
     FROZEN,
     PACKED,
     SCALES,
+    SLOT,
     TARGETS,
     TRAINED,
     UNUSED,
@@ -55,7 +56,7 @@ from training.trace import layer_stacks, precision, triton_kernels
 from training.trace.cuda_semantics import Target, cuda_semantics, replaced
 from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
 from training.trace.experts import grouped_products
-from training.trace.offloading import RecordedOffloading
+from training.trace.offloading import RecordedOffloading, RecordedStreaming
 from training.trace.recorder import Recorder
 
 # aten::linear: of weights that were dequantised inside an operator
@@ -339,6 +340,10 @@ def _tracer(
         for parameter in layer.parameters()
     }
     recorder.mark("start:weights")
+    streaming = None
+    if strategy.levers.streamed_layers:  # a step without it is recorded, but for tests
+        streaming = RecordedStreaming(recorder, network, strategy.levers)
+        recorder.hold((("weights", slot, None) for slot in streaming.slots), SLOT)
     for name, parameter in network.named_parameters():
         op = TRAINED if parameter.requires_grad else FROZEN
         if ".original_module." in name:  # PEFT computes with a copy
@@ -354,6 +359,7 @@ def _tracer(
         meter=StepMeter(),
         keep_checkpoints=2,
         levers=strategy.levers,
+        streaming=streaming,
         facts={},
         model=network,
         args=args,

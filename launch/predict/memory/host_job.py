@@ -38,6 +38,7 @@ def with_host(
     first = next(iter(model.parameters.values()))
     reduced = _reduced(recipe, model, candidate)
     live, holes, by_gloo = _of_a_cpu(reduced, candidate, trace, counts, run)
+    streamed = facts.streamed(candidate)
     trained = trainable_shapes(
         model.parameters, recipe.model.freeze, recipe.lora, model.size.family
     )
@@ -45,13 +46,15 @@ def with_host(
         recipe=recipe,
         strategy=candidate,
         model=model.size,
-        states=memory,
+        # streamed weights have a cause of their own
+        states=replace(memory, offloaded_bytes=0) if streamed else memory,
         embedding_bytes=math.prod(first) * DTYPE_BYTES[recipe.model.dtype],
         copied_by_gloo_bytes=by_gloo,
         offloaded_activations=[
             math.ceil(size[0] + counts[0] * size[1])
             for size in (trace.passes.offloaded if trace else ())
         ],
+        streamed=[layer.bytes for layer in streamed.layers] if streamed else (),
         tensor_bytes=live,
         holes_bytes=holes,
         trained_elements=list(map(math.prod, trained.values())),

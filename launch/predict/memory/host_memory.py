@@ -69,6 +69,7 @@ class HostJob:
     tensor_bytes: Mapping[str, int] = field(default_factory=dict)
     holes_bytes: Mapping[str, int] = field(default_factory=dict)
     offloaded_activations: Sequence[int] = ()  # bytes of each tensor of a micro-batch
+    streamed: Sequence[int] = ()  # bytes of each layer's weights that are streamed
     trained_elements: Sequence[int] = ()  # elements of each trained tensor
     kernels: int = onednn.KERNELS  # number that a CPU compiles for products in bf16
     rows: int | None = None  # rows of the training file; None: not counted
@@ -107,17 +108,21 @@ class HostJob:
 
 
 def mapped_weights_bytes(
-    recipe: Recipe, strategy: Strategy, model: ModelSize, stored: StoredWeights | None
+    recipe: Recipe,
+    strategy: Strategy,
+    model: ModelSize,
+    stored: StoredWeights | None,
+    streamed_bytes: int = 0,
 ) -> int:
     """Frozen weights of a local folder on CPUs: pages of its files, which all ranks share and read
-    in each step. Quantised or converted, they are a rank's."""
+    in each step. Quantised, converted or streamed, they are a rank's."""
     dtype = recipe.model.dtype
     if stored is None or recipe.quantization or stored.converted_bytes(dtype):
         return 0
     if strategy.device == "cuda" or strategy.launch_mode.engine == "deepspeed":
         return 0
     frozen = model.parameters - (model.trainable_parameters - model.lora_parameters)
-    return frozen * DTYPE_BYTES[dtype]
+    return max(frozen * DTYPE_BYTES[dtype] - streamed_bytes, 0)
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,7 @@ def estimate(job: HostJob, import_memory: Imports) -> _HostEstimate:
         "bf16 kernels": job.ranks
         * onednn.kept_bytes(job.strategy, job.recipe.model.dtype, job.kernels),
         "offloaded activations": job.ranks * job.offloaded(job.offloaded_activations),
+        "streamed weights": job.ranks * sum(job.streamed),
         "pinned copies of Gloo": job.ranks * job.pinned(_copied_by_gloo(job)),
     }
     data = job.recipe.data
@@ -230,13 +236,14 @@ def _loading(job: HostJob) -> dict[str, int]:
     Weights of a local folder are mapped: the host has a copy of those that are converted, grow or
     are quantised there, and the largest tensor passes through the page cache."""
     strategy, stored, dtype = job.strategy, job.stored, job.recipe.model.dtype
+    moved = max(job.streamed, default=0)  # a layer is copied before its weights are freed
     sent = 0
     if strategy.launch_mode.engine == "ddp" and strategy.device == "cpu":
-        apart = stored is not None and strategy.keeps_frozen_apart
+        apart = bool(job.streamed) or (stored is not None and strategy.keeps_frozen_apart)
         sent = job.model.trainable_parameters * DTYPE_BYTES[dtype] if apart else job.built_bytes
         sent = min(sent, 2 * BROADCAST_BYTES)
     if stored is None:
-        passing = max(job.untied_bytes, sent)
+        passing = max(job.untied_bytes, sent, moved)
         return {"weights": job.ranks * job.built_bytes, "while building": job.ranks * passing}
     on_card, is_quantised = strategy.device == "cuda", job.recipe.quantization is not None
     grown, copies = (0, 0) if on_card and is_quantised else stored.growing_bytes(dtype)
@@ -257,8 +264,9 @@ def _loading(job: HostJob) -> dict[str, int]:
     else:
         built, passing = job.states.weights_bytes, int(QUANTISING_BYTES * job.quantised_elements)
     staging = STAGING_BYTES if on_card else 0
+    passing = max(passing, moved)
     return {
-        "weights": job.ranks * (built + grown),
+        "weights": job.ranks * max(built + grown, sum(job.streamed)),
         "weights' files": stored.total_bytes if job.counts_mappings else stored.largest_bytes,
         "while building": job.ranks * (max(passing, sent, copies) + staging),
     }
@@ -268,7 +276,8 @@ def _on_host(job: HostJob, phase: str) -> dict[str, int]:
     """Memory of a model in ranks on CPUs; frozen weights that are mapped count once."""
     if job.strategy.device == "cuda":
         return {}
-    mapped = mapped_weights_bytes(job.recipe, job.strategy, job.model, job.stored)
+    of_model = job.recipe, job.strategy, job.model, job.stored
+    mapped = mapped_weights_bytes(*of_model, sum(job.streamed))
     tensor_bytes = job.tensor_bytes.get(
         phase, job.states.weights_bytes + job.states.optimizer_bytes
     )
@@ -392,6 +401,7 @@ def pinned_bytes(job: HostJob) -> int:
     size = _pinned_batches(job, columns, waiting)
     size += job.pinned(_copied_by_gloo(job))
     if job.strategy.pin_memory:
+        size += sum(job.streamed)  # in their exact size, by training/levers/streaming.py
         states, buffers = _pinned_states(job) if job.states.offloaded_bytes else ([], [])
         size += job.pinned([*job.offloaded_activations, *states, *buffers])
     return size

@@ -9,7 +9,9 @@ from launch.predict.memory import host_memory, loading
 from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.optimizers import has_4_bits
 from launch.predict.parameters import Shapes, total_elements
+from launch.predict.step.streamed import Streamed
 from launch.predict.trained_parameters import trainable_shapes
+from launch.schema.levers import SLOTS
 from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.plan import ModelFamily, Strategy
 from launch.schema.recipe import Recipe
@@ -23,13 +25,14 @@ def choose_order(
     weights_bytes: int,
     budget_bytes: int,
     stored: StoredWeights | None,
+    streamed: Streamed | None = None,
 ) -> loading.Load:
     """`weights_bytes`: of all weights on a rank, as they are loaded. `budget_bytes`: of its
     device. `stored`: the folder that the weights come from, if they do."""
     engine, is_stored = strategy.launch_mode.engine, stored is not None
     if engine == "ddp":
         sent = host_memory.BROADCAST_BYTES
-        if is_stored and strategy.keeps_frozen_apart:
+        if streamed or (is_stored and strategy.keeps_frozen_apart):
             trained = trainable_shapes(tensor_shapes, recipe.model.freeze, recipe.lora, family)
             weights_bytes = total_elements(trained) * DTYPE_BYTES[recipe.model.dtype]
         remaining_bytes = min(sent, weights_bytes - sent)
@@ -44,19 +47,27 @@ def choose_order(
         return _of_zero(recipe, strategy, tensor_shapes, family, budget_bytes, stored)
     if recipe.quantization is None or not is_stored or strategy.device == "cpu":
         return loading.plain
-    return _of_four_bits(recipe, tensor_shapes, family)
+    return _of_four_bits(recipe, tensor_shapes, family, streamed)
 
 
-def _of_four_bits(recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily) -> loading.Load:
+def _of_four_bits(
+    recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily, streamed: Streamed | None
+) -> loading.Load:
     """Weights of a folder, which are quantised on the card one by one. Tied weights, buffers and
-    scales are not in what transformers reserves."""
+    scales are not in what transformers reserves; it reserves nothing where layers are streamed."""
     element_bytes = DTYPE_BYTES[recipe.model.dtype]
     quantised = {name: sides for name, sides in tensor_shapes.items() if has_4_bits(name, family)}
     num_unquantised = total_elements(tensor_shapes) - total_elements(quantised)
+    sources = _sources(recipe, tensor_shapes, family)
+    if streamed is not None:
+        leaving = [pair for layer in streamed.layers for pair in layer.packed]
+        return partial(
+            loading.four_bits, warmup_bytes=0, sources=sources, leaving=leaving, num_last=SLOTS
+        )
     return partial(
         loading.four_bits,
         warmup_bytes=num_unquantised * element_bytes + total_elements(quantised) // 2,
-        sources=_sources(recipe, tensor_shapes, family),
+        sources=sources,
     )
 
 

@@ -68,15 +68,26 @@ def ddp(births: Births, buckets: Sequence[int]) -> list[Event]:
     return [*events.events, *births.engine]
 
 
-def four_bits(births: Births, warmup_bytes: int, sources: Mapping[int, int]) -> list[Event]:
+def four_bits(
+    births: Births,
+    warmup_bytes: int,
+    sources: Mapping[int, int],
+    leaving: Sequence[tuple[int, int]] = (),
+    num_last: int = 0,
+) -> list[Event]:
     """A folder whose weights are quantised on the card. `warmup_bytes`: the block by which
-    transformers reserves the model. `sources`: bytes of a quantised weight -> before."""
+    transformers reserves the model. `sources`: bytes of a quantised weight -> before. `leaving`:
+    bytes before and after of weights that go to the host; then come the first `num_last` blocks."""
     events = _Events(births.first_free_id)
-    events.passes(warmup_bytes)
-    for block, size_bytes in births.loaded:
+    if warmup_bytes:
+        events.passes(warmup_bytes)
+    for block, size_bytes in births.loaded[num_last:]:
         source = events.begin([sources[size_bytes]] if size_bytes in sources else [])
         events.events.append((block, size_bytes))
         events.end(source)
+    for pair in leaving:
+        events.passes(*pair)
+    events.events += births.loaded[:num_last]
     return [*events.events, *births.engine]
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from launch.predict.step import fsdp2, zero
 from launch.predict.step.rewrite_log import Landmarks, Rewriting, landmarks, ready
+from launch.predict.step.streamed import stream
 from launch.schema.plan import Strategy
 from launch.schema.recipe import Recipe
 from launch.schema.recorded_step import Log
@@ -41,11 +42,12 @@ def shard_step(
     reduce bucket. Work is not changed. Blocks that outlive a step have the same numbers in each
     `turn`."""
     if strategy.launch_mode.engine not in ("ddp", "fsdp2", "deepspeed"):
-        return log
+        return stream(log, strategy.levers)
     rewriting, marks = Rewriting(log), landmarks(log, tied)
     if strategy.launch_mode.engine == "ddp":
         _ddp(rewriting, marks)
-    elif strategy.launch_mode.engine == "fsdp2":
+        return stream(rewriting.result(), strategy.levers)
+    if strategy.launch_mode.engine == "fsdp2":
         fsdp2.rewrite(rewriting, marks, recipe, strategy, turn == "after evaluation")
     else:
         zero.rewrite(rewriting, marks, strategy, bucket_elements, turn == "first")

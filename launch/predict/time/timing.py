@@ -9,12 +9,14 @@ kernel takes the longer of what its products and its bytes take (a roofline: Wil
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from launch.predict.time import operators, timeline
 from launch.predict.time.operators import HostPace, Pace
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.rates import Rates
+from launch.schema.levers import SLOTS
 from launch.schema.machine import NOT_MEASURED, CardFigures, Link
 from launch.schema.plan import (
     NOT_CORRECTED,
@@ -113,6 +115,7 @@ class StepWork:
     update_bytes: float  # memory that clipping and update read and write
     # share of the passes' seconds beside products that the step takes at least
     least_share: float = 1.0
+    streamed: tuple[int, ...] = ()  # bytes of each layer that comes from the host
 
 
 def estimate(
@@ -151,6 +154,7 @@ def estimate(
     copy_s = activations / speed.host_device_bytes_per_s
     offload_s = moved / speed.host_device_bytes_per_s
     offload_s += steps * _exposed_copies_s(copy_s, busy_s, strategy)
+    offload_s += steps * _exposed_layers_s(work.streamed, busy_s, strategy, speed)
     optimizer_s = update_hooks_s + _optimizer_s(
         work.update_bytes, strategy, model, full_copy, speed
     )
@@ -199,7 +203,9 @@ def speed_of(
     if not strategy.pin_memory:
         copies = 1 / (1 / copies + 1 / PAGEABLE_BYTES_PER_S)
     if (
-        strategy.launch_mode.offloads or strategy.levers.activation_offloading
+        strategy.launch_mode.offloads
+        or strategy.levers.activation_offloading
+        or strategy.levers.streamed_layers
     ) and card.host_device_bytes_per_s:
         source += f"; copies at {copies / 1e9:.1f} GB/s, measured here by selfcheck"
     if strategy.tf32:
@@ -342,6 +348,25 @@ def _exposed_copies_s(copy_s: float, micro_step_s: float, strategy: Strategy) ->
         return 2 * copy_s
     forward_s = micro_step_s / (3 + strategy.levers.checkpointed_share)
     return max(copy_s - forward_s, 0.0) + max(copy_s - (micro_step_s - forward_s), 0.0)
+
+
+def _exposed_layers_s(
+    streamed: Sequence[int], micro_step_s: float, strategy: Strategy, speed: Speed
+) -> float:
+    """Seconds of a micro-step that wait for layers which come from the host, forward and backward,
+    but for those that are in the slots when the direction turns (training/levers/streaming.py). A
+    copy begins with the streamed layer before it, and so takes the longer of its own seconds and
+    those of computing up to its layer. For memory that is not pinned the host waits.
+
+    Beside frozen weights backward makes gradients of inputs alone: as much work as forward, and
+    once more where layers are computed again."""
+    copies_s = [size_bytes / speed.host_device_bytes_per_s for size_bytes in streamed[SLOTS:]]
+    if not strategy.pin_memory:
+        return 2 * sum(copies_s)
+    forward_s = micro_step_s / 3 / max(len(streamed), 1)
+    return sum(
+        max(copy_s - share_s, 0.0) for share_s in (forward_s, 2 * forward_s) for copy_s in copies_s
+    )
 
 
 def _optimizer_s(

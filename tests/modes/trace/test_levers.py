@@ -112,9 +112,9 @@ def chosen(cache: Path, free_gib: float, *given: Any, **more: Any) -> Choice:
 
 
 def what_nothing_fits_by(cache: Path, free_gib: float, **more: Any) -> str:
-    """By what each candidate of planning() exceeds a budget. Ways out, each of which would be
-    traced, are those of test_advice."""
-    facts = planning(cache, free_gib, **more)
+    """By what each candidate of planning(), with all weights on the card, exceeds a budget. Ways
+    out, each of which would be traced, are those of test_advice."""
+    facts = planning(cache, free_gib, **more, streamed_layers=0)
     judged: list[tuple[Judged, str]] = []
     possible, _ = candidates.possible(facts)
     assert search.search(facts, possible, judged) is None
@@ -183,6 +183,45 @@ def test_activations_are_kept_on_the_host_where_nothing_else_fits(cache):
     assert what_nothing_fits_by(
         cache, free_gib, **parts, activation_checkpointing_kwargs={"offload": False}
     )
+
+
+def test_frozen_layers_are_streamed_where_nothing_else_fits_and_no_more_than_must(cache):
+    parts: dict[str, Any] = {"num_output_chunks": 64, "tiled_mlp_num_shards": 1}
+    parts["activation_checkpointing_kwargs"] = {"offload": False}
+    parts["activation_checkpointing"] = True
+    on_card = chosen(cache, 3, **parts).plan
+    assert not on_card.strategy.levers.streamed_layers
+    least_gib = on_card.estimate.device_bytes / GIB - 0.2
+    free_gib = least_gib / 0.95  # launch.vram_fraction
+    choice = chosen(cache, free_gib, **parts)
+    plan, facts, runs = choice.plan, choice.facts, choice.plan.strategy
+    count = runs.levers.streamed_layers
+    assert 3 <= count <= 24
+    fewer = replace(runs, levers=replace(runs.levers, streamed_layers=count - 1))
+    facts.fetch([fewer])
+    assert estimate.judge(facts, fewer).misses
+    streamed = facts.streamed(runs)
+    assert streamed is not None
+    assert plan.estimate.host["streamed weights"] == streamed.host_bytes
+    assert plan.estimate.pinned_bytes > streamed.host_bytes == count * streamed.layers[0].bytes
+    assert [change.effective for change in plan.changes if "streamed" in change.key] == [str(count)]
+    (row,) = (each for each in plan.switches if each.name == "weights")
+    assert row.runs == f"frozen weights of {count} layers streamed from host RAM"
+    # a copy of a layer takes less time than the layers up to the next one compute
+    assert plan.seconds_per_step == pytest.approx(on_card.seconds_per_step, rel=0.05)
+
+
+def test_copies_that_take_longer_than_computing_are_waited_for(cache):
+    """A layer of 29.8 MB takes 2.5 ms at 12 GB/s, forward and backward."""
+    parts: dict[str, Any] = {"activation_checkpointing": True, "per_device_train_batch_size": 1}
+    seconds = [
+        chosen(cache, 10, **parts, streamed_layers=count).plan.seconds_per_step
+        for count in (0, 12, 24)
+    ]
+    assert seconds[0] is not None and seconds[1] is not None and seconds[2] is not None
+    assert seconds[0] == seconds[1] < seconds[2]  # two layers compute meanwhile, or one
+    most_s = 22 * 2 * 29.83e6 / 12e9
+    assert 0.1 * most_s < seconds[2] - seconds[0] < most_s
 
 
 def test_packed_rows_fit_without_the_mask_of_sdpa(cache):

@@ -459,7 +459,10 @@ def test_the_variable_of_the_guides_does_not_forbid_offloading_on_one_card():
 def test_4_bit_weights_are_a_way_out_where_they_fit():
     launch = {"mode": "single_gpu"}
     recipe = recipe_of(
-        model={"shape": "llama-7b", "dtype": "bfloat16"}, lora={"r": 16}, launch=launch
+        model={"shape": "llama-7b", "dtype": "bfloat16"},
+        lora={"r": 16},
+        training={"streamed_layers": 0},
+        launch=launch,
     )
     small = machine(1, cards=(gpu(total_bytes=8 * GIB, free_bytes=8 * GIB),))
     with pytest.raises(
@@ -478,6 +481,23 @@ def test_4_bit_weights_are_a_way_out_where_they_fit():
         quantization={"load_in_4bit": True},
     )
     assert plan(taken, small).estimate.model_state_bytes / GIB == pytest.approx(4.20, abs=0.005)
+
+
+def test_layers_of_a_model_that_is_larger_than_the_card_are_streamed():
+    """As few as make the states fit; each of the 80 layers has 855 million frozen weights."""
+    sections = {"model": {"shape": "llama3.1-70b", "dtype": "bfloat16"}, "lora": {"r": 16}}
+    card = machine(1, cards=(gpu(total_bytes=24 * GIB, free_bytes=24 * GIB),))
+    card = replace(card, host_available_bytes=64 * GIB)
+    chosen = plan(recipe_of(**sections, quantization={"load_in_4bit": True}), card)
+    count = chosen.strategy.levers.streamed_layers
+    assert chosen.strategy.levers.every_n_layers == 1
+    layer_bytes, states = 855_638_016 / 2, chosen.estimate.model_state_bytes
+    assert 30 < count < 60
+    assert chosen.budget_bytes - 1.1 * layer_bytes < states <= chosen.budget_bytes
+    with pytest.raises(
+        DoesNotFit, match=r"73 layers streamed from host RAM.*short by 54\.35 GiB of host RAM"
+    ):
+        plan(recipe_of(**sections), card)
 
 
 def test_4_bit_products_are_computed_in_the_precision_of_training():

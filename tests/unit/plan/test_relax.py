@@ -72,6 +72,7 @@ ASKED = [
     "--model.dtype=bfloat16",
     "--training.bf16=true",
     "--lora.r=16",
+    "--training.streamed_layers=0",
     "--launch.mode=single_gpu",
 ]
 

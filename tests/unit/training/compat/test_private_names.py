@@ -51,6 +51,16 @@ NAMES = [
         "self model",
     ),
     (
+        "packing_to_host",
+        "transformers.integrations.bitsandbytes:Bnb4bitQuantize.convert",
+        "self input_dict full_layer_name model",
+    ),
+    (
+        "packing_to_host",
+        "transformers.modeling_utils:caching_allocator_warmup",
+        "model expanded_device_map hf_quantizer",
+    ),
+    (
         "leave_casts_to_autocast",
         "peft.tuners.tuners_utils:BaseTunerLayer._cast_input_dtype",
         "self x dtype",

@@ -1,0 +1,190 @@
+"""Frozen weights of decoder layers in host memory, which is pinned where it can be. They come to
+the device before their layer computes, on a stream of their own, while other layers compute.
+
+All of a layer's frozen weights lie in one buffer on the host, and come in one copy to one of two
+slots on the device, where its parameters are views for good. Adapters, what else is trained, and
+the scales of 4-bit weights stay on the device. Nothing is copied back.
+
+Forward: when a streamed layer begins, the slot of the one before it is free, and the copy of the
+one behind it begins. Backward goes the other way: what backward copies serves the layer while it is
+computed again and while its gradients are, so that a micro-batch copies a layer twice. The last two
+layers of forward, and the first two, are still there when the direction turns.
+
+A copy waits for all kernels that were launched before it, which may read its slot, and a layer
+waits for its copy; the host waits for neither. A layer that is checkpointed keeps no weight from
+forward to backward but as a view of its slot, which has the same weights again by then: backward
+fetches them before its first kernel, also where that kernel reads a weight that autograd has not
+saved (bitsandbytes' MatMul4Bit)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from launch.base.text import size
+from launch.schema.levers import SLOTS, Levers, aligned_bytes
+from training.compat import torch_private
+from training.model import build
+
+# the original beside a copy that is trained (lora.modules_to_save)
+_UNUSED = ".original_module."
+
+
+class _Layer:
+    """The frozen weights of a layer, and their places in its buffer and in its slot."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.weights = [
+            parameter
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad and _UNUSED not in name
+        ]
+        self._sizes = [weight.nbytes for weight in self.weights]
+        self._kinds = [(weight.dtype, weight.shape) for weight in self.weights]
+        self.bytes = sum(map(aligned_bytes, self._sizes))
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Each weight as a part of a buffer of bytes."""
+        views, begin = [], 0
+        for size_bytes, (dtype, sides) in zip(self._sizes, self._kinds, strict=True):
+            views.append(buffer[begin : begin + size_bytes].view(dtype).view(sides))
+            begin += aligned_bytes(size_bytes)
+        return views
+
+    def point_to(self, buffer: torch.Tensor) -> None:
+        for weight, view in zip(self.weights, self.views(buffer), strict=True):
+            weight.data = view
+
+
+class Streaming:
+    """The streamed layers of a network: their buffers on the host, the slots, and the copies.
+
+    Raises RuntimeError if the host does not lock the memory, torch.OutOfMemoryError for a slot."""
+
+    def __init__(
+        self,
+        network: torch.nn.Module,
+        levers: Levers,
+        device: torch.device,
+        pin_memory: bool = True,
+    ) -> None:
+        """Move the frozen weights of the layers to their buffers, wherever they are, one layer
+        after another, and all else of these layers to the device."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pins = pin_memory and self._stream is not None
+        self._layers = [_Layer(module) for module in build.streamed_layers(network, levers)]
+        self.bytes = sum(layer.bytes for layer in self._layers)  # on the host
+        self.slots = self._empty_slots(max(layer.bytes for layer in self._layers))
+        self._on_host = [self._moved(layer, place) for place, layer in enumerate(self._layers)]
+        self._places = [-1] * SLOTS  # the layer in each slot, or on its way there
+        self._copied: list[Any] = [None] * SLOTS  # CUDA event of a slot's last copy
+        self._entered = -1  # the layer that has begun last
+        self._hooks: list[Any] = []
+
+    def _empty_slots(self, size_bytes: int) -> list[torch.Tensor]:
+        try:
+            return [
+                torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+                for _ in range(SLOTS)
+            ]
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"training.streamed_layers: {SLOTS} slots of {size(size_bytes)} each")
+            raise
+
+    def _moved(self, layer: _Layer, place: int) -> torch.Tensor:
+        """The buffer of a layer, whose parameters are views of its slot from now on."""
+        buffer = torch.empty(layer.bytes, dtype=torch.uint8)
+        for view, weight in zip(layer.views(buffer), layer.weights, strict=True):
+            view.copy_(weight.data)
+        if self._pins:
+            _pin(buffer, self.bytes)
+        layer.point_to(self.slots[place % SLOTS])
+        if self._stream is not None:
+            layer.module.to(self._device)
+        return buffer
+
+    @property
+    def bytes_not_held(self) -> int:
+        """Bytes of parameters that are views of the slots, beyond those of the slots."""
+        views = (weight.nbytes for layer in self._layers for weight in layer.weights)
+        return sum(views) - sum(slot.nbytes for slot in self.slots)
+
+    def attach(self) -> None:
+        """Let the layers fetch their weights, forward and backward."""
+        for place, layer in enumerate(self._layers):
+            before = layer.module.register_forward_pre_hook(partial(self._before_forward, place))
+            behind = layer.module.register_forward_hook(partial(self._behind_forward, place))
+            self._hooks += [before, behind]
+
+    def give_back(self) -> None:
+        """Give the layers their weights back, on the host, for good: they are merged or saved."""
+        for hook in self._hooks:
+            hook.remove()
+        for layer, buffer in zip(self._layers, self._on_host, strict=True):
+            layer.point_to(buffer)
+        self.slots.clear()
+
+    def _before_forward(self, place: int, module: torch.nn.Module, args: Any) -> None:
+        is_backward = torch_private.current_node_number() is not None  # it is computed again
+        self._begin(place, -1 if is_backward else 1)
+
+    def _behind_forward(
+        self, place: int, module: torch.nn.Module, args: Any, output: torch.Tensor | Sequence[Any]
+    ) -> None:
+        hidden = output if isinstance(output, torch.Tensor) else output[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: self._begin(place, -1))
+
+    def _begin(self, place: int, direction: int) -> None:
+        """Let the kernels that are launched from now on have this layer's weights, and begin to
+        copy those of the next one in this direction."""
+        if place == self._entered:
+            return
+        self._entered = place
+        for wanted in (place, place + direction):
+            if 0 <= wanted < len(self._layers) and self._places[wanted % SLOTS] != wanted:
+                self._places[wanted % SLOTS] = wanted
+                self.copy(wanted)
+        self._wait(self._copied[place % SLOTS])
+
+    def copy(self, place: int) -> None:
+        """Begin to copy a layer to its slot, behind the kernels that were launched so far."""
+        target = self.slots[place % SLOTS][: self._layers[place].bytes]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self._beside():
+            target.copy_(self._on_host[place], non_blocking=True)
+            if self._stream is not None:
+                self._copied[place % SLOTS] = self._stream.record_event()
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _wait(self, copied: Any) -> None:
+        if copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied)
+
+
+def apply(trainer: Any, levers: Levers) -> None:
+    """Let the layers fetch their weights. They are placed before a trainer moves the model."""
+    if levers.streamed_layers:
+        trainer.streaming.attach()
+
+
+def _pin(buffer: torch.Tensor, all_bytes: int) -> None:
+    """Lock a buffer in its exact size: PyTorch's own pinned memory is rounded to a power of two."""
+    try:
+        runtime = torch.cuda.cudart()
+        registered = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+        torch.cuda.check_error(int(registered))
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the host does not lock {size(all_bytes)} for a rank ({str(error).splitlines()[0]}),"
+            " which training.streamed_layers pins"
+        ) from error
