@@ -227,16 +227,18 @@ def check_output(folder: Path) -> None:
 
     Raises ResourceError.
     """
-    for ending in ("", "tmp", "old"):  # export.py's
-        refuse_strangers(folder.with_name(f".{folder.name}.{ending}") if ending else folder)
+    refuse_strangers(folder)
     if fault := next(_faults_of_output(folder), ""):
         raise ResourceError(f"output_dir {folder}: {fault}")
+    for ending in ("tmp", "old"):  # export.py's
+        refuse_strangers(folder.with_name(f".{folder.name}.{ending}"))
 
 
 def _faults_of_output(folder: Path) -> Iterator[str]:
     """Yield what is wrong with a folder for a model, and what to do."""
-    has_model, previous = (folder / "lowmem.json").exists(), f"{folder.name}.previous"
-    parent, before = next(filter(Path.exists, folder.parents)), folder.with_name(previous)
+    has_model = (folder / "lowmem.json").exists()
+    before = folder.parent / f"{folder.name}.previous"
+    parent = next(filter(Path.exists, folder.parents), folder)  # of the root itself
     another = "choose another folder"
     if folder.is_symlink():
         yield f"is a symbolic link, to {folder.resolve()}; give that folder itself"

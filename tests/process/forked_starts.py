@@ -71,7 +71,7 @@ def _child(words: list[str], env: Mapping[str, str], out: str, err: str) -> int:
 def _serve() -> None:
     from launch.__main__ import VERBS
 
-    for module in VERBS.values():
+    for module, _ in VERBS.values():
         importlib.import_module(f"launch.commands.{module}")
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

@@ -13,7 +13,7 @@ import copy
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -146,9 +146,10 @@ def _place_rows(rows: _Rows, device: torch.device) -> None:
             module.load_state_dict({name: divided}, strict=False, assign=True)
             placed[id(like)] = getattr(module, name)
         setattr(module, name, placed[id(like)])
-        if state := getattr(module, "quant_state", None):
+        state, weight = getattr(module, "quant_state", None), cast(Any, placed[id(like)])
+        if state is not None and name == "weight":
             state.to(device)
-            placed[id(like)].state_of_layer = state
+            weight.state_of_layer = state  # scales() finds it
 
 
 @torch.no_grad()

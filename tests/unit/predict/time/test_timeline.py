@@ -128,7 +128,7 @@ def test_kernels_between_products_of_a_compiled_layer_are_one():
 
 
 def test_rows_of_a_table_are_read_and_logits_of_targets():
-    cost_of = operators.cost_of(PACE, 1, 0)
+    cost_of = operators.cost_of(PACE, 1, 0, 1.0)
     sizes = (1e12, 1e6, 0, 0)
     table, plain = (
         cost_of(Operator(f"aten::{name}", "other", bytes=sizes, launches=1)).device_s
@@ -142,7 +142,7 @@ def test_rows_of_a_table_are_read_and_logits_of_targets():
 def test_the_host_takes_longer_for_a_product():
     pace = Pace(PACE.flops_per_s, 0.5, 1e12, 1e11, HostPace(1e-5, 3e-5, 1e-6, 1e-6))
     product, other = (
-        operators.cost_of(pace, 1, 0)(Operator("any", kind, "bfloat16")).host_s
+        operators.cost_of(pace, 1, 0, 1.0)(Operator("any", kind, "bfloat16")).host_s
         for kind in ("product", "other")
     )
     assert (product, other) == (3e-5, 1e-5)
