@@ -216,6 +216,7 @@ def test_the_7b_model_of_the_guide_fits_a_16_gib_card_in_4_bits_and_in_16_bits_i
         "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"offload": False},  # by 2 MiB it would fit
         "num_output_chunks": 1,
+        "streamed_layers": 0,  # so it would fit too
     }
     sections = {"model": {"dtype": "bfloat16"}, "data": {"max_length": 256}, "lora": {"r": 32}}
     recipe = builders.recipe(tmp_path, shape="llama-7b", training=training, **sections)
