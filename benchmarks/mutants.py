@@ -92,7 +92,7 @@ class _WithoutTypes(ast.NodeTransformer):
 
 
 def _changes_code(text: str, mutated: str) -> bool:
-    """Whether Python reads the mutated text, and as something else."""
+    """True if Python reads the mutated text, and as something else."""
     try:
         trees = [_WithoutTypes().visit(ast.parse(code)) for code in (text, mutated)]
     except SyntaxError:

@@ -44,6 +44,7 @@ def refusal(recipe: Recipe, strategy: Strategy) -> str | None:
             " mode, which trains a float32 copy of the weights",
         ),
         "4-bit weights": (
+            # the row of fsdp2 still lists it: modes.py is changed with the next measurements of it
             recipe.quantization is not None and strategy.launch_mode.engine != "fsdp2",
             "cannot share out 4-bit weights, whose scales stand beside them; use fsdp2, or a mode"
             " whose ranks hold full copies of them: single_gpu, dual_gpu_nccl, multi_cpu or cpu",

@@ -98,8 +98,8 @@ def test_4_bits_are_made_by_llama_cpp_python_where_no_program_is_named(
     exit_code, said = exported(quick_start, quick_start / "model_save/sft_fast", *flags)
     assert exit_code == 0, said
     (file,) = (tmp_path / "out").glob("*.gguf")
-    whole = (quick_start / "model_save/sft_fast/model.safetensors").stat().st_size
-    assert file.read_bytes()[:4] == b"GGUF" and file.stat().st_size < whole
+    model_bytes = (quick_start / "model_save/sft_fast/model.safetensors").stat().st_size
+    assert file.read_bytes()[:4] == b"GGUF" and file.stat().st_size < model_bytes
 
 
 def test_a_killed_export_leaves_no_file_that_looks_finished(quick_start, tmp_path):

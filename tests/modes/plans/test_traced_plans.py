@@ -1,4 +1,4 @@
-"""What described machines would run, planned with traces and held in tests/data/rehearsal; judged
+"""Plans of described machines, made with traces and held in tests/data/rehearsal; judged
 by sums made by hand and by the allocator of the CUDA build. After a change that is meant:
 LOWMEM_WRITE_REHEARSAL=1 python -m pytest tests/modes/plans/test_traced_plans.py, and read the
 difference."""
@@ -135,7 +135,7 @@ def test_a_step_takes_its_products_at_less_than_the_cards_published_rate(plans, 
 
 
 def kept_bytes(rows: int, checkpointed_share: float) -> float:
-    """What backward needs of the layers of a 7B Llama: the input of a checkpointed layer; of
+    """Bytes that backward needs of the layers of a 7B Llama: the input of a checkpointed layer; of
     another the inputs of its norms and products, q, k and v, and of the MLP what its product
     multiplies. In bfloat16."""
     hidden, inner = 4096, 11008

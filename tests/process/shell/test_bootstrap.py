@@ -786,7 +786,7 @@ def test_a_card_means_the_package_indexs_torch(fresh: Path, tmp_path: Path, inde
 
 
 def sees_card(root: Path, system: Path) -> bool:
-    """Whether a start would find a card there; nothing is installed."""
+    """True if a start would find a card there; nothing is installed."""
     then = "_lowmem_sees_card && echo a card || echo none"
     done = start(root, then, LOWMEM_SYSTEM_ROOT=str(system), PYTHON=sys.executable)
     assert done.stdout in ("a card\n", "none\n"), done.stderr

@@ -158,8 +158,8 @@ def test_a_killed_run_goes_on_and_exports_the_model_of_layers_that_stay(tmp_path
         [*words, f"--training.streamed_layers={count}", f"--output_dir={tmp_path / str(count)}"]
         for count in (0, STREAMED)
     )
-    whole = builders.launch(tmp_path / "whole", *stays)
-    assert whole.returncode == 0, whole.stderr + whole.stdout
+    resident = builders.launch(tmp_path / "whole", *stays)
+    assert resident.returncode == 0, resident.stderr + resident.stdout
     shutil.copytree(tmp_path / "whole/.cache", tmp_path / "killed/.cache")  # tokenised rows
     kill_after(tmp_path / "killed", streams, step=13)
     again = builders.launch(tmp_path / "killed", *streams)

@@ -1,4 +1,4 @@
-"""What decides a night: a run that was killed goes on, and one that is out of memory is planned
+"""Runs that decide a night: one that was killed goes on, and one that is out of memory is planned
 again; both end with what the run that nothing has stopped ends with."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.faults.test_out_of_memory import CUDA, batches, losses, step_fault
 from tests.train_cpu.test_resume import kill_after, watched
 
 
-class Whole(NamedTuple):
+class Finished(NamedTuple):
     """A run that nothing stops."""
 
     ranks: int
@@ -28,31 +28,31 @@ def training(ranks: int) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def whole(request, tmp_path_factory) -> Whole:
+def finished(request, tmp_path_factory) -> Finished:
     ranks = request.param
     folder = tmp_path_factory.mktemp("whole")
     recipe = str(builders.recipe(folder, training=training(ranks)))
     done = builders.launch(folder / "h", "run", recipe, f"--launch.num_processes={ranks}")
     assert done.returncode == 0, done.stderr
-    return Whole(ranks, folder, recipe)
+    return Finished(ranks, folder, recipe)
 
 
 @pytest.mark.shows(
     "F1", "F18", "kill -9 of the whole tree, and one bit of the newest checkpoint flipped"
 )
 @pytest.mark.parametrize(
-    ("whole", "is_damaged"),
+    ("finished", "is_damaged"),
     [(1, True), pytest.param(2, False, marks=pytest.mark.faults)],
-    indirect=["whole"],
+    indirect=["finished"],
 )
 def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
-    whole, is_damaged, tmp_path
+    finished, is_damaged, tmp_path
 ):
     """With one rank the newest checkpoint is damaged as well: the one before it serves as well as
     any."""
-    words = ["run", whole.recipe, f"--launch.num_processes={whole.ranks}"]
+    words = ["run", finished.recipe, f"--launch.num_processes={finished.ranks}"]
     words.append(f"--output_dir={tmp_path / 'model'}")
-    shutil.copytree(whole.folder / "h/.cache", tmp_path / "killed/.cache")  # tokenised rows
+    shutil.copytree(finished.folder / "h/.cache", tmp_path / "killed/.cache")  # tokenised rows
     kill_after(tmp_path / "killed", words, step=13)
     assert watched(tmp_path / "killed")["state"] == "lost"
     run = builders.only_run(tmp_path / "killed")
@@ -69,7 +69,10 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
     ) == is_damaged
     assert (f"resuming from {newest.name}" in again.stdout) != is_damaged
     assert "resuming from checkpoint-0000" in again.stdout
-    expected, found = builders.weights(whole.folder / "model"), builders.weights(tmp_path / "model")
+    expected, found = (
+        builders.weights(finished.folder / "model"),
+        builders.weights(tmp_path / "model"),
+    )
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensor, found[name]), name
@@ -78,19 +81,19 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_weights(
         f"epoch {epoch}: all of 45 rows, each once" for epoch in range(1, 9)
     ]
     last = {event["step"]: event for event in builders.events(run)}
-    for event in builders.events(builders.only_run(whole.folder / "h")):
+    for event in builders.events(builders.only_run(finished.folder / "h")):
         assert last[event["step"]]["loss"] == event["loss"]
         assert last[event["step"]]["samples_seen"] == event["samples_seen"]
 
 
-@pytest.mark.parametrize("whole", [1], indirect=True)
-def test_out_of_memory_is_planned_again_in_smaller_pieces_with_the_same_losses(whole, tmp_path):
+@pytest.mark.parametrize("finished", [1], indirect=True)
+def test_out_of_memory_is_planned_again_in_smaller_pieces_with_the_same_losses(finished, tmp_path):
     """As long as a micro-batch has more than four samples, after the first checkpoint."""
     fault = step_fault(
         "args[2]['labels'].shape[0] > 4 and args[0].state.global_step >= 6", CUDA, rank=None
     )
-    given = {"ranks": 1, "faults": {"oom": fault}, "training": training(1)}
-    with stopping.launched(tmp_path, **given) as child:
+    launched = {"ranks": 1, "faults": {"oom": fault}, "training": training(1)}
+    with stopping.launched(tmp_path, **launched) as child:
         assert child.wait(within_s=200) == 0, child.said()
         found = batches(child.run)
         assert found[0][:2] == (8, 1)
@@ -99,6 +102,6 @@ def test_out_of_memory_is_planned_again_in_smaller_pieces_with_the_same_losses(w
         assert stopping.fired(tmp_path, "oom") == len(found) - 1
         assert "planned again, from step 5" in child.said()
         assert "the effective batch stays 8" in child.said()
-        uninterrupted = losses(builders.only_run(whole.folder / "h"))
+        uninterrupted = losses(builders.only_run(finished.folder / "h"))
         assert losses(child.run.root) == pytest.approx(uninterrupted, rel=1e-4)
         assert child.left() == []

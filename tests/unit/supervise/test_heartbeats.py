@@ -55,6 +55,7 @@ def test_a_process_that_stands_still_gets_no_more_than_a_step_does_whatever_it_w
 def test_a_silent_rank_is_spared_only_while_it_still_computes(goes_on):
     """Not for what it computed before its last sign of life."""
     code = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\n"
+    # the rule is about processor time, so a child has to use some; the test ends it
     code += "while True: pass" if goes_on else "time.sleep(600)"
     argv = [sys.executable, "-ISc", code]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE)
