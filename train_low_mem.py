@@ -18,7 +18,13 @@ from pathlib import Path
 from launch.base import compile_caches, modules
 from launch.base.errors import LaunchError, Stopped
 from launch.base.files import write_json
-from launch.base.processes import check_proc, check_threads, die_with_launcher, settle_process
+from launch.base.processes import (
+    check_proc,
+    check_threads,
+    die_with_launcher,
+    settle_process,
+    settle_threads,
+)
 from launch.base.text import shown
 from launch.commands import attach
 from launch.predict.memory import onednn
@@ -43,9 +49,7 @@ def main(argv: list[str], request: Callable[[], Request] | None = None) -> int:
     control = Control()
     control.listen()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is ever downloaded
-    # Threads that spin lose their core to a busy neighbour: 600 ms a step, asleep 86; alone 26.8
-    # and 27.5 (2 cores).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    settle_threads()
     os.environ.update(onednn.settings(os.environ))
     if {"WORLD_SIZE", "LOWMEM_SUPERVISED", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
         # torchrun passes signals on before it ends. accelerate's launcher of one process ends

@@ -25,6 +25,10 @@ from launch.base.errors import LaunchError, ResourceError
 from launch.base.text import shown
 
 POLL_S = 0.2  # pause between two checks of a run
+# Rounds that a thread of OpenMP spins before it sleeps, some 20 us, as libgomp does where threads
+# outnumber cores. Threads that sleep at once double the step of a small model; with libgomp's
+# 300,000, steps beside a busy process take 1.8 times as long (benchmarks/results/thread_waits.md).
+SPINS = "1000"
 _UNKILLABLE_S = 10.0  # limit for the end of a process after SIGKILL
 THREADS = 4  # threads of a process beside its pools, which grow with the number of CPUs
 _THREAD_STACK_BYTES = 64 << 10  # else each takes 8 MiB of what `ulimit -v` allows
@@ -179,6 +183,13 @@ def settle_process() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it was closed
             stream.reconfigure(errors="backslashreplace")
+
+
+def settle_threads() -> None:
+    """Let threads of OpenMP sleep soon where the user's variables do not say when. To be called
+    before torch is imported, with which libgomp is loaded."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 @contextmanager
