@@ -25,7 +25,7 @@ from launch.base.errors import LaunchError, ResourceError
 from launch.base.files import write_atomic
 from launch.data import token_cache, token_hashes, worker
 from launch.data.token_cache import TokenCache
-from launch.schema.machine import cudnn_is_last
+from launch.schema.machine import CoreFigures, cudnn_is_last
 from launch.schema.plan import DataFormat, MemoryEstimate, Plan
 from launch.schema.recorded_step import STEP, dumped
 from launch.schema.result import ModelParts, NewTokens
@@ -38,6 +38,7 @@ UNUSED = ("deepspeed", "datasets")
 
 def main(hides_torch: bool) -> None:
     processes.settle_process()
+    processes.settle_threads()
     prepare()
     if hides_torch:
         without_torch.hide()
@@ -102,6 +103,12 @@ def _tokens(request: worker.AddTokens) -> NewTokens:
     ids = tokenizer.add_tokens(loaded, request.tokens)
     size = max(loaded.get_vocab().values()) + 1
     return NewTokens(size_before=max(before.values()) + 1, size=size, ids=ids, there=there)
+
+
+def _cores(request: worker.MeasureCores) -> list[CoreFigures]:
+    from training import core_rates
+
+    return core_rates.figures(request.threads)
 
 
 def _largest(request: worker.FindLargest) -> list[LargestMicroBatches]:
@@ -195,6 +202,7 @@ WORK: dict[type[Any], Callable[[Any], Any]] = {
     worker.FindLargest: _largest,
     worker.EncodeRows: _rows,
     worker.RecordSteps: _record,
+    worker.MeasureCores: _cores,
 }
 
 if __name__ == "__main__":

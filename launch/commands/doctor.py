@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import resource
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,11 @@ from launch.base.errors import ResourceError
 from launch.base.text import size
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments
+from launch.data.worker import WORKER
+from launch.predict.history import core_figures
 from launch.probe import import_memory, link_causes, link_test, torch_build
 from launch.probe import machine as probe_machine
-from launch.schema.machine import GIB, Link, Machine
+from launch.schema.machine import GIB, CoreFigures, Link, Machine
 
 _MIN_DISK_BYTES = GIB  # below it not even a small model's checkpoints have room
 _LOW_DISK_BYTES = 10 * GIB
@@ -73,6 +75,10 @@ def _examine(
                 f" {size(memory.agent_bytes)}, shared libraries {size(memory.mapped_bytes)} of"
                 " host RAM; plans count this memory"
             )
+            if not machine.gpus:
+                with WORKER:
+                    folder = Workspace.here().traces
+                    say(_cores(core_figures.measure(folder, machine.cpu_count)))
             if card := memory.card.context_bytes and memory.card:
                 say(
                     f"context: a rank takes {size(card.context_bytes)} of its {card.name} outside"
@@ -82,6 +88,18 @@ def _examine(
     for problem in all_problems:
         say(str(problem))
     return not stops
+
+
+def _cores(measured: Sequence[CoreFigures]) -> str:
+    """A line on the rates of the cores, by which plans predict seconds."""
+    if not measured:
+        return "cores: not measured, because other programs have them; plans assume rates"
+    rates = measured[-1].flops_per_s
+    return (
+        f"cores: products at {rates['float32'] / 1e9:,.0f} GFLOP/s in float32,"
+        f" {rates['bfloat16'] / 1e9:,.0f} in bfloat16; plans predict seconds by these and 13 kinds"
+        " of kernels"
+    )
 
 
 def problems(machine: Machine) -> Iterator[_Problem]:

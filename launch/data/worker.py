@@ -92,7 +92,14 @@ class RecordSteps:
     steps: Mapping[str, Step]  # file name -> step
 
 
-Request = ReadParts | AddTokens | FindLargest | EncodeRows | RecordSteps
+@dataclass(frozen=True)
+class MeasureCores:
+    """A list of CoreFigures is asked for: of each number of threads."""
+
+    threads: tuple[int, ...]
+
+
+Request = ReadParts | AddTokens | FindLargest | EncodeRows | RecordSteps | MeasureCores
 
 
 class WorkerEnded(Exception):

@@ -24,6 +24,7 @@ from launch.plan.new_tokens import ModelFacts
 from launch.plan.planner import Choice
 from launch.predict import budgets, model_config, weight_files
 from launch.predict.facts import Facts, History, Installed, Limits, Wishes
+from launch.predict.history import core_figures
 from launch.predict.memory import stored_weights
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
 from launch.predict.memory.stored_weights import StoredWeights
@@ -109,6 +110,9 @@ def read(
         _refuse_cards(recipe, machine, wishes)
     model, stored = _model(recipe, is_here, workspace)
     recipe = model.recipe
+    if is_here and trace and "cpu" in (device, recipe.launch.device):
+        cores = core_figures.kept_or_measured(workspace.traces, machine.cpu_count)
+        machine = replace(machine, cores=cores)
     _write_sample_data(recipe, workspace, say)
     data_format, count = _rows(model, workspace)
     installed = _installed(recipe, machine, workspace, device, is_here)

@@ -59,6 +59,24 @@ NOT_MEASURED = CardFigures()
 
 
 @dataclass(frozen=True)
+class CoreFigures:
+    """Rates of a CPU in PyTorch with so many threads, as training.core_rates measures them."""
+
+    threads: int
+    # FLOP/s by dtype, behind "attention " those of fused attention
+    flops_per_s: Mapping[str, float]
+    call_s: Mapping[str, float]  # by the same keys: seconds of a call, beside its FLOPs
+    bytes_per_s: Mapping[str, float]  # by kind of kernel (launch.predict.time.cores)
+    operator_s: float  # a call of any other operator, forward or backward
+    view_s: float
+    module_s: float  # a call of an empty module
+    core_share: float = 1.0  # share of its cores that the measurement had
+
+
+MEASURED_ALONE = 0.9  # CoreFigures.core_share at least, of figures that are kept
+
+
+@dataclass(frozen=True)
 class Machine:
     """The resources that a run may use on this machine. Each fact has its reason beside it."""
 
@@ -84,6 +102,8 @@ class Machine:
     mappings_count: str = ""
     # values assumed for keys that the description of a machine leaves out, as text
     assumed: str = ""
+    # measured with one thread and with all cores; (): not measured
+    cores: tuple[CoreFigures, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _question(text: str) -> Conversation:
 
 
 @dataclass(frozen=True)
-class Reference:
+class _Reference:
     """The model that is converted, with the ids that end its replies."""
 
     model: Any
@@ -134,7 +134,7 @@ class Reference:
         return tuple(reply), tuple(margins)
 
 
-def load(folder: Path) -> Reference:
+def load(folder: Path) -> _Reference:
     """Load a model in float32. Raises ResourceError."""
     with modules.uncollected():
         import torch
@@ -157,7 +157,7 @@ def load(folder: Path) -> Reference:
     listed: Any = model.generation_config.eos_token_id
     listed = listed if isinstance(listed, list) else [listed]
     ends = {tokenizer.eos_token_id, *renderer.end_ids, *listed} - {None}
-    return Reference(model.eval(), tokenizer, renderer, frozenset(ends))
+    return _Reference(model.eval(), tokenizer, renderer, frozenset(ends))
 
 
 def expected(folder: Path, run: Path | None, file: Path | None) -> ExpectedAnswers:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from launch.predict.time.timeline import Cost
 from launch.schema.recorded_step import Operator, Parts, Passes
+
+if TYPE_CHECKING:
+    from launch.predict.time.cores import Cores
 
 # Seconds that a product takes beyond its work: 512^3 takes 8.5 us on an A800, 5.7 us on an RTX
 # 4090, and at their rates 1 and 2 (github.com/mli/transformers-benchmarks issue 4)
@@ -88,7 +92,7 @@ class Pace:
     bytes_per_s: float
     multiprocessor_hz: float  # clocks of all multiprocessors together; infinite where not known
     host: HostPace
-    on_cpu: bool = False  # its cores compute and launch
+    cores: Cores | None = None  # of a CPU, whose cores compute and launch
 
 
 def cost_of(
@@ -96,7 +100,6 @@ def cost_of(
 ) -> Callable[[Operator], Cost]:
     """The cost of each operator in a micro-batch with so many targets in a part of the logits.
     `least_share`: of the seconds beside products."""
-    ramp_s, kernel_s = (0.0, 0.0) if pace.on_cpu else (RAMP_S, KERNEL_S)
 
     def cost(operator: Operator) -> Cost:
         host_s = least_share * _host_s(operator, pace.host)
@@ -109,11 +112,16 @@ def cost_of(
         )
         is_product = operator.kind in ("product", "attention")
         device_s = 0.0
-        if is_product:
-            device_s = ramp_s + flops / _flops_per_s(operator, pace)
-        elif operator.kind == "other" and operator.launches:
-            device_s = least_share * (kernel_s + moved / _bytes_per_s(operator, pace))
-        waits = operator.kind == "wait" or pace.on_cpu
+        if is_product or (operator.kind == "other" and operator.launches):
+            if pace.cores:
+                device_s = pace.cores.kernel_s(operator, flops, moved)
+            elif is_product:
+                device_s = RAMP_S + flops / _flops_per_s(operator, pace)
+            else:
+                device_s = KERNEL_S + moved / _bytes_per_s(operator, pace)
+        if not is_product:
+            device_s *= least_share
+        waits = operator.kind == "wait" or pace.cores is not None
         return Cost(host_s, device_s, is_product, waits)
 
     return cost

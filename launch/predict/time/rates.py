@@ -1,5 +1,5 @@
-"""Peak rates of devices, in operations and bytes per second: configs/cards.yaml for cards, one
-assumption for CPUs."""
+"""Peak rates of devices, in operations and bytes per second: configs/cards.yaml for cards, what was
+measured for CPUs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from launch.predict.time import cores
+from launch.predict.time.cores import Cores
 from launch.predict.time.operators import ASSUMED_HOST, HOSTS, HostPace
 from launch.probe import cards
-from launch.schema.machine import Gpu, Machine
+from launch.schema.machine import CoreFigures, Gpu, Machine
 from launch.schema.plan import Strategy
 
-# FLOP per clock and core, assumed of every CPU: two FMA units of AVX2, in float32 and bfloat16
-# alike. Source: Intel 64 and IA-32 Architectures Optimization Reference Manual.
-_CPU_FLOP_PER_CLOCK = 32
-_CPU_HZ = 2.5e9  # assumed, of all cores under load
 # Two channels of DDR4-3200, 25.6 GB/s each (JEDEC). AdamW moved 52 GB/s in
 # benchmarks/results/offload_optimizer.md.
 HOST_BYTES_PER_S = 51.2e9
@@ -55,6 +53,7 @@ class Rates:
     multiprocessor_hz: float = math.inf  # clocks of all multiprocessors together; if known
     product_share: float = _PRODUCT_SHARE  # share of flops_per_s that large products reach
     host: HostPace = ASSUMED_HOST
+    cores: Cores | None = None  # those of a rank, where it trains on a CPU
 
     @property
     def host_bytes_per_s(self) -> float:
@@ -76,7 +75,7 @@ def look_up(machine: Machine, strategy: Strategy) -> Rates:
     """The peak of the slowest device a rank of this strategy gets; of a machine's whole CPU where
     it trains there."""
     if strategy.device == "cpu":
-        return cpu(machine.cpu_count)
+        return cpu(machine.cpu_count, strategy.processes_per_machine, machine.cores)
     return min((card(gpu) for gpu in machine.gpus[: strategy.processes_per_machine]), key=_speed)
 
 
@@ -120,19 +119,19 @@ def _unaligned(row: cards.Card) -> dict[str, float]:
     }
 
 
-def cpu(cores: int) -> Rates:
-    """The peak of this many cores of an assumed CPU."""
-    flops_per_s = _CPU_FLOP_PER_CLOCK * _CPU_HZ * cores
+def cpu(num_cores: int, num_ranks: int = 1, measured: tuple[CoreFigures, ...] = ()) -> Rates:
+    """The rates of a rank of so many that share a CPU. `measured`: with one thread and with all
+    cores; (): a CPU like others is assumed."""
+    of_rank = cores.of_rank(measured, num_cores, num_ranks)
     return Rates(
-        name=f"{cores} core(s)",
-        flops_per_s={"float32": flops_per_s, "bfloat16": flops_per_s},
-        bytes_per_s=HOST_BYTES_PER_S,
+        name=f"{num_cores} core(s)",
+        flops_per_s=of_rank.rank.flops_per_s,
+        bytes_per_s=of_rank.rank.bytes_per_s["large"],
         link_bytes_per_s=None,
-        source=(
-            f"assumed: {_CPU_FLOP_PER_CLOCK} FLOP per clock and core at {_CPU_HZ / 1e9} GHz, two"
-            " channels of DDR4-3200"
-        ),
-        is_assumed=True,
+        source="measured here" if measured else f"assumed: like {cores.ASSUMED_CPU}",
+        is_assumed=not measured,
+        host=of_rank.host,
+        cores=of_rank,
     )
 
 

@@ -141,6 +141,9 @@ def estimate(
     if strategy.levers.torch_compile:
         passes = operators.compiled(passes, batch, targets)
     hooks_s, update_hooks_s = _hooks_s(strategy, model, speed.pace.host)
+    if rates.cores:
+        micro_step_s, step_s = rates.cores.trainer_s
+        hooks_s, update_hooks_s = hooks_s + micro_step_s, update_hooks_s + step_s
     compute_s, memory_s, launch_s = timeline.replayed(passes, cost_of, hooks_s)
     busy_s = compute_s + memory_s + launch_s
     communication_s = _exposed_s(
@@ -184,10 +187,9 @@ def speed_of(
 ) -> Speed:
     """A rank's share of what its device and its machine can do. A measured product scales every
     dtype's rate."""
-    on_cpu, ranks = strategy.device == "cpu", strategy.processes_per_machine
     share, source = rates.product_share, rates.source
     measured, test = card.flops_per_s, "selfcheck"
-    if link is not None and link.flops_per_s and not on_cpu:
+    if link is not None and link.flops_per_s and not rates.cores:
         measured, test = link.flops_per_s, "the link test"
     if measured:
         half = (
@@ -211,20 +213,20 @@ def speed_of(
     if strategy.tf32:
         peaks["float32"] = peaks.get("tfloat32", peaks["float32"])
     pace = Pace(
-        flops_per_s={
-            dtype: share * peak / (ranks if on_cpu else 1) for dtype, peak in peaks.items()
-        },
+        flops_per_s={dtype: share * peak for dtype, peak in peaks.items()},
         attention_share=ATTENTION_SHARE / rates.product_share,
-        bytes_per_s=_MEMORY_SHARE * rates.bytes_per_s / (ranks if on_cpu else 1),
+        bytes_per_s=(1.0 if rates.cores else _MEMORY_SHARE) * rates.bytes_per_s,
         multiprocessor_hz=rates.multiprocessor_hz,
         host=rates.host,
-        on_cpu=on_cpu,
+        cores=rates.cores,
     )
     return Speed(
         pace,
         bus_bytes_per_s=bus,
         host_device_bytes_per_s=(
-            math.inf if on_cpu else min(copies, rates.host_bytes_per_s / ranks)
+            math.inf
+            if rates.cores
+            else min(copies, rates.host_bytes_per_s / strategy.processes_per_machine)
         ),
         host_bytes_per_s=rates.host_bytes_per_s,
         has_links=rates.link_bytes_per_s is not None,
@@ -382,7 +384,7 @@ def _optimizer_s(
     if not strategy.launch_mode.offloads:
         busy_s = update_bytes / ranks / speed.pace.bytes_per_s
         launches_s = _UPDATE_KERNELS * speed.pace.host.operator_s
-        return busy_s + launches_s if speed.pace.on_cpu else max(busy_s, launches_s)
+        return busy_s + launches_s if speed.pace.cores else max(busy_s, launches_s)
     # per element, read and written
     states = MASTER_BYTES * full_copy.optimizer_bytes / max(full_copy.gradients_bytes, 1)
     on_machine = model.trainable_parameters * strategy.processes_per_machine / ranks

@@ -58,6 +58,7 @@ LAYERS = {
         "loop",
         "run",
         "trace",
+        "core_rates",
         "worker",
         "children",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,9 +90,8 @@ def test_a_host_that_waits_for_the_device_begins_behind_it():
 
 
 def test_a_cpu_computes_where_it_launches():
-    cost_of = operators.cost_of(
-        Pace(PACE.flops_per_s, 0.5, 1e12, 1e11, PLAIN, on_cpu=True), 1, 0, 1.0
-    )
+    of_cores = replace(PACE, cores=rates.cpu(2).cores)
+    cost_of = operators.cost_of(of_cores, 1, 0, 1.0)
     kernel = Operator("aten::add", "other", bytes=(1e8, 0, 0, 0), launches=1)
     passes = Passes([kernel], [[0]], [[(0, 10)]])
     device_s = cost_of(kernel).device_s
