@@ -124,6 +124,29 @@ def scheduled() -> dict[str, tuple[int, int]]:
     return times
 
 
+def _busy_s() -> float:
+    """The seconds that cores which this process may use have been busy since the system started,
+    with any program but this."""
+    ticks = 0
+    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines():
+        name, *fields = line.split()
+        if name in usable:
+            user, nice, system, _, _, interrupt, soft_interrupt, stolen = map(int, fields[:8])
+            ticks += user + nice + system + interrupt + soft_interrupt + stolen
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+_BEGAN = time.monotonic(), _busy_s()
+
+
+def taken_cores() -> float:
+    """The number of cores that other programs, and children of this one, have kept busy since this
+    process began."""
+    began, busy_s = _BEGAN
+    return max(_busy_s() - busy_s, 0.0) / (time.monotonic() - began)
+
+
 def core_share(before: Mapping[str, tuple[int, int]]) -> float:
     """The share of the time since `before` that threads had a core, of that in which they could
     run; 1 where it is not known. What a hypervisor takes counts as had."""

@@ -12,7 +12,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from launch.base import environment, files
+from launch.base import environment, files, processes
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES, Workspace
 from launch.data import chat_templates, columns, sources, token_cache, token_hashes
@@ -101,6 +101,7 @@ def read(
     if wishes.num_processes == 1:
         machine = _with_one_gpu(machine)
     if is_here:
+        machine = replace(machine, cores_taken=processes.taken_cores())
         packages.refuse_old()
     device: Device = "cuda" if machine.gpus and not wishes.force_cpu else "cpu"
     folder_of = partial(hub_download.find, root=workspace.root, say=say if download else None)
@@ -406,9 +407,10 @@ def _past_runs(
     )
     margin = calibration.margin(runs, "reserved_bytes", device, machine_key, prior=0.0)
     like, model_key = corrections.of_machine(runs, machine_key), cache_keys.model_key(model)
+    correction = partial(corrections.compute, like, model_key)
     return History(
         error_margin=replace(margin, fraction=max(margin.fraction, 0.0)),
-        correction=partial(corrections.compute, like, model_key),
+        correction=corrections.beside_others(correction, machine.cores_taken, machine.cpu_count),
     )
 
 

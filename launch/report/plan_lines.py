@@ -330,6 +330,11 @@ def _mode(machine: Machine, plan: Plan) -> str:
     strategy = plan.strategy
     precision = {"no": "float32"}.get(strategy.mixed_precision, strategy.mixed_precision)
     device = f"{machine.cpu_count} CPU cores"
+    if plan.seconds_correction.slowdown > 1:
+        device += (
+            f", {machine.cores_taken:.1f} taken by others: steps take"
+            f" {plan.seconds_correction.slowdown:.1f} times as long"
+        )
     if strategy.device == "cuda":
         counts = Counter(gpu.name for gpu in machine.gpus[: strategy.processes_per_machine])
         device = " + ".join(

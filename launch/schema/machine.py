@@ -104,6 +104,7 @@ class Machine:
     assumed: str = ""
     # measured with one thread and with all cores; (): not measured
     cores: tuple[CoreFigures, ...] = ()
+    cores_taken: float = 0.0  # cores that other programs keep busy now, if it trains on them
 
 
 @dataclass(frozen=True)

@@ -316,13 +316,15 @@ class SecondsCorrection:
     most: float = 1.0
     runs: int = 0
     of: str = ""  # description of the runs, in `reason`
+    slowdown: float = 1.0  # the part of `factor` that is due to other programs on the cores
 
     @property
     def reason(self) -> str:
+        median = self.factor / self.slowdown
         return (
-            f"corrected x {self.factor:.3g}, the median of {self.runs} runs {self.of} on this"
-            f" machine, which took {self.factor * self.least:.3g} to"
-            f" {self.factor * self.most:.3g} times the seconds that its rates give"
+            f"corrected x {median:.3g}, the median of {self.runs} runs {self.of} on this"
+            f" machine, which took {median * self.least:.3g} to"
+            f" {median * self.most:.3g} times the seconds that its rates give"
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from launch.schema.result import ALONE
 
 FEWEST, NEWEST = 3, 9  # runs of a median: a single odd one moves nothing, old ones fade
 MOST = 200  # runs that are looked at
+_QUIET = 0.25  # cores that other programs may keep busy on a machine that counts as quiet
 _BOUND_BY_HOST = 0.2  # share of a step spent waiting; above it, the host is the bottleneck
 
 
@@ -66,6 +68,24 @@ def compute(
         if len(group) >= FEWEST:
             return _median(group[:NEWEST], name)
     return NOT_CORRECTED
+
+
+def beside_others(
+    correction: Callable[[Strategy, float], SecondsCorrection], cores_taken: float, num_cores: int
+) -> Callable[[Strategy, float], SecondsCorrection]:
+    """A correction, with what other programs on the cores do to steps on a CPU: ranks wait for
+    their slowest thread, which has half of a core if one program keeps it busy."""
+    if cores_taken < _QUIET:
+        return correction
+    slowdown = 1 + max(min(cores_taken, 1.0), cores_taken / num_cores)
+
+    def corrected(strategy: Strategy, waits_share: float) -> SecondsCorrection:
+        alone = correction(strategy, waits_share)
+        if strategy.device == "cuda":
+            return alone
+        return replace(alone, factor=slowdown * alone.factor, slowdown=slowdown)
+
+    return corrected
 
 
 def _median(runs: Sequence[Measurement], name: str) -> SecondsCorrection:

@@ -44,3 +44,32 @@ def test_threads_that_have_ended_or_begun_count_since_they_are_there(monkeypatch
     assert processes.core_share({"1": (10, 10), "2": (500, 500)}) == 80 / 100
     monkeypatch.setattr(processes, "scheduled", dict)
     assert processes.core_share({"1": (10, 10)}) == 1.0
+
+
+TAKEN = """
+import sys, time
+from launch.base import processes
+began, used = time.monotonic(), time.process_time()
+while time.monotonic() < began + 0.6:
+    if sys.argv[1] == "waits":
+        time.sleep(0.05)
+own = (time.process_time() - used) / (time.monotonic() - began)
+print(processes.taken_cores(), own)
+"""
+
+
+@pytest.mark.parametrize("way", ["waits", "computes"])
+def test_taken_cores_are_those_of_others_on_cores_that_this_process_may_use(way):
+    core = {min(os.sched_getaffinity(0))}
+
+    def on_core() -> None:
+        os.sched_setaffinity(0, core)
+
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=on_core) as busy:
+        argv = [sys.executable, "-c", TAKEN, way]
+        done = subprocess.run(
+            argv, cwd=CODE, preexec_fn=on_core, capture_output=True, text=True, check=True
+        )
+        busy.kill()
+    taken, own = map(float, done.stdout.split())
+    assert taken == pytest.approx(1 - own, abs=0.15)  # the core is never idle

@@ -10,7 +10,7 @@ import pytest
 from launch.base.text import COLUMNS, WHOLE, duration, step_seconds
 from launch.predict import seconds_margins
 from launch.report import first_screen, plan_lines
-from launch.schema.plan import Change, SourceRows, Switch
+from launch.schema.plan import Change, SecondsCorrection, SourceRows, Switch
 from tests.builders import gpu, machine, plan, recipe_of
 
 NOW = datetime(2026, 3, 5, 22, 10)
@@ -72,6 +72,14 @@ def test_seconds_on_a_card_like_which_none_was_measured_say_so():
     lines = screen(on=on, seconds_per_step=12.3)
     words = "12.3 s (no evidence for this card) x 60 steps = 12 min: ends about 22:23"
     assert value(lines, "time") == words
+
+
+def test_cores_that_others_have_are_said_with_what_they_cost():
+    on = replace(machine(), cpu_count=2, cores_taken=1.04)
+    lines = screen(on=on, seconds_correction=SecondsCorrection(factor=2.0, slowdown=2.0))
+    words = "2 CPU cores, 1.0 taken by others: steps take 2.0 times as long"
+    assert value(lines, "mode").endswith(words)
+    assert value(screen(on=on), "mode").endswith("2 CPU cores")
 
 
 def test_steps_that_are_not_counted_have_no_end():

@@ -4,6 +4,7 @@ was corrected by does not count twice."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,3 +102,23 @@ def test_corrected_seconds_are_still_the_sum_of_their_parts():
     ) == pytest.approx(half.step_s)
     assert half.waits_share == pytest.approx(time.waits_share)
     assert (half.num_samples, half.reason) == (16, "")
+
+
+@pytest.mark.parametrize(
+    ("taken", "cores", "slowdown"), [(1.0, 2, 2.0), (0.5, 2, 1.5), (1.0, 1, 2.0), (6.0, 4, 2.5)]
+)
+def test_other_programs_on_the_cores_slow_every_step_down(taken, cores, slowdown):
+    """A rank waits for its slowest thread."""
+    like = corrections.of_machine([run(1.3)] * 3, "machine-1")
+    alone = partial(corrections.compute, like, "model-1")
+    beside = corrections.beside_others(alone, taken, cores)(STRATEGY, 0.0)
+    assert beside.factor == pytest.approx(1.3 * slowdown)
+    assert beside.slowdown == pytest.approx(slowdown)
+    assert beside.reason == alone(STRATEGY, 0.0).reason  # what runs have taught is apart
+
+
+def test_a_quiet_machine_and_a_card_are_as_fast_as_alone():
+    alone = partial(corrections.compute, [], "model-1")
+    assert corrections.beside_others(alone, 0.2, 2)(STRATEGY, 0.0) == NOT_CORRECTED
+    on_card = replace(STRATEGY, device="cuda")
+    assert corrections.beside_others(alone, 2.0, 2)(on_card, 0.0) == NOT_CORRECTED
