@@ -203,15 +203,20 @@ def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(limit, device)
 
 
-def _check_pinned_memory(plan: Plan, device: torch.device, kernel: str) -> None:
+def _check_pinned_memory(
+    plan: Plan, device: torch.device, kernel: str, local_rank: int = 0
+) -> None:
     """Raises RuntimeError if this rank cannot lock the host memory that the plan pins: the
     supervisor plans again, without. It is tried where `kernel`, the release of the operating
     system's, is that of WSL 2: Windows lets its programs lock about half of the RAM, and those in
     its containers less (microsoft/WSL issue 14078). On Linux, NVIDIA's driver locks what is free,
-    whatever `ulimit -l` says; it is tried there too before layers are loaded to be streamed."""
+    whatever `ulimit -l` says; it is tried there too before layers are loaded to be streamed, whose
+    weights the ranks of a machine share."""
     wanted, is_wsl = plan.estimate.pinned_bytes, "microsoft" in kernel.lower()
     is_tried = is_wsl or plan.strategy.levers.streamed_layers
-    if not is_tried or not wanted or device.type != "cuda":
+    if plan.strategy.levers.streamed_layers and local_rank:
+        wanted -= plan.estimate.offloaded_bytes * plan.strategy.processes_per_machine
+    if not is_tried or wanted <= 0 or device.type != "cuda":
         return
     try:
         block = torch.empty(wanted, dtype=torch.uint8)
@@ -240,7 +245,7 @@ def build_parts(
     rows, order, feeders = dataset.make_dataset(start, run, attempt, args, tokens, heartbeat.beat)
     if args.device.type == "cuda":
         _hold_to_free_memory(plan, args.device)
-        _check_pinned_memory(plan, args.device, platform.release())
+        _check_pinned_memory(plan, args.device, platform.release(), args.local_process_index)
     meter = StepMeter(attempt.samples_file(rank))
     draw = not start.supervised and sys.stdout.isatty()
     watch = nan_guard.NanGuard(
@@ -275,6 +280,7 @@ def build_parts(
             recipe.keeps_ids,
             (rank, args.world_size) if is_divided and quantization else None,
             plan.strategy.levers,
+            args.local_process_index == 0,
         )
     if is_divided:
         setup.tie_by_module(network)
@@ -286,7 +292,8 @@ def build_parts(
     streaming = None
     if streams:
         of_place = plan.strategy.levers, args.device, plan.strategy.pin_memory
-        streaming = Streaming(network, *of_place)
+        beside = args.local_process_index, plan.strategy.processes_per_machine
+        streaming = Streaming(network, *of_place, *beside)
     patience = recipe.training.early_stopping_patience
     early_stopping = EarlyStopping(patience) if patience else None
     sent = trackers.callbacks(recipe.training.report_to, run, start.workspace.root, args)
@@ -542,7 +549,7 @@ def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
     states = setup.held_bytes(strategy, trainer, parts.reporter.gradients_bytes)
     if trainer.streaming is not None:
         states["weights_bytes"] = (states["weights_bytes"] or 0) - trainer.streaming.bytes_not_held
-        states["offloaded_bytes"] = trainer.streaming.bytes
+        states["offloaded_bytes"] = trainer.streaming.bytes // strategy.processes_per_machine
     return {
         "step": trainer.state.global_step,
         "max_steps": trainer.state.max_steps,

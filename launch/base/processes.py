@@ -297,6 +297,7 @@ class Pages:
     # anonymous and shared memory, its share where several processes map a page, and drivers' memory
     own_bytes: int
     shared_bytes: int  # anonymous and shared memory beyond own_bytes; below 0: that of drivers
+    mapped_bytes: int  # shared memory, whole
     library_bytes: int  # pages of files whose code it has mapped
     weight_bytes: int  # pages of .safetensors files
 
@@ -306,7 +307,8 @@ def pages(pid: int | None = None) -> Pages:
     gone or another user's, KeyError of one that has ended."""
     folder = Path(f"/proc/{pid or 'self'}")
     sizes = _sizes(folder / "smaps_rollup")
-    unlike_files = sizes["Anonymous"] + _sizes(folder / "status")["RssShmem"]
+    shared_memory = _sizes(folder / "status")["RssShmem"]
+    unlike_files = sizes["Anonymous"] + shared_memory
     anonymous_bytes = min(sizes["Pss"], unlike_files)  # before Linux 5.3
     if "Pss_Anon" in sizes:
         anonymous_bytes = sizes["Pss_Anon"] + sizes["Pss_Shmem"]
@@ -317,6 +319,7 @@ def pages(pid: int | None = None) -> Pages:
     return Pages(
         anonymous_bytes,
         unlike_files - anonymous_bytes,
+        shared_memory,
         sum(kib for path, kib in clean if path in libraries) << 10,
         sum(kib for path, kib in clean if b".safetensors" in path) << 10,
     )
@@ -381,8 +384,9 @@ class JobMemory:
 
         In training, where few files are mapped and none dropped, the highest resident size (VmHWM)
         less the mapped pages shows a peak between two samples. For several ranks that peak at
-        different times it is an upper bound."""
-        anonymous_bytes = above = 0
+        different times it is an upper bound. Shared memory that has come since the last walk is
+        taken for the same in all processes: the ranks map streamed weights."""
+        anonymous_bytes = above = come_bytes = 0
         if not in_training:
             self._mapped.clear()
         for pid, walked in self._pages.items():
@@ -393,11 +397,13 @@ class JobMemory:
             if walked is None or "RssAnon" not in sizes:
                 continue
             unlike_files = sizes["RssAnon"] + sizes["RssShmem"]
-            anonymous_bytes += max(unlike_files - walked.shared_bytes, 0)
+            new_bytes = max(sizes["RssShmem"] - walked.mapped_bytes, 0)
+            anonymous_bytes += max(unlike_files - walked.shared_bytes - new_bytes, 0)
+            come_bytes = max(come_bytes, new_bytes)
             if in_training:
                 mapped = max(sizes["RssFile"], self._mapped.get(pid, 0))
                 above += max(sizes["VmHWM"] - mapped - unlike_files, 0)
                 self._mapped[pid] = mapped
-        self.bytes = anonymous_bytes + self._library_bytes + self._weight_bytes
+        self.bytes = anonymous_bytes + come_bytes + self._library_bytes + self._weight_bytes
         self.peak_bytes = max(self.peak_bytes, self.bytes + above)
         return self.bytes

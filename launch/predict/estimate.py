@@ -252,7 +252,7 @@ def _states(facts: Facts, candidate: Strategy) -> MemoryEstimate:
     return replace(
         states,
         weights_bytes=states.weights_bytes - streamed.saved_bytes,
-        offloaded_bytes=streamed.host_bytes,
+        offloaded_bytes=streamed.host_bytes // candidate.processes_per_machine,  # they share it
     )
 
 

@@ -59,14 +59,21 @@ LOCKED = """
 import sys
 from types import SimpleNamespace
 import torch
+from launch.schema.levers import Levers
 from training import run
 
-def check(size, kernel):
-    strategy = SimpleNamespace(mode="deepspeed_zero2_offload")
-    plan = SimpleNamespace(estimate=SimpleNamespace(pinned_bytes=size), strategy=strategy)
-    run._check_pinned_memory(plan, torch.device("cuda"), kernel)
+def check(size, kernel, streamed=0, rank=0):
+    strategy = SimpleNamespace(
+        mode="deepspeed_zero2_offload",
+        levers=Levers(streamed_layers=streamed),
+        processes_per_machine=2,
+    )
+    estimate = SimpleNamespace(pinned_bytes=size, offloaded_bytes=1 << 49)
+    plan = SimpleNamespace(estimate=estimate, strategy=strategy)
+    run._check_pinned_memory(plan, torch.device("cuda"), kernel, rank)
 
 check(1 << 50, "6.8.0-generic")
+check(1 << 50, "6.8.0-generic", streamed=3, rank=1)  # rank 0 tries what they share
 check(1 << 20, "6.6.87-microsoft-standard-WSL2")
 try:
     check(1 << 50, "6.6.87-microsoft-standard-WSL2")

@@ -4,8 +4,10 @@ and the copies' place among the kernels."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from tests.fake_cuda.machine import MAX_CARDS, PROCESS, Card
 
 LAYERS, STREAMED = 12, 8
 LORA = {"r": 4, "target_modules": "all-linear"}
+# begin, end and inode of a mapping
+MAPPED = re.compile(r"^([\da-f]+)-([\da-f]+) .* (\d+) +/memfd:streamed layers", re.MULTILINE)
 # argv: folder of a small model with its tokenizer, folder of one with more layers
 DEEPENED = """
 import shutil, sys, torch
@@ -45,11 +49,23 @@ def pinned_now(place: Workplace) -> int:
     return max((row[1 + 2 * MAX_CARDS] for row in rows if row[0]), default=0)
 
 
-def run(place: Workplace, *words: str) -> tuple[str, int]:
-    """A run to its end: its text, and the most that a process had pinned."""
+Buffers = dict[str, dict[int, int]]  # inode of shared memory -> process, its bytes of it
+
+
+def look_at_buffers(place: Workplace, buffers: Buffers) -> None:
+    """Add the shared memory of streamed weights that processes of the machine map now."""
+    for process in place.machine.processes():
+        with suppress(OSError):  # it has ended
+            text = Path(f"/proc/{process.pid}/maps").read_text()
+            for begin, end, inode in MAPPED.findall(text):
+                buffers.setdefault(inode, {})[process.pid] = int(end, 16) - int(begin, 16)
+
+
+def run(place: Workplace, *words: str) -> tuple[int, Buffers]:
+    """The most that a process of a run had pinned, and the buffers that it shared."""
     argv = [sys.executable, "-m", "launch", "run", *words]
     out = place.folder / "out.txt"
-    highest = 0
+    highest, buffers = 0, Buffers()
     with out.open("w") as file:
         process = subprocess.Popen(
             argv, env=place.environment(), stdout=file, stderr=subprocess.STDOUT, text=True
@@ -59,14 +75,16 @@ def run(place: Workplace, *words: str) -> tuple[str, int]:
                 process.wait(0.02)
                 break
             except subprocess.TimeoutExpired:
-                highest = max(highest, pinned_now(place))
+                if pinned := pinned_now(place):
+                    highest = max(highest, pinned)
+                    look_at_buffers(place, buffers)
     assert process.returncode == 0, out.read_text()
-    return out.read_text(), highest
+    return highest, buffers
 
 
-def records(place: Workplace) -> tuple[dict[str, Any], dict[str, Any]]:
+def records(place: Workplace, attempt: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
     (plan,) = place.folder.glob("workspace/runs/tiny/*/plan.json")
-    outcome = plan.parent / "attempts/01/outcome.json"
+    outcome = plan.parent / f"attempts/{attempt:02}/outcome.json"
     return json.loads(plan.read_text()), json.loads(outcome.read_text())
 
 
@@ -161,7 +179,12 @@ def test_memory_that_the_host_does_not_lock_is_named_and_planned_without(one_car
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [("folder", "single_gpu"), ("4 bits", "single_gpu"), ("shape", "dual_gpu_nccl")],
+    [
+        ("folder", "single_gpu"),
+        ("4 bits", "single_gpu"),
+        ("4 bits", "dual_gpu_nccl"),
+        ("shape", "dual_gpu_nccl"),
+    ],
 )
 def test_a_run_holds_and_pins_what_is_predicted(tmp_path: Path, kind, mode):
     cards = TWO if mode == "dual_gpu_nccl" else (Card(),)
@@ -182,14 +205,18 @@ def test_a_run_holds_and_pins_what_is_predicted(tmp_path: Path, kind, mode):
         if kind == "4 bits":
             sections["quantization"] = {"load_in_4bit": True}
     file = builders.recipe(place.folder, **sections)
-    _, pinned = run(place, str(file), "--model.dtype=bfloat16", *words)
+    pinned, buffers = run(place, str(file), "--model.dtype=bfloat16", *words)
     plan, outcome = records(place)
     assert plan["strategy"]["levers"]["streamed_layers"] == STREAMED
     estimate = plan["estimate"]
-    for name in ("weights_bytes", "gradients_bytes", "optimizer_bytes"):
+    for name in ("weights_bytes", "gradients_bytes", "optimizer_bytes", "offloaded_bytes"):
         assert outcome[name] == pytest.approx(estimate[name], rel=0.001)
     for phase, measured in outcome["phases"].items():
         planned = plan["phases"][phase]["allocated_bytes"]
         assert measured["allocated_bytes"] == pytest.approx(planned, rel=0.01), phase
     assert outcome["vram_reserved_bytes"] == pytest.approx(estimate["step_reserved_bytes"], rel=0.1)
     assert pinned == pytest.approx(estimate["pinned_bytes"], rel=0.03)
+    if len(cards) > 1:  # two ranks pin the same pages
+        (shared,) = buffers.values()
+        shared_bytes = pytest.approx(len(cards) * estimate["offloaded_bytes"], rel=0.01)
+        assert [*shared.values()] == [shared_bytes] * len(cards)

@@ -35,9 +35,12 @@ def compiled() -> Compiled:
 
 
 @contextmanager
-def packing_to_host(streamed: Callable[[torch.nn.Module], tuple[str, ...]]) -> Iterator[None]:
+def packing_to_host(
+    streamed: Callable[[torch.nn.Module], tuple[str, ...]], keeps: bool
+) -> Iterator[None]:
     """Inside, transformers gives weights 4 bits on a card one by one, and those whose names begin
-    as `streamed` says of a model leave it at once; no memory is reserved for the whole model."""
+    as `streamed` says of a model leave it at once. A rank that does not keep them has one value in
+    the place of all. No memory is reserved for the whole model."""
     from transformers.integrations import bitsandbytes as integration
 
     quantize, warm_up = integration.Bnb4bitQuantize.convert, modeling_utils.caching_allocator_warmup
@@ -46,7 +49,8 @@ def packing_to_host(streamed: Callable[[torch.nn.Module], tuple[str, ...]]) -> I
         packed: dict[str, Any] = quantize(operation, weights, model=model, **kwargs)
         for name, weight in packed.items():
             if name.startswith(streamed(model)):
-                weight.data = weight.data.cpu()
+                values = weight.data if keeps else weight.data.flatten()[:1]
+                weight.data = values.cpu().expand(weight.shape)
         return packed
 
     integration.Bnb4bitQuantize.convert = convert  # pyright: ignore[reportAttributeAccessIssue]

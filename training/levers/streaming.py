@@ -1,9 +1,11 @@
 """Frozen weights of decoder layers in host memory, which is pinned where it can be. They come to
 the device before their layer computes, on a stream of their own, while other layers compute.
 
-All of a layer's frozen weights lie in one buffer on the host, and come in one copy to one of two
+All of a layer's frozen weights lie side by side on the host, and come in one copy to one of two
 slots on the device, where its parameters are views for good. Adapters, what else is trained, and
-the scales of 4-bit weights stay on the device. Nothing is copied back.
+the scales of 4-bit weights stay on the device. Nothing is copied back, so that the ranks of a
+machine share the weights on the host. The first of them fills this memory, which has no name and
+goes with the last process that maps it, however that ends.
 
 Forward: when a streamed layer begins, the slot of the one before it is free, and the copy of the
 one behind it begins. Backward goes the other way: what backward copies serves the layer while it is
@@ -18,6 +20,7 @@ saved (bitsandbytes' MatMul4Bit)."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,7 +38,8 @@ _UNUSED = ".original_module."
 
 
 class _Layer:
-    """The frozen weights of a layer, and their places in its buffer and in its slot."""
+    """The frozen weights of a layer, and their places in its part of the host's buffer and in its
+    slot."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -62,7 +66,7 @@ class _Layer:
 
 
 class Streaming:
-    """The streamed layers of a network: their buffers on the host, the slots, and the copies.
+    """The streamed layers of a network: their buffer on the host, the slots, and the copies.
 
     Raises RuntimeError if the host does not lock the memory, torch.OutOfMemoryError for a slot."""
 
@@ -72,16 +76,20 @@ class Streaming:
         levers: Levers,
         device: torch.device,
         pin_memory: bool = True,
+        local_rank: int = 0,
+        ranks: int = 1,
     ) -> None:
-        """Move the frozen weights of the layers to their buffers, wherever they are, one layer
-        after another, and all else of these layers to the device."""
+        """Move the frozen weights of the layers to the host's buffer, wherever they are, one layer
+        after another, and all else of these layers to the device. So many `ranks` of this machine
+        share the buffer, which `local_rank` 0 fills; the others drop their weights."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pins = pin_memory and self._stream is not None
         self._layers = [_Layer(module) for module in build.streamed_layers(network, levers)]
         self.bytes = sum(layer.bytes for layer in self._layers)  # on the host
         self.slots = self._empty_slots(max(layer.bytes for layer in self._layers))
-        self._on_host = [self._moved(layer, place) for place, layer in enumerate(self._layers)]
+        buffer = self._moved(local_rank, ranks)
+        self._on_host = buffer.split([layer.bytes for layer in self._layers])
         self._places = [-1] * SLOTS  # the layer in each slot, or on its way there
         self._copied: list[Any] = [None] * SLOTS  # CUDA event of a slot's last copy
         self._entered = -1  # the layer that has begun last
@@ -97,16 +105,30 @@ class Streaming:
             error.add_note(f"training.streamed_layers: {SLOTS} slots of {size(size_bytes)} each")
             raise
 
-    def _moved(self, layer: _Layer, place: int) -> torch.Tensor:
-        """The buffer of a layer, whose parameters are views of its slot from now on."""
-        buffer = torch.empty(layer.bytes, dtype=torch.uint8)
-        for view, weight in zip(layer.views(buffer), layer.weights, strict=True):
-            view.copy_(weight.data)
+    def _moved(self, local_rank: int, ranks: int) -> torch.Tensor:
+        """The buffer with the weights of all layers, which are views of their slots from now on."""
+        is_first, is_shared, file, begin = local_rank == 0, ranks > 1, "", 0
+        buffer = torch.empty(0 if is_shared else self.bytes, dtype=torch.uint8)
+        if is_shared and is_first:
+            file = f"/proc/{os.getpid()}/fd/{os.memfd_create('streamed layers')}"
+            buffer = _mapped(file, self.bytes)
+        for place, layer in enumerate(self._layers):
+            views = layer.views(buffer[begin : begin + layer.bytes]) if is_first else ()
+            for view, weight in zip(views, layer.weights, strict=is_first):
+                view.copy_(weight.data)
+            begin += layer.bytes
+            layer.point_to(self.slots[place % SLOTS])
+            if self._stream is not None:
+                layer.module.to(self._device)
+        if is_shared:
+            store = torch_private.default_store()
+            key = f"lowmem/streamed layers/{torch.distributed.get_rank() - local_rank}"
+            if is_first:
+                store.set(key, file)
+            else:  # waits for the first rank of this machine
+                buffer = _mapped(store.get(key).decode(), self.bytes)
         if self._pins:
-            _pin(buffer, self.bytes)
-        layer.point_to(self.slots[place % SLOTS])
-        if self._stream is not None:
-            layer.module.to(self._device)
+            _pin(buffer)
         return buffer
 
     @property
@@ -177,7 +199,11 @@ def apply(trainer: Any, levers: Levers) -> None:
         trainer.streaming.attach()
 
 
-def _pin(buffer: torch.Tensor, all_bytes: int) -> None:
+def _mapped(file: str, size_bytes: int) -> torch.Tensor:
+    return torch.from_file(file, shared=True, size=size_bytes, dtype=torch.uint8)
+
+
+def _pin(buffer: torch.Tensor) -> None:
     """Lock a buffer in its exact size: PyTorch's own pinned memory is rounded to a power of two."""
     try:
         runtime = torch.cuda.cudart()
@@ -185,6 +211,6 @@ def _pin(buffer: torch.Tensor, all_bytes: int) -> None:
         torch.cuda.check_error(int(registered))
     except RuntimeError as error:
         raise RuntimeError(
-            f"the host does not lock {size(all_bytes)} for a rank ({str(error).splitlines()[0]}),"
-            " which training.streamed_layers pins"
+            f"the host does not lock {size(buffer.nbytes)} for a rank"
+            f" ({str(error).splitlines()[0]}), which training.streamed_layers pins"
         ) from error

@@ -68,11 +68,13 @@ def build(
     keeps_ids: bool = False,
     rows_of: tuple[int, int] | None = None,
     levers: Levers = PLAIN,
+    keeps_streamed: bool = True,
 ) -> Network:
     """The model on the CPU, before training. All ranks get the same weights for the same seed.
 
     A folder to be quantised (Recipe.quantized()) is loaded to `device`, a tensor at a time; 4-bit
-    weights of layers that are streamed go from there to the host. `keeps_ids` is
+    weights of layers that are streamed go from there to the host, where one rank of a machine
+    keeps them (`keeps_streamed`) for all. `keeps_ids` is
     Recipe.keeps_ids. `rows_of`: this rank and the number of ranks, where each keeps its rows of
     weights of 4 bits (four_bit.keep_rows)."""
     torch.manual_seed(seed)
@@ -86,7 +88,7 @@ def build(
     else:
         on_device = device or torch.device("cpu")
         with _keeping(rows_of, model_size.family):
-            model = from_folder(section, quantization, on_device, attention, levers)
+            model = from_folder(section, quantization, on_device, attention, levers, keeps_streamed)
         grow_vocabulary(model, model_size.config.get("vocab_size", 0), seed)
     rows = model.get_input_embeddings().num_embeddings
     data_tokenizer.check_ids(tokenizer, rows, tokenizer.name_or_path)
@@ -168,6 +170,7 @@ def from_folder(
     device: torch.device,
     attention: AttnImplementation | None = "sdpa",
     levers: Levers = PLAIN,
+    keeps_streamed: bool = True,
 ) -> PreTrainedModel:
     """Load the model of a folder. `attention` None: that which its type prefers."""
     assert section.path is not None
@@ -190,7 +193,7 @@ def from_folder(
     try:
         with (
             four_bit.giving_blocks_back() if packs_here or streams else nullcontext(),
-            levers_private.packing_to_host(partial(_are_of_streamed, levers))
+            levers_private.packing_to_host(partial(_are_of_streamed, levers), keeps_streamed)
             if streams
             else nullcontext(),
         ):

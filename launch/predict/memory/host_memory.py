@@ -69,7 +69,7 @@ class HostJob:
     tensor_bytes: Mapping[str, int] = field(default_factory=dict)
     holes_bytes: Mapping[str, int] = field(default_factory=dict)
     offloaded_activations: Sequence[int] = ()  # bytes of each tensor of a micro-batch
-    streamed: Sequence[int] = ()  # bytes of each layer's weights that are streamed
+    streamed: Sequence[int] = ()  # bytes of each streamed layer's weights, which the ranks share
     trained_elements: Sequence[int] = ()  # elements of each trained tensor
     kernels: int = onednn.KERNELS  # number that a CPU compiles for products in bf16
     rows: int | None = None  # rows of the training file; None: not counted
@@ -154,7 +154,7 @@ def estimate(job: HostJob, import_memory: Imports) -> _HostEstimate:
         "bf16 kernels": job.ranks
         * onednn.kept_bytes(job.strategy, job.recipe.model.dtype, job.kernels),
         "offloaded activations": job.ranks * job.offloaded(job.offloaded_activations),
-        "streamed weights": job.ranks * sum(job.streamed),
+        "streamed weights": sum(job.streamed),
         "pinned copies of Gloo": job.ranks * job.pinned(_copied_by_gloo(job)),
     }
     data = job.recipe.data
@@ -266,7 +266,7 @@ def _loading(job: HostJob) -> dict[str, int]:
     staging = STAGING_BYTES if on_card else 0
     passing = max(passing, moved)
     return {
-        "weights": job.ranks * max(built + grown, sum(job.streamed)),
+        "weights": job.ranks * (built + grown) + max(sum(job.streamed) - built - grown, 0),
         "weights' files": stored.total_bytes if job.counts_mappings else stored.largest_bytes,
         "while building": job.ranks * (max(passing, sent, copies) + staging),
     }

@@ -4,11 +4,15 @@ memory."""
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 from launch.base import processes
 from launch.base.processes import JobMemory
@@ -108,6 +112,20 @@ def test_a_page_of_shared_memory_counts_once_for_all_that_map_it():
         child.do("for _ in range(2): forked(lambda: touch(pages))")
         after = JobMemory(child.pid).read(False)
     assert abs(after - before - 128 * MIB) < 3 * SLACK
+
+
+def test_shared_memory_that_processes_map_after_they_were_walked_counts_once():
+    with process() as child:
+        child.do("pages = mmap.mmap(-1, 64 << 20)")
+        child.do("heard = lambda *_: (touch(pages), signal.pause())")
+        child.do("for _ in range(2): forked(lambda: signal.signal(signal.SIGUSR1, heard))")
+        job = JobMemory(child.pid)
+        before, ranks = job.read(False), psutil.Process(child.pid).children()
+        for rank in ranks:
+            rank.send_signal(signal.SIGUSR1)
+        while min(resident_bytes(rank.pid) for rank in ranks) < 64 * MIB:
+            time.sleep(0.01)
+        assert abs(job.sample(False) - before - 64 * MIB) < SLACK, "without a walk of their pages"
 
 
 def test_weights_of_files_count_once_and_only_while_it_trains(tmp_path):

@@ -4,6 +4,8 @@ same code as on a card, without its streams."""
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -70,6 +72,54 @@ def test_losses_and_gradients_of_twenty_steps_are_those_of_layers_that_stay(tmp_
     assert torch.equal(resident["losses"], streamed["losses"])
     assert torch.equal(resident["gradients"], streamed["gradients"])
     assert resident["gradients"].abs().max() > 0
+
+
+# Each of two ranks: its loss and that of all weights on the device, resident bytes of its part of
+# the shared weights. argv: output file
+TWO_RANKS = r"""
+import re, sys
+from pathlib import Path
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+from launch.schema.levers import Levers
+from training.levers.streaming import Streaming
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=6)
+network = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=2, target_modules=["q_proj"]))
+tokens = torch.arange(24).view(2, 12)
+loss = network(input_ids=tokens, labels=tokens).loss.item()
+if rank:  # its weights are not those that it computes with
+    for name, weight in network.named_parameters():
+        weight.data.zero_() if ".layers." in name and ".lora_" not in name else None
+streaming = Streaming(network, Levers(streamed_layers=6), torch.device("cpu"), True, rank, 2)
+streaming.attach()
+torch.distributed.barrier()
+streamed = network(input_ids=tokens, labels=tokens).loss.item()
+torch.distributed.barrier()
+mapped = r"memfd:streamed layers.*\n(?:.*\n)*?Pss: +(\d+)"
+sizes = sum(map(int, re.findall(mapped, Path("/proc/self/smaps").read_text()))) << 10
+torch.distributed.barrier()
+torch.save((loss, streamed, sizes, streaming.bytes), f"{sys.argv[1]}/{rank}.pt")
+"""
+
+
+def test_two_ranks_of_a_machine_compute_with_the_weights_that_the_first_one_keeps(tmp_path):
+    (tmp_path / "ranks.py").write_text(TWO_RANKS)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    argv = [sys.executable, *words, str(tmp_path / "ranks.py"), str(tmp_path)]
+    env = builders.environment(tmp_path / "workspace", OMP_NUM_THREADS="1")
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for loss, streamed, _, _ in ranks:
+        assert loss == streamed == ranks[0][0]
+    size_bytes = ranks[0][-1]
+    assert size_bytes > 1 << 20
+    assert sum(rank[2] for rank in ranks) == pytest.approx(size_bytes, rel=0.01)
 
 
 class Copies(Streaming):

@@ -500,6 +500,18 @@ def test_layers_of_a_model_that_is_larger_than_the_card_are_streamed():
         plan(recipe_of(**sections), card)
 
 
+def test_the_ranks_of_two_cards_share_the_host_ram_of_streamed_layers():
+    """Each holds adapters of its own."""
+    sections = {"model": {"shape": "llama3.1-70b", "dtype": "bfloat16"}, "lora": {"r": 16}}
+    cards = tuple(gpu(place, total_bytes=24 * GIB, free_bytes=24 * GIB) for place in range(2))
+    two = replace(machine(2, cards=cards), host_available_bytes=32 * GIB)
+    four_bit = {"quantization": {"load_in_4bit": True}, "launch": {"mode": "dual_gpu_nccl"}}
+    chosen = plan(recipe_of(**sections, **four_bit), two)
+    streamed_bytes = chosen.strategy.levers.streamed_layers * 855_638_016 / 2
+    assert 2 * streamed_bytes > 32 * GIB
+    assert 2 * chosen.estimate.offloaded_bytes == pytest.approx(streamed_bytes, rel=0.001)
+
+
 def test_4_bit_products_are_computed_in_the_precision_of_training():
     four_bit = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
     words = {

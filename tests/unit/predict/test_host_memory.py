@@ -197,6 +197,16 @@ def test_weights_for_4_bits_go_to_a_card_tensor_by_tensor() -> None:
     assert other["while building"] == 2 * (40_000_000 + STAGING_BYTES)
 
 
+def test_streamed_weights_are_in_ram_once_for_all_ranks() -> None:
+    """Where one rank packs the weights of a folder and keeps them, the others have none to load."""
+    streamed = [30_000_000, 20_000_000]
+    for ranks in (1, 2):
+        asked = job(strategy("dual_gpu_nccl", ranks), streamed=streamed)
+        assert estimate(asked, IMPORTS).by_phase["step"]["streamed weights"] == 50_000_000
+    loaded = loading("dual_gpu_nccl", stored_as("float32"), IN_4_BITS, streamed=streamed)
+    assert loaded["weights"] == 50_000_000
+
+
 def test_a_cpu_packs_weights_into_4_bits_beside_copies_of_one_matrix() -> None:
     states = MemoryEstimate(60_000_000, 0, 0)
     parts = loading(
