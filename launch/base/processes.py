@@ -126,10 +126,12 @@ def scheduled() -> dict[str, tuple[int, int]]:
 
 def _busy_s() -> float:
     """The seconds that cores which this process may use have been busy since the system started,
-    with any program but this."""
-    ticks = 0
+    with any program but this. Where the system does not say, nothing was."""
+    ticks, lines = 0, list[str]()
+    with suppress(OSError):
+        lines = Path("/proc/stat").read_text(encoding="utf-8").splitlines()
     usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines():
+    for line in lines:
         name, *fields = line.split()
         if name in usable:
             user, nice, system, _, _, interrupt, soft_interrupt, stolen = map(int, fields[:8])
