@@ -12,6 +12,7 @@ import pytest
 
 from launch.plan.search import AS_FAST
 from tests import builders
+from tests.process import forked_starts
 
 MACHINES = builders.CODE / "configs" / "machines"
 SPLIT = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
@@ -20,7 +21,7 @@ SPLIT = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
 def plan(folder: Path, *words: str, machine: Path = MACHINES / "a6000-48g.yaml", **sections: Any):
     """`plan --machine` of a recipe with a tiny model."""
     recipe = builders.recipe(folder / "recipe", **sections)
-    return builders.launch(folder, "plan", str(recipe), "--machine", str(machine), *words)
+    return forked_starts.launch(folder, "plan", str(recipe), "--machine", str(machine), *words)
 
 
 def planned(folder: Path, *words: str, **sections: Any) -> dict[str, Any]:
@@ -37,14 +38,14 @@ def test_a_plan_for_rows_of_one_length_is_the_plan_of_such_rows(tmp_path):
     row = {"prompt": "red blue green", "response": "stone river"}
     for name in ("train", "valid"):
         builders.write_parquet(recipe.parent / f"{name}.parquet", [row] * 45)
-    before = json.loads(builders.launch(tmp_path, "plan", str(recipe), "--json").stdout)
+    before = json.loads(forked_starts.launch(tmp_path, "plan", str(recipe), "--json").stdout)
     assert (before["lengths"], before["rows_of"]) == ([64, 64], None)  # max_length
-    assert builders.launch(tmp_path, "run", str(recipe)).returncode == 0
-    of_rows = json.loads(builders.launch(tmp_path, "plan", str(recipe), "--json").stdout)
+    assert forked_starts.launch(tmp_path, "run", str(recipe)).returncode == 0
+    of_rows = json.loads(forked_starts.launch(tmp_path, "plan", str(recipe), "--json").stdout)
     (length,) = set(of_rows["lengths"])
     assert of_rows["padding"]["share"] == 0
     argv = ["plan", str(recipe), "--json", "--rows-of", str(length)]
-    unread = json.loads(builders.launch(tmp_path, *argv).stdout)
+    unread = json.loads(forked_starts.launch(tmp_path, *argv).stdout)
     assert unread["rows_of"] == length < 64
     for key in ("strategy", "lengths", "rows", "phases", "seconds_per_step"):
         assert unread[key] == of_rows[key]

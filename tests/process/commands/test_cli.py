@@ -18,6 +18,7 @@ from launch.__main__ import VERBS, main
 from launch.probe import import_memory
 from launch.probe.import_memory import ASSUMED
 from tests import builders
+from tests.process.forked_starts import launch
 
 TRITON_BYTES = 75 << 20  # of its library
 
@@ -52,7 +53,8 @@ def without_torch(folder: Path) -> str:
 @pytest.mark.parametrize("batch", ["0", "-1", "abc", "1e9", "1.5", "70000"])
 def test_a_batch_that_is_none_is_refused_in_one_line_before_torch_is_imported(tmp_path, batch):
     path = without_torch(tmp_path / "libraries")
-    said = is_one_line(wrapper(tmp_path / "workspace", batch, PYTHONPATH=path), 2)
+    done = launch(tmp_path / "workspace", "run", "sft_fast", batch, PYTHONPATH=path)
+    said = is_one_line(done, 2)
     assert f"batch size '{batch}' is not a whole number from 1 to 65536" in said
 
 
@@ -84,7 +86,7 @@ def test_a_flag_that_there_is_not_is_answered_with_a_line_that_can_be_pasted(
 
 
 def test_help_lists_every_verb_with_one_line(tmp_path):
-    done = builders.launch(tmp_path, "--help", COLUMNS="200")
+    done = launch(tmp_path, "--help", COLUMNS="200")
     assert done.returncode == 0
     for verb, (module, _) in VERBS.items():
         assert re.search(rf"^ +{verb} +\w+.+$", done.stdout, re.MULTILINE)
@@ -155,7 +157,7 @@ def test_a_stop_signal_during_the_imports_ends_with_a_documented_exit_code(
     ],
 )
 def test_a_wrong_word_is_one_line_that_names_it(tmp_path, words, exit_code, expected):
-    assert expected in is_one_line(wrapper(tmp_path, *words), exit_code)
+    assert expected in is_one_line(launch(tmp_path, "run", "sft_fast", *words), exit_code)
 
 
 def test_a_column_that_is_missing_is_said_with_those_that_were_found(tmp_path):
@@ -163,9 +165,7 @@ def test_a_column_that_is_missing_is_said_with_those_that_were_found(tmp_path):
         tmp_path, data={"prompt_column": "promt", "response_column": "response"}
     )
     path = without_torch(tmp_path / "libraries")
-    said = is_one_line(
-        builders.launch(tmp_path / "workspace", "run", str(recipe), PYTHONPATH=path), 4
-    )
+    said = is_one_line(launch(tmp_path / "workspace", "run", str(recipe), PYTHONPATH=path), 4)
     assert "promt" in said
     assert "prompt, response" in said
 
@@ -174,9 +174,7 @@ def test_a_folder_that_holds_someone_elses_files_is_never_replaced(tmp_path):
     recipe = builders.recipe(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/thesis.tex").write_text("years of work")
-    assert "thesis" not in is_one_line(
-        builders.launch(tmp_path / "workspace", "run", str(recipe)), 3
-    )
+    assert "thesis" not in is_one_line(launch(tmp_path / "workspace", "run", str(recipe)), 3)
     assert (tmp_path / "model/thesis.tex").read_text() == "years of work"
 
 
@@ -188,7 +186,7 @@ def test_a_folder_that_holds_someone_elses_files_is_never_replaced(tmp_path):
     ],
 )
 def test_a_batch_size_stands_before_or_behind_flags_and_keys(tmp_path, words):
-    done = wrapper(tmp_path, *words)
+    done = launch(tmp_path, "run", "sft_fast", *words)
     assert done.returncode == 0, done.stderr
     assert "20 per device" in done.stdout
 
@@ -202,9 +200,7 @@ def test_a_package_that_is_too_old_to_be_trusted_with_files_is_refused(tmp_path,
     (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     path = f"{tmp_path / 'old'}:{builders.CODE}"
     recipe = builders.recipe(tmp_path)
-    said = is_one_line(
-        builders.launch(tmp_path / "workspace", "run", str(recipe), PYTHONPATH=path), 3
-    )
+    said = is_one_line(launch(tmp_path / "workspace", "run", str(recipe), PYTHONPATH=path), 3)
     assert f"{package} {version} is installed, expected" in said
 
 
@@ -242,16 +238,16 @@ def test_doctor_says_each_fact_with_its_reason(tmp_path):
 
 def test_a_run_is_planned_for_a_machine_one_does_not_have(tmp_path):
     machine = str(builders.CODE / "configs/machines/2x3080-20g-16g.yaml")
-    done = builders.launch(tmp_path, "plan", "sft_fast", "20", "--machine", machine)
+    done = launch(tmp_path, "plan", "sft_fast", "20", "--machine", machine)
     assert done.returncode == 0, done.stderr
     assert "20 per device x 2 accumulation x 2 processes = 80 effective" in done.stdout
     assert "187,692,288 parameters, 94,396,032 trained" in done.stdout
 
 
 def test_a_plan_in_json_is_the_plan_that_a_dry_run_writes(tmp_path):
-    machine = builders.launch(tmp_path, "plan", "sft_fast", "--json", "--launch.mode=cpu")
+    machine = launch(tmp_path, "plan", "sft_fast", "--json", "--launch.mode=cpu")
     assert (machine.returncode, machine.stderr) == (0, "")
-    done = builders.launch(tmp_path, "run", "sft_fast", "--dry-run", "--launch.mode=cpu")
+    done = launch(tmp_path, "run", "sft_fast", "--dry-run", "--launch.mode=cpu")
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("runs/sft_fast/dry-run/plan.json")
     printed, written = json.loads(machine.stdout), json.loads(file.read_text())
@@ -262,7 +258,7 @@ def test_a_plan_in_json_is_the_plan_that_a_dry_run_writes(tmp_path):
 
 def test_a_refusal_of_a_plan_in_json_leaves_stdout_empty(tmp_path):
     for words, code in ((("sft_fast", "--explain"), 2), (("llama-8b",), 2)):
-        done = builders.launch(tmp_path, "plan", *words, "--json")
+        done = launch(tmp_path, "plan", *words, "--json")
         assert (done.returncode, done.stdout) == (code, "")
         assert done.stderr.startswith("error: ")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import builders
+from tests.process import forked_starts
 
 RAM_GIB = "2.9"  # less than two ranks import, more than one does
 
@@ -14,7 +15,7 @@ RAM_GIB = "2.9"  # less than two ranks import, more than one does
 def plan(folder: Path, *words: str):
     recipe = builders.recipe(folder / "recipe", training={"gradient_accumulation_steps": 2})
     machine = ("--gpu", "RTX 3090", "--gpus", "2", "--ram", RAM_GIB)
-    return builders.launch(folder, "plan", str(recipe), *machine, "--rows-of=64", *words)
+    return forked_starts.launch(folder, "plan", str(recipe), *machine, "--rows-of=64", *words)
 
 
 def test_host_ram_for_one_rank_leaves_a_card_idle_at_the_same_effective_batch(tmp_path):

@@ -17,7 +17,7 @@ from launch.probe.import_memory import ASSUMED_CUDA
 from launch.report import fit_table
 from scripts import render_fit
 from tests import builders
-from tests.builders import launch
+from tests.process.forked_starts import launch
 
 MACHINE = ("--gpu", "RTX 3090", "--ram", "64")
 

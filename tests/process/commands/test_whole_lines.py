@@ -11,6 +11,7 @@ from launch.base import files
 from launch.run_folder.layout import RunDir
 from launch.schema.result import AttemptEnd, Failure
 from tests import builders
+from tests.process import forked_starts
 
 pytestmark = pytest.mark.process
 
@@ -23,7 +24,7 @@ def test_the_plan_is_shortened_on_a_terminal_alone(tmp_path):
     (tmp_path / f"{NAME}.parquet").write_bytes((tmp_path / "train.parquet").read_bytes())
     words = ["plan", str(recipe), f"--data.train_file={tmp_path}/{NAME}.parquet"]
     words.append("--launch.mode=cpu")
-    done = builders.launch(tmp_path / "workspace", *words)
+    done = forked_starts.launch(tmp_path / "workspace", *words)
     assert done.returncode == 0, done.stderr
     assert f"{NAME}.parquet: 45 rows" in done.stdout
     assert f"validation_file {tmp_path}/valid.parquet -> null (these are held-out" in done.stdout
@@ -41,7 +42,7 @@ def test_a_verdict_in_the_table_of_runs_is_one_line_in_a_pipe(tmp_path):
     files.write_json(run.plan_file, builders.plan(builders.recipe_of()))
     failure = Failure("disk_full", 6, LOST, "proof", "fix")
     files.write_json(run.attempts()[-1].supervisor_file, AttemptEnd(6, failure, 1.0))
-    done = builders.launch(tmp_path, "runs")
+    done = forked_starts.launch(tmp_path, "runs")
     assert f"{LOST} (exit code 6)" in done.stdout
     screen = builders.on_terminal([sys.executable, "-m", "launch", "runs"], tmp_path)
     assert max(map(len, re.sub(r"\x1b\[\S*?m", "", screen).splitlines())) <= 100

@@ -13,6 +13,7 @@ import pytest
 
 from launch.probe import torch_build
 from tests import builders, cards
+from tests.process import forked_starts
 
 pytestmark = pytest.mark.process
 
@@ -66,10 +67,7 @@ def environment(tmp_path: Path, **extra: str) -> dict[str, str]:
 
 
 def printed(tmp_path: Path, code: str, **extra: str) -> str:
-    env = environment(tmp_path, **extra)
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, cwd=builders.CODE, capture_output=True, text=True
-    )
+    done = forked_starts.start((code,), environment(tmp_path, **extra), "code")
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -80,20 +78,8 @@ def probed(tmp_path: Path, **extra: str) -> tuple[list[int], str, str, str]:
 
 def plan(tmp_path: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
     rows = f"--data.train_file={tmp_path}/workspace/rows.jsonl"
-    argv = [
-        sys.executable,
-        "-m",
-        "launch",
-        "plan",
-        "sft_fast",
-        rows,
-        "--data.validation_file=null",
-        *words,
-    ]
-    env = environment(tmp_path, **extra)
-    return subprocess.run(
-        argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=300
-    )
+    words = ("plan", "sft_fast", rows, "--data.validation_file=null", *words)
+    return forked_starts.start(words, environment(tmp_path, **extra))
 
 
 def is_refused(done: subprocess.CompletedProcess[str]) -> str:
@@ -356,23 +342,8 @@ def test_a_link_test_that_fails_for_the_driver_ends_the_start_instead_of_going_o
     env = environment(
         tmp_path, LD_LIBRARY_PATH=driver, PYTHONPATH=f"{site}{os.pathsep}{builders.CODE}"
     )
-    argv = [
-        sys.executable,
-        "-m",
-        "launch",
-        "run",
-        "sft_fast",
-        "--dry-run",
-        f"--data.train_file={workspace}/rows.jsonl",
-    ]
-    done = subprocess.run(
-        [*argv, "--data.validation_file=null"],
-        env=env,
-        cwd=builders.CODE,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    words = ("run", "sft_fast", "--dry-run", f"--data.train_file={workspace}/rows.jsonl")
+    done = forked_starts.start((*words, "--data.validation_file=null"), env)
     said = is_refused(done)
     assert "link test: torch cannot use the GPUs with this driver: " in said
     assert "Torch not compiled with CUDA enabled" in said
@@ -386,10 +357,7 @@ def test_doctor_stops_at_a_card_that_this_torch_cannot_use_and_names_the_build_t
     variables = {"FAKE_NVML_CAPABILITY": "7.0", "FAKE_NVML_CUDA": "12040", "FAKE_NVML_COUNT": "1"}
     python_path = f"{site}{os.pathsep}{builders.CODE}"
     env = environment(tmp_path, LD_LIBRARY_PATH=driver, PYTHONPATH=python_path, **variables)
-    argv = [sys.executable, "-m", "launch", "doctor"]
-    done = subprocess.run(
-        argv, env=env, cwd=builders.CODE, capture_output=True, text=True, timeout=300
-    )
+    done = forked_starts.start(("doctor",), env)
     assert done.returncode == 3, done.stdout + done.stderr
     assert "the driver serves CUDA up to 12.4" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("problem: torch")]

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from launch.commands.model import finished
 from launch.schema.model_sections import TokenizerSection
 from tests import builders
+from tests.process import forked_starts
 from training.data import tokenizer as data_tokenizer
 
 CHAT = [sys.executable, str(builders.CODE / "scripts/chat.py")]
@@ -84,8 +85,7 @@ def adapter(model) -> Path:
 
 def piped(text: str, *words: object) -> subprocess.CompletedProcess[str]:
     env = builders.environment(Path(str(words[0])).parent / "workspace")
-    argv = [*CHAT, *map(str, words)]
-    return subprocess.run(argv, input=text, env=env, capture_output=True, text=True, timeout=120)
+    return forked_starts.start(tuple(map(str, words)), env, "chat", text)
 
 
 class Terminal:
