@@ -1,4 +1,4 @@
-"""`python -m launch`, scripts/chat.py and lines of Python in forks of a process that has imported
+"""`python -m launch`, scripts and lines of Python in forks of a process that has imported
 what they need, for tests of what a start says: imports take most of a start's seconds.
 
 Its command line, its environment and its files are a start's own; its process has the server's
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests import builders
 
-CHAT = builders.CODE / "scripts/chat.py"
+CHAT = "scripts/chat.py"
 OF_CHAT = ("data.tokenizer", "loop.evaluate", "model.build", "model.finished")  # of training/
 
 
@@ -33,17 +33,22 @@ def launch(workspace: Path, *words: str, **extra: str) -> subprocess.CompletedPr
 
 
 def start(
-    words: tuple[str, ...], env: Mapping[str, str], program: str = "launch", text: str = ""
+    words: tuple[str, ...],
+    env: Mapping[str, str],
+    program: str = "launch",
+    text: str = "",
+    folder: Path = builders.CODE,
 ) -> subprocess.CompletedProcess[str]:
-    """A program to its end, with this environment: "launch" and "chat" with these words, or
-    "code", the first of them. Its input is `text`."""
+    """A program to its end, with this environment, in a folder: "launch" or a script of this
+    checkout with these words, or "code", the first of them. Its input is `text`."""
     # the linker reads this variable when a process begins
     server = _server(program, env.get("LD_LIBRARY_PATH", ""))
     assert server.stdin and server.stdout
-    with tempfile.TemporaryDirectory() as folder:
-        files = {name: str(Path(folder, name)) for name in ("stdin", "stdout", "stderr")}
+    with tempfile.TemporaryDirectory() as pipes:
+        files = {name: str(Path(pipes, name)) for name in ("stdin", "stdout", "stderr")}
         Path(files["stdin"]).write_text(text, encoding="utf-8")
         line = {"program": program, "words": words, "env": dict(env), "files": files}
+        line["folder"] = str(folder)
         server.stdin.write(json.dumps(line) + "\n")
         server.stdin.flush()
         code = int(server.stdout.readline())
@@ -65,14 +70,17 @@ def _server(program: str, libraries: str) -> subprocess.Popen[str]:
     return server
 
 
-def _child(program: str, words: list[str], env: Mapping[str, str], files: Mapping[str, str]) -> int:
+def _child(
+    program: str, words: list[str], env: Mapping[str, str], files: Mapping[str, str], folder: str
+) -> int:
     for fd, path in enumerate(files.values()):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), fd)
     sys.stdin = open(0, closefd=False, encoding="utf-8")  # noqa: SIM115  a start has its own
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
-    folders = env.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [folder for folder in folders if folder not in ("", str(builders.CODE))]
+    before = env.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in before if path not in ("", str(builders.CODE))]
     importlib.invalidate_caches()
     try:
         code = _run(program, words)
@@ -92,9 +100,9 @@ def _run(program: str, words: list[str]) -> int:
     if program == "code":
         exec(words[0], {"__name__": "__main__"})
         return 0
-    if program == "chat":
-        sys.argv = [str(CHAT), *words]
-        runpy.run_path(str(CHAT), run_name="__main__")
+    if program != "launch":
+        sys.argv = [str(builders.CODE / program), *words]
+        runpy.run_path(sys.argv[0], run_name="__main__")
         return 0
     from launch.__main__ import main
     from launch.base import interpreter
@@ -108,7 +116,7 @@ def _serve(program: str) -> None:
 
     for module, _ in VERBS.values():
         importlib.import_module(f"launch.commands.{module}")
-    for module in OF_CHAT if program == "chat" else ():
+    for module in OF_CHAT if program == CHAT else ():
         importlib.import_module(f"training.{module}")
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

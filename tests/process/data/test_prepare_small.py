@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,16 +13,22 @@ import pytest
 
 from scripts import make_sample_data
 from tests import builders
+from tests.process import forked_starts
 
-SCRIPT = str(builders.CODE / "scripts" / "prepare_small_sft_data.py")
+SCRIPT = "scripts/prepare_small_sft_data.py"
 
 
-def prepare(folder: Path, rows: list[dict], *words: str) -> subprocess.CompletedProcess[str]:
+def prepare(
+    folder: Path, rows: list[dict], *words: str, is_forked: bool = True
+) -> subprocess.CompletedProcess[str]:
     source = folder / "big.jsonl"
     source.write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
     )
-    argv = [sys.executable, SCRIPT, "--input", "big.jsonl", "--output", "small/my.parquet", *words]
+    words = ("--input", "big.jsonl", "--output", "small/my.parquet", *words)
+    if is_forked:
+        return forked_starts.start(words, os.environ, SCRIPT, folder=folder)
+    argv = [sys.executable, str(builders.CODE / SCRIPT), *words]
     return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60)
 
 
@@ -40,7 +47,8 @@ def alpaca(count: int) -> list[dict]:
 
 
 def test_as_many_rows_as_asked_for_and_none_in_both_parts(tmp_path):
-    done = prepare(tmp_path, alpaca(500), "--num_samples", "100", "--valid_ratio", "0.1")
+    words = ("--num_samples", "100", "--valid_ratio", "0.1")
+    done = prepare(tmp_path, alpaca(500), *words, is_forked=False)
     assert done.returncode == 0, done.stderr
     train, valid = parts(tmp_path)
     assert (len(train), len(valid)) == (100, 10)
@@ -51,7 +59,7 @@ def test_as_many_rows_as_asked_for_and_none_in_both_parts(tmp_path):
     )
     numbers = sorted(int(answer.removeprefix("答 ")) for _, answer in rows)
     assert numbers[0] < 50 and numbers[-1] > 450  # from all of the file, not its beginning
-    prepare(tmp_path, alpaca(500), "--num_samples", "100", "--valid_ratio", "0.1", "--overwrite")
+    prepare(tmp_path, alpaca(500), *words, "--overwrite")
     assert parts(tmp_path) == (train, valid)  # the same seed
 
 

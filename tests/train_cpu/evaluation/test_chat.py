@@ -85,7 +85,7 @@ def adapter(model) -> Path:
 
 def piped(text: str, *words: object) -> subprocess.CompletedProcess[str]:
     env = builders.environment(Path(str(words[0])).parent / "workspace")
-    return forked_starts.start(tuple(map(str, words)), env, "chat", text)
+    return forked_starts.start(tuple(map(str, words)), env, forked_starts.CHAT, text)
 
 
 class Terminal:
