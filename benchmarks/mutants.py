@@ -1,9 +1,9 @@
 """Single mutations of the code, and whether tests notice them.
 
 Of each folder a seeded draw of positions is changed, one at a time, in a copy of the project. The
-unit tests of its module are run until one fails, then all unit tests that run the line; a mutation
-that none of them notices is tried by the process tests of its folder. What is left is listed: a
-hole in the tests, or the same program (EQUIVALENT, which counts as not noticed too).
+unit tests that run the line are run until one fails, those of its module first; a mutation that
+none of them notices is tried by the process tests of its folder. What is left is listed: a
+hole in the tests, or the same program (EQUIVALENT, which is not tried and counts as not noticed).
 
 A busy machine can make tests fail or hang as well. A hang is a single test that does not end in
 HANG_S, and does without the mutation; before rows are recorded, the tests that noticed them pass in
@@ -15,19 +15,24 @@ from __future__ import annotations
 
 import argparse
 import ast
+import atexit
 import contextlib
 import difflib
+import fcntl
 import hashlib
 import itertools
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +66,16 @@ EQUIVALENT: Mapping[tuple[str, str], str] = {
         "launch/plan/candidates.py",
         "return 4",
     ): "only the order counts, and any number above 3 is last",
+    (
+        "launch/predict/step/sources.py",
+        "is_in_parts = parts >= LEAST_PARTS and recorded_parts > 0",
+    ): "it is 0 or at least PARTS, of which there are several",
     ("launch/predict/time/timing.py", "@dataclass(frozen=True)"): "nothing assigns to its fields",
     ("launch/queue/admission.py", "@dataclass(frozen=True)"): "nothing assigns to its fields",
+    (
+        "launch/queue/leases.py",
+        "with files.descriptor(newest, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as file:",
+    ): "the flags have no bit in common",
     (
         "launch/supervise/failures.py",
         'crash is None or lost.kind != "network" or "nccl" in lost.proof.lower()',
@@ -72,10 +85,33 @@ EQUIVALENT: Mapping[tuple[str, str], str] = {
         "training/checkpoints/convert.py",
         "return [name for name in parameters if state_names[name] == [_WEIGHT]]",
     ): "safetensors lists names in their order, in which the weight comes last",
+    (
+        "training/data/tokenise.py",
+        'f"{self.part}.arrow" if len(self.units) == 1 else f"{self.part}-{unit:05d}.arrow"',
+    ): "a unit is one of at least one",
 }
 MOST_TESTS = 300  # of a line
 HANG_S = 300  # of one test, which takes seconds
 _HANGS = " (hangs)"
+_OUTPUT = "output.txt"
+_SERVER = f"""
+import json, os, sys
+import hypothesis, pydantic, pytest, torch
+from transformers import AutoTokenizer, GPT2LMHeadModel, LlamaForCausalLM, Trainer
+for line in sys.stdin:
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        output = os.open({_OUTPUT!r}, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        status = pytest.main(json.loads(line))
+        sys.stdout.flush()
+        os._exit(status)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
 LIMIT_S = 3600.0  # of one mutation's tests; longer shows nothing
 
 
@@ -166,15 +202,24 @@ def _first_change(text: str, mutated: str) -> dict[str, str]:
 
 
 def _measure_coverage() -> None:
-    """Run the unit tests once, and keep which of them run each line."""
-    plain = ("-m", "pytest", "tests/unit", "-q", "-n", "2", "-p", "no:cacheprovider")
-    options = *(f"--cov={folder}" for folder in FOLDERS), "--cov-context=test", "--cov-report="
-    subprocess.run(
-        [sys.executable, *plain, *options],
-        cwd=CODE,
-        env={**os.environ, "COVERAGE_FILE": str(COVERAGE)},
-        check=True,
-    )
+    """Run the unit tests that are newer than what is known, and keep which of them run each
+    line."""
+    with (PLACE / "measuring.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # campaigns of other folders need the same
+        began, before_s = time.time(), COVERAGE.stat().st_mtime if COVERAGE.exists() else 0.0
+        files = sorted((CODE / "tests" / "unit").rglob("test_*.py"))
+        newer = [str(file) for file in files if file.stat().st_mtime > before_s]
+        if not newer:
+            return
+        plain = ("-m", "pytest", *newer, "-q", "-n", "2", "-p", "no:cacheprovider")
+        options = *(f"--cov={folder}" for folder in FOLDERS), "--cov-context=test", "--cov-report="
+        subprocess.run(
+            [sys.executable, *plain, *options, *(["--cov-append"] if before_s else [])],
+            cwd=CODE,
+            env={**os.environ, "COVERAGE_FILE": str(COVERAGE)},
+            check=True,
+        )
+        os.utime(COVERAGE, (began, began))
 
 
 def _own_tests(row: Mapping[str, Any], copy: Path) -> list[str]:
@@ -188,16 +233,50 @@ def _own_tests(row: Mapping[str, Any], copy: Path) -> list[str]:
 
 
 def _tests_of_line(row: Mapping[str, Any], data: coverage.CoverageData) -> list[str]:
-    """The unit tests that run the line; of a line outside functions, those that run the file."""
-    lines = data.contexts_by_lineno(str(CODE / row["file"]))
-    inside = any(
-        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and node.body[0].lineno <= row["line"] <= (node.end_lineno or 0)
+    """The unit tests that run the line's statement; of one outside functions, those that run the
+    file."""
+    line, of_lines = row["line"], data.contexts_by_lineno(str(CODE / row["file"]))
+    nodes = [
+        node
         for node in ast.walk(ast.parse((CODE / row["file"]).read_text(encoding="utf-8")))
-    )
-    of_lines = [lines.get(row["line"], [])] if inside else lines.values()
-    contexts = {context for of_line in of_lines for context in of_line}
+        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    lines: Sequence[int] = list(of_lines)
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    if any(isinstance(node, functions) and node.body[0].lineno <= line for node in nodes):
+        statement = max(nodes, key=lambda node: node.lineno)
+        body = getattr(statement, "body", None)
+        end = body[0].lineno - 1 if body else statement.end_lineno or line
+        lines = range(statement.lineno, max(end, line) + 1)
+    contexts = {context for line in lines for context in of_lines.get(line, [])}
     return sorted({context.rpartition("|")[0] or context for context in contexts} - {""})
+
+
+@cache
+def _server(copy: Path) -> subprocess.Popen[bytes]:
+    """A process in the copy that forks for each run of pytest: imports take most of its seconds."""
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER],
+        cwd=copy,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    )
+    atexit.register(server.kill)
+    return server
+
+
+def _forked_pytest(copy: Path, options: Sequence[str]) -> int:
+    """Run pytest in the copy; its exit status, 0 where it takes longer than LIMIT_S."""
+    server = _server(copy)
+    assert server.stdin and server.stdout
+    server.stdin.write(f"{json.dumps(options)}\n".encode())
+    pid = int(server.stdout.readline())
+    is_over, _, _ = select.select([server.stdout], [], [], LIMIT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    status = int(server.stdout.readline())
+    return status if is_over else 0
 
 
 def _failure(copy: Path, tests: Sequence[str]) -> str:
@@ -206,7 +285,7 @@ def _failure(copy: Path, tests: Sequence[str]) -> str:
     if not tests:
         return ""
     names, cache, traces = copy / "names.txt", copy / ".failures", Path(".cache/traces-of-tests")
-    names.write_text("\n".join(tests[:MOST_TESTS]), encoding="utf-8")
+    names.write_text("\n".join(tests), encoding="utf-8")
     for folder in (cache, copy / ".cache"):
         shutil.rmtree(folder, ignore_errors=True)
     if (CODE / traces).exists():  # none that a mutated copy has written
@@ -222,22 +301,9 @@ def _failure(copy: Path, tests: Sequence[str]) -> str:
         f"--basetemp={copy.parent / 'tests'}",
         f"@{names}",
     ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options],
-        cwd=copy,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    text = ""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        text, _ = process.communicate(timeout=LIMIT_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    if process.wait() == 0 or not text:
+    if _forked_pytest(copy, options) == 0:
         return ""
+    text = (copy / _OUTPUT).read_text(encoding="utf-8", errors="replace")
     if "ERROR: not found:" in text or "ERROR: file or directory not found:" in text:
         raise RuntimeError(f"tests have gone; remove {COVERAGE}\n{text[-2000:]}")
     failed = cache / "v" / "cache" / "lastfailed"
@@ -257,6 +323,8 @@ def _failure_of(row: Mapping[str, Any], copy: Path, tests: Sequence[str]) -> str
         failed = _failure(copy, tests)
     finally:
         file.write_text(original, encoding="utf-8")
+        for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
+            compiled.unlink()  # may be of the same second and size as the original
     if failed.endswith(_HANGS) and _failure(copy, [failed.removesuffix(_HANGS)]):
         raise RuntimeError(f"{failed} without a mutation too: this machine is too busy")
     return failed
@@ -313,35 +381,27 @@ def _key(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _run(drawn: Sequence[dict[str, Any]], copy: Path, *, all_stages: bool) -> None:
-    """Try the mutations that are not stored yet: the quickest tests first, on all of them."""
+    """Try the mutations that are not stored yet: unit tests first, on all of them."""
     stored = {_key(row) for row in _stored()}
     left = [row for row in drawn if _key(row) not in stored]
-    for stage in ("own", "unit tests", *(("process tests",) if all_stages else ())):
-        data = coverage.CoverageData(str(COVERAGE))
-        newer: list[str] = []
-        if stage == "unit tests":
-            if not COVERAGE.exists():
-                _measure_coverage()
-            data.read()
-            newer = [
-                path.relative_to(CODE).as_posix()
-                for path in sorted((CODE / "tests" / "unit").rglob("test_*.py"))
-                if path.stat().st_mtime > COVERAGE.stat().st_mtime
-                and (copy / path.relative_to(CODE)).exists()
-            ]
+    _measure_coverage()
+    data = coverage.CoverageData(str(COVERAGE))
+    data.read()
+    for stage in ("unit tests", *(("process tests",) if all_stages else ())):
         remaining = []
         for row in left:
-            if stage == "own":
-                tests = _own_tests(row, copy)
-            elif stage == "unit tests":
-                of_line = _tests_of_line(row, data)
-                row["num_unit_tests"] = len(of_line)
-                tests = newer + of_line
+            if stage == "unit tests":
+                own = {file: number for number, file in enumerate(_own_tests(row, copy))}
+                tests = _tests_of_line(row, data)
+                row["num_unit_tests"] = len(tests)
+                tests.sort(key=lambda test: own.get(test.partition("::")[0], len(own)))
+                del tests[MOST_TESTS:]
             else:
                 tests = [f"tests/process/{name}" for name in FOLDERS[row["folder"]]]
+            if (row["file"], row["before"]) in EQUIVALENT:
+                tests = []
             if test := _failure_of(row, copy, tests):
-                noticed = "process tests" if stage == "process tests" else "unit tests"
-                _store({**row, "noticed": noticed, "test": test})
+                _store({**row, "noticed": stage, "test": test})
             elif stage == "process tests":
                 _store({**row, "noticed": "", "test": ""})
             else:
