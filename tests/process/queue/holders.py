@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
+from launch.base import files
+from launch.queue import leases
 from tests import builders
 
 Hold = Callable[..., subprocess.Popen[str]]
@@ -45,3 +50,15 @@ def said(child: subprocess.Popen[str]) -> str:
     """The next line of a holder."""
     assert child.stdout is not None
     return child.stdout.readline().strip()
+
+
+@contextmanager
+def held_unseen(place: Path, number: int, record: leases.Record) -> Iterator[None]:
+    """A lease whose process cannot be seen, as that of another container: the kernel names none
+    for the lock of an open file."""
+    path = leases.lease_path(place, number)
+    path.write_text(files.to_json(asdict(record)), encoding="utf-8")
+    with path.open("r+b") as file:
+        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, lock)
+        yield

@@ -246,6 +246,44 @@ for look in (lambda: leases.live(place), begin):
         assert words in line
 
 
+def test_a_folder_on_a_disk_without_locks_is_named(place, tmp_path):
+    source, library = tmp_path / "no_locks.c", tmp_path / "no_locks.so"
+    source.write_text(
+        """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdarg.h>
+int fcntl64(int file, int command, ...)
+{
+    va_list rest;
+    va_start(rest, command);
+    void *value = va_arg(rest, void *);
+    va_end(rest);
+    if (command == F_GETLK) {
+        errno = ENOLCK;
+        return -1;
+    }
+    return ((int (*)(int, int, ...))dlsym(RTLD_NEXT, "fcntl64"))(file, command, value);
+}
+"""
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    (place / "1.lease").touch()
+    code = f"""
+from pathlib import Path
+from launch.queue import leases
+try:
+    leases.live(Path({str(place)!r}))
+except leases.NoLeases as error:
+    print(error)
+"""
+    env = {**os.environ, "LD_PRELOAD": str(library)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert "its file system keeps no locks (No locks available)" in done.stdout, done.stderr
+
+
 @needs_root
 def test_who_waits_goes_on_waiting_for_a_start_that_never_decides(place, neighbour, monkeypatch):
     # pauses alone: what is waited for is real

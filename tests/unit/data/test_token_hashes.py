@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launch.data import token_cache, token_hashes
 from launch.data.token_cache import TokenCache
+from launch.plan import facts as plan_facts
 from launch.plan.resolve import resolve
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
@@ -152,6 +154,17 @@ def test_damaged_counts_are_not_planned_with(copied):
     assert counts["train"]["rows"] == 60
     flip(folder / "counts.json", 0.5)
     assert token_hashes.counts(folder) is None
+
+
+def test_the_counts_of_tokenised_rows_are_planned_with_unless_a_length_is_asked_for(copied):
+    cache, recipe, plan, _ = copied
+    facts = builders.facts_of(recipe, builders.machine())
+    rows = replace(facts.rows, tokens=tokens_of(cache, recipe, plan))
+    counted = plan_facts.with_counts(rows)
+    assert counted.counts and counted.eval_counts
+    assert (counted.counts["rows"], counted.eval_counts["rows"], counted.held_out) == (60, 10, 10)
+    asked = plan_facts.of_length(rows, recipe.data, 32)
+    assert plan_facts.with_counts(asked) == asked
 
 
 def test_a_stop_ends_the_reading(copied):

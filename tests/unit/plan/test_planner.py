@@ -512,6 +512,22 @@ def test_the_ranks_of_two_cards_share_the_host_ram_of_streamed_layers():
     assert 2 * chosen.estimate.offloaded_bytes == pytest.approx(streamed_bytes, rel=0.001)
 
 
+@pytest.mark.parametrize(("host_gib", "num_streamed"), [(6, 7), (3, 0)])
+def test_the_least_that_a_training_takes_streams_layers_where_the_host_has_room(
+    host_gib, num_streamed
+):
+    recipe = recipe_of(
+        model={"shape": "llama-7b", "dtype": "bfloat16"},
+        lora={"r": 16},
+        launch={"mode": "single_gpu"},
+    )
+    card = gpu(total_bytes=12 * GIB, free_bytes=12 * GIB)
+    on = machine(cards=(card,), host_available_bytes=host_gib * GIB)
+    (least,) = planner.at_least(facts_of(recipe, on), with_step=False)
+    assert least.candidate.levers.streamed_layers == num_streamed
+    assert bool(least.misses) == (num_streamed == 0)
+
+
 def test_4_bit_products_are_computed_in_the_precision_of_training():
     four_bit = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
     words = {

@@ -7,13 +7,15 @@ from typing import Any
 
 from launch.plan import facts as plan_facts
 from launch.plan.savings import savings
-from launch.predict import model_config
+from launch.predict import estimate, model_config
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts
 from launch.predict.time.timing import TimeEstimate
 from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Peak
+from tests import builders
 from tests.builders import CACHE, CODE, DATA_FORMAT, machine, plan, recipe_of
+from tests.unit.predict.test_estimate import Recorded, asked
 
 STRATEGY = plan(recipe_of(), machine(1)).strategy
 
@@ -63,3 +65,11 @@ def test_candidates_that_differ_in_two_ways_or_were_not_traced_say_nothing():
     two_ways = judged(9, 1.0, every_n_layers=1)
     assert list(savings(CONTEXT, chosen, [chosen, two_ways, judged(7, None)])) == []
     assert list(savings(CONTEXT, judged(5, None), [judged(7, 1.0)])) == []
+
+
+def test_a_traced_step_is_compared_with_none_for_what_it_does_not_save():
+    facts = builders.changed(builders.facts_of(asked(), machine(1)), traces=Recorded())
+    strategy = plan(asked(), machine(1)).strategy
+    chosen = estimate.judge(facts, strategy.with_levers(every_n_layers=1))
+    words = [line.partition(":")[0] for line in savings(facts, chosen, [chosen])]
+    assert words == ["checkpointing instead of no checkpointing"]

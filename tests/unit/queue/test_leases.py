@@ -10,7 +10,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from launch.queue import leases
-from launch.queue.leases import Needs, Record
+from launch.queue.leases import Needs, NoLeases, Record
+from tests.process.queue.holders import held_unseen
 
 pytestmark = pytest.mark.unit
 
@@ -68,3 +69,18 @@ def test_each_record_fills_the_8192_bytes_that_others_read(tmp_path):
         content = own.path.read_bytes()
         assert (len(content), json.loads(content)["run"]) == (8192, written)
     own.release()
+
+
+def test_a_lease_counts_while_it_is_locked_though_its_process_cannot_be_seen(tmp_path):
+    record = leases.boot_record(state="granted", needs=Needs(1))
+    with held_unseen(tmp_path, 1, record):
+        (lease,) = leases.live(tmp_path)
+    assert (lease.pid, lease.record) == (0, record)
+    assert leases.lease_path(tmp_path, 1).exists() and leases.live(tmp_path) == []
+
+
+def test_a_mutex_of_two_names_is_refused(tmp_path):
+    (tmp_path / "mine").touch()
+    (tmp_path / "admission").hardlink_to(tmp_path / "mine")
+    with pytest.raises(NoLeases, match="not a regular file of this name alone"):
+        leases.admission(tmp_path, 0.0).__enter__()

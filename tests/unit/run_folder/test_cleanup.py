@@ -61,6 +61,16 @@ def dry_run(workspace: Workspace, age_s: float = 1000.0) -> RunDir:
     return run
 
 
+def test_a_file_of_two_names_is_counted_once(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a" / "first").write_bytes(b"x" * 100)
+    (tmp_path / "b" / "second").hardlink_to(tmp_path / "a" / "first")
+    (tmp_path / "b" / "third").write_bytes(b"x" * 10)
+    assert cleanup.size_bytes(tmp_path) == 110
+    assert cleanup.size_bytes(tmp_path / "a" / "first") == 100
+
+
 def test_dry_runs_go_first_then_checkpoints_of_complete_runs_beyond_the_newest(workspace, capsys):
     oldest, older, unfinished, *newest = [
         made(workspace, day, is_complete=day != 2) for day in range(5)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from launch.base.workspace import CODE
+from launch.run_folder import manifest
 
 READ = """
 import sys, importlib
@@ -30,3 +31,14 @@ def test_a_package_of_pythonpath_is_recorded_with_its_own_version(tmp_path):
         said.append(done.stdout.decode().strip())
     assert said[0] == "0.0.1 [('peft', '0.0.1')]"
     assert said[1].endswith(" []") and not said[1].startswith("0.0.1")
+
+
+def test_a_package_that_writes_checkpoints_reads_them_otherwise_from_a_minor_version_on():
+    now = manifest.versions()
+    major, minor, *_ = now["torch"].split(".")
+    then = {"torch": f"{major}.{minor}.999", "transformers": f"{major}.999.0", "peft": "0.0.1"}
+    assert list(manifest.version_changes(then)) == [
+        (f"torch {then['torch']} -> {now['torch']}", False),
+        (f"transformers {then['transformers']} -> {now['transformers']}", True),
+        (f"peft 0.0.1 -> {now['peft']}", False),
+    ]

@@ -199,6 +199,12 @@ def test_the_proof_of_an_unknown_end_is_a_line_with_words():
     assert failure.proof == "ValueError: odd"
 
 
+def test_a_kill_by_the_kernel_names_the_limit_and_what_the_job_held():
+    failure = failures.classify(evidence(oom_kills=1, log_tail=KILLED))
+    assert failure is not None
+    assert failure.cause.endswith("limit 3.00 GiB, job at 2.00 GiB when last measured")
+
+
 def test_a_kill_of_which_no_counter_can_be_read_is_nobodys():
     failure = failures.classify(evidence(oom_kills=None, log_tail=KILLED))
     assert failure is not None and "nobody can say by whom" in failure.cause

@@ -46,3 +46,18 @@ def test_lines_from_before_there_is_a_log_stand_in_it_once_and_first(tmp_path):
     assert stream.getvalue().splitlines() == [*shown, "a question", "training"]
     assert (tmp_path / "run.log").read_text().splitlines() == [*shown, "training"]
     assert (tmp_path / "all.log").read_text().splitlines() == ["training"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_counts_of_rows_move_one_bar_and_stand_in_the_log(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen(tmp_path / "run.log", stream=(stream := Terminal()))
+    lines = [f"tokenising a.jsonl: {rows} of 9 rows, ETA 0:00:01" for rows in (3, 9)]
+    screen.say(*lines)
+    screen.stop()
+    assert "tokenising a.jsonl" in stream.getvalue() and lines[0] not in stream.getvalue()
+    assert (tmp_path / "run.log").read_text().splitlines() == lines

@@ -203,6 +203,9 @@ def test_what_others_took_is_no_evidence_against_the_plan(tmp_path):
     more free now."""
     mib = 1 << 20
     assert not shortage(tmp_path, 3 * mib, 3 * mib, left=2 * mib).is_own
+    assert not shortage(tmp_path, 3 * mib, 2 * mib, left=3 * mib - 1, before=3 * mib).is_own, (
+        "the byte too much was not the job's"
+    )
     assert shortage(tmp_path, 3 * mib, 4 * mib, left=2 * mib, before=3 * mib).is_own, (
         "it took as much beyond its plan"
     )

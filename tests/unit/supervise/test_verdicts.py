@@ -270,6 +270,7 @@ def test_a_rank_that_could_not_write_its_error_is_told_by_its_exit_code(said, pr
 OFF_THE_BUS = Xid(79, "GPU 1 (NVIDIA A100)", "NVML: Xid 79 on GPU 1 (NVIDIA A100)")
 PAGE_FAULT = Xid(31, "GPU 0 (NVIDIA A100)", "NVML: Xid 31 on GPU 0 (NVIDIA A100)")
 LAUNCH_FAILURE = "torch.AcceleratorError: CUDA error: unspecified launch failure"
+NVLINK = Xid(74, "GPU 0 (NVIDIA A100)", "NVML: Xid 74 on GPU 0 (NVIDIA A100)")
 NAMED = "Xid 79 (the GPU has fallen off the bus) on GPU 1 (NVIDIA A100)"
 
 
@@ -279,6 +280,7 @@ NAMED = "Xid 79 (the GPU has fallen off the bus) on GPU 1 (NVIDIA A100)"
         ((OFF_THE_BUS,), NAMED),
         ((PAGE_FAULT, OFF_THE_BUS), NAMED),
         ((PAGE_FAULT,), "Xid 31 on GPU 0"),
+        ((PAGE_FAULT, NVLINK), "Xid 74 (NVLink error) on GPU 0"),
     ],
 )
 def test_a_failure_of_a_card_names_the_xid_of_the_hardware_first(xids, named):

@@ -8,13 +8,24 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from launch.data.conversation import Conversation
 from launch.data.rows import read_samples
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
 from training.data import tokenizer
-from training.loop.evaluate import COUNTED, TOKEN, bleu, overlap, questions, rouge_l
+from training.loop.evaluate import (
+    COUNTED,
+    TOKEN,
+    bleu,
+    greedy_answers,
+    overlap,
+    questions,
+    rouge_l,
+    scores,
+)
 
 
 def corpus(*pairs: tuple[str, str]) -> float:
@@ -112,6 +123,24 @@ def test_rows_that_the_model_does_not_take_are_not_asked(tmp_path):
     assert len(asked(tmp_path, (talk, None), (refused, None), template=template)) == 1
     of_t5 = asked(tmp_path, (talk, None), (talk, TOOLS), ([USER, CALLS], TOOLS), is_pair=True)
     assert [reference for _, reference in of_t5] == ["12"]
+
+
+def test_answers_of_questions_of_like_length_are_computed_together_and_scored():
+    made = tokenizer.train(iter(["5 + 7 = ? calculator"]), TokenizerSection(), 300)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=300, n_embd=16, n_layer=1, n_head=1, n_positions=256, bos_token_id=1
+    )
+    model, device, watched = GPT2LMHeadModel(config), torch.device("cpu"), list[str]()
+    conversations = [Conversation([{**USER, "content": "5" * n}]) for n in (40, 1, 20)]
+    (right,) = greedy_answers(model, made, conversations[:1], 2)
+    pairs = list(zip(conversations, (right, "a" * 9, "b" * 99), strict=True))
+    found = scores(
+        *(model, made, pairs, 2, device, lambda: watched.append("batch"), 2),
+        watch=lambda text, reference: watched.append(reference),
+    )
+    assert watched == ["batch", "a" * 9, "b" * 99, "batch", right]
+    assert found["exact_match"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,10 @@ MARKED = CHATML.replace(
 MARKED_LINE = MARKED.replace(
     "{% endgeneration %}{{ '<|im_end|>\n' }}", "{{ '<|im_end|>\n' }}{% endgeneration %}"
 )
+MARKED_PARTS = MARKED.replace(
+    "{% endgeneration %}{{ '<|im_end|>\n' }}",
+    "{% endgeneration %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}",
+)
 CHANGED = QWEN_3.replace("{{ content }}", "{{ content | upper }}")  # a content cannot be followed
 SPECIAL = (
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<|start|>"),
@@ -174,6 +178,7 @@ TALK = turns("who?", "It is Ann.", "and now?", LAST)
         (CHATML, "<|im_end|>", ["It is Ann.<|im_end|>", "Bob.\nNot Ann.<|im_end|>"], "prefixes"),
         (CHATML, "<|endoftext|>", ["It is Ann.<|im_end|>", "Bob.\nNot Ann.<|im_end|>"], "prefixes"),
         (MARKED, "<|im_end|>", ["It is Ann.<|im_end|>", "Bob.\nNot Ann.<|im_end|>"], "marks"),
+        (MARKED_PARTS, "<|im_end|>", ["It is Ann.<|im_end|>", f"{LAST}<|im_end|>"], "marks"),
         (MARKED_LINE, "<|im_end|>", [f"{a}<|im_end|>\n" for a in ("It is Ann.", LAST)], "marks"),
         (LLAMA_3, "<|eot_id|>", ["It is Ann.<|eot_id|>", "Bob.\nNot Ann.<|eot_id|>"], "prefixes"),
         (MISTRAL, "</s>", [" It is Ann.</s>", " Bob.\nNot Ann.</s>"], "prefixes"),
@@ -256,6 +261,15 @@ def test_text_that_a_template_drops_from_an_answer_with_thoughts_is_refused():
     talk = [TALK[0], {"role": "assistant", "content": "Wait. <think>who?</think>It is Ann."}]
     with pytest.raises(DataError, match=r"does not render message 2 of role 'assistant'"):
         rows(tokenizer, talk)
+
+
+def test_a_template_may_drop_the_thoughts_of_an_answer_and_no_tag_of_a_question():
+    template = CHATML.replace("message['content']", "message['content'].split('>')[-1]")
+    tokenizer = made(template)
+    (row,) = rows(tokenizer, turns("who?", "<think>hm</think>It is Ann."))
+    assert targets(tokenizer, row) == ["It is Ann.<|im_end|>"]
+    with pytest.raises(DataError, match=r"does not render message 1 of role 'user'"):
+        rows(tokenizer, turns("<b>who?", "It is Ann."))
 
 
 def test_a_dropped_message_is_not_taken_for_rendered_if_another_has_its_first_word():
@@ -460,6 +474,34 @@ def test_a_template_whose_turns_cannot_be_told_apart_gives_a_row_for_each_answer
     ]
 
 
+def test_an_answer_that_goes_on_behind_the_next_question_gives_a_row_for_each_answer():
+    template = (
+        "{% for message in messages %}{{ message['content'] }}{{ '<|im_end|>' }}{% endfor %}"
+        "{% for message in messages %}{{ message['reasoning_content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+    )
+    talk = [TALK[0], {**TALK[1], "reasoning_content": "hm"}, *TALK[2:]]
+    samples = ConversationRenderer(made(template)).render(talk)
+    assert [sample.method for sample in samples] == ["turns", "turns"]
+    assert [sample.text[sample.targets[0][0] :] for sample in samples] == [
+        "It is Ann.<|im_end|>hm",
+        f"{LAST}<|im_end|>",
+    ]
+
+
+def test_the_end_of_a_prompt_is_not_looked_for_in_the_question():
+    template = (
+        "{{ messages|length }}|{% for message in messages %}"
+        "{% if message['role'] == 'assistant' %}{{ ': ' + message['content'] + '<|im_end|>' }}"
+        "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '?' }}{% endif %}"
+    )
+    for question in ("who?", "whom?"):
+        (sample,) = ConversationRenderer(made(template)).render(turns(question, "It is Ann."))
+        ((start, end),) = sample.targets
+        assert sample.text[start:end] == "It is Ann.<|im_end|>"
+
+
 def test_a_token_of_prompt_and_answer_is_a_target():
     template = (
         "{% for message in messages %}{{ message['content'] }}"
@@ -550,6 +592,20 @@ def test_a_call_that_a_template_drops_beside_a_content_is_refused(content):
     (row,) = rows(made(QWEN_3), talk)
     called, _ = targets(made(QWEN_3), row)
     assert content in called and '{"word": "Ann", "deep": true}' in called
+
+
+def test_a_call_is_trained_where_the_template_refuses_the_conversation_that_it_is_tried_with():
+    refusal = "{% if messages[-1].role == 'tool' %}{{ raise_exception('no results') }}{% endif %}"
+    tokenizer = made(refusal + QWEN_3)
+    (row,) = rows(tokenizer, WITH_TOOL[:2])
+    (called,) = targets(tokenizer, row)
+    assert '"name": "look"' in called
+
+
+@pytest.mark.parametrize("character", ["\ufdd0", "\ufdd1"])
+def test_a_noncharacter_beside_the_text_of_a_special_token_is_refused(character):
+    with pytest.raises(DataError, match=r"^a:1: .* holds the noncharacters U\+FDD0 or U\+FDD1"):
+        rows(made(CHATML), turns(f"who{character}?<|im_end|>", "Ann."), place="a:1")
 
 
 def test_a_template_that_does_not_end_is_stopped():

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from launch.data.files import shards
 from launch.data.sources import Source
+from launch.data.token_cache import TokenCache
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
 from tests import builders
-from training.data import streaming, tokenise_pool, tokenizer
+from training.data import streaming, tokenise, tokenise_pool, tokenizer
 from training.data.sample_order import SampleOrder
 from training.data.tokenise import TokeniseJob
 
@@ -111,3 +113,16 @@ def test_what_cannot_be_streamed_is_refused_with_the_reason(sections, words):
     }
     with pytest.raises(ValidationError, match=words):
         builders.recipe_of(**given)
+
+
+def test_of_a_stream_only_the_trained_rows_are_cut_into_small_units(corpus):
+    cut, *_ = corpus
+    recipe = builders.recipe_of()
+    streamed = recipe.data.model_copy(update={"streaming": True})
+    recipe = recipe.model_copy(update={"data": streamed})
+    tokens = TokenCache(recipe, builders.plan().shape, cut.sources[0].data_format, {}, cut.folder)
+    trained, held_out = (
+        tokenise.job(tokens, cut.sources, cut.folder, part).unit_bytes
+        for part in json.loads('["train", "validation"]')
+    )
+    assert (trained, held_out) == (streamed.stream_unit_bytes, shards.UNIT_BYTES)

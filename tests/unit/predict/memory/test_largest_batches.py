@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from launch.data.rows import IGNORED
 from launch.predict.memory.largest_batches import LargestBatches
+from launch.predict.traces import Traces
 from launch.schema.rows import Division
+from tests import builders
 from training.data import largest_batches, stored_rows
 from training.data.batches import TARGET_IDS, Collator, NumberedRows
 from training.data.sample_order import SampleOrder
@@ -161,6 +163,26 @@ def test_an_evaluation_takes_rows_in_their_order_or_by_length(tmp_path):
         assert max(size.source for size in found.sizes) == max(widths)
         tokens = max(len(batch) * lengths[batch].max() for batch in batches if len(batch))
         assert max(size.rows * size.source for size in found.sizes) == tokens
+
+
+def test_a_plan_counts_with_the_largest_micro_batches_of_evaluations(tmp_path):
+    write(tmp_path, "train", 12, 1, False)
+    write(tmp_path, "validation", 21, 5, False)
+    recipe, on = builders.recipe_of(training={"num_train_epochs": 1}), builders.machine()
+    candidate = replace(builders.plan(recipe, on).strategy, per_device_eval_batch_size=4)
+    facts = builders.facts_of(recipe, on)
+    facts = builders.changed(
+        facts,
+        counts={"rows": 12, "most_targets": []},
+        eval_counts={"most_targets": []},
+        held_out=21,
+        largest_batches=LargestBatches(tmp_path, tmp_path / "kept", 12),
+        traces=Traces(recipe, facts.model.size, facts.model.lora_targets, tmp_path / "traces"),
+    )
+    evaluated = facts.evaluated_targets(candidate, facts.question(candidate))
+    assert set(evaluated.sizes) == {1, 2, 4}
+    lengths = NumberedRows(tmp_path / "validation.arrow").lengths()[:, 0]
+    assert max(size.source for size in evaluated.sizes[1]) == lengths.max()
 
 
 def test_what_was_found_is_kept_and_rows_that_cannot_be_read_are_named(tmp_path):

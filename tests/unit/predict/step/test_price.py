@@ -14,6 +14,7 @@ from launch.predict.step.peaks import Sizes
 from launch.predict.step.price import OTHER_CAST, OTHER_KERNELS, Price, Priced, RecordedSteps
 from launch.predict.step.recorded import Recorded
 from launch.predict.step.sources import Question
+from launch.predict.traces import Traces
 from launch.schema.recorded_step import BATCH, Layer, Log, RecordedStep
 from tests.unit.predict.step.test_compose import of_llama
 from training.trace import step
@@ -156,3 +157,10 @@ def test_layers_in_turns_are_no_record_of_others():
     base = sources.alone(composed.case_of(mixture)[2]).outer
     steps.add(base, recorded(base, mixture))
     assert len(steps) == 0
+
+
+def test_the_first_recorded_step_already_has_a_price(tmp_path):
+    recipe, plan, question = composed.case_of(of_llama())
+    traces = Traces(recipe, plan.shape, (), tmp_path / "traces")
+    traces.recorded = steps_of({})
+    assert traces.price(question) is not None

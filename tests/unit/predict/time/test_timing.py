@@ -419,6 +419,23 @@ def test_copies_of_activations_cost_what_exceeds_the_pass_beside_them():
     assert exposed_s(0.24 * micro_step_s) == pytest.approx(2 * slower * 0.24 * micro_step_s)
 
 
+def test_streamed_layers_cost_what_exceeds_the_layer_that_computes_meanwhile():
+    """Of 4 layers 2 lie in the slots when the direction turns. Backward takes twice the seconds of
+    forward."""
+    work, there = small(passes=3), way(accumulation=3)
+    plain = seconds(there, work)
+    layer_s = (plain.step_s - plain.optimizer_s) / 3 / 3 / 4  # forward
+
+    def exposed_s(copy_s: float, strategy: Strategy = there) -> float:
+        size_bytes = int(copy_s * timing.HOST_DEVICE_BYTES_PER_S)
+        return seconds(strategy, replace(work, streamed=4 * [size_bytes])).offload_s / 3
+
+    assert exposed_s(0.9 * layer_s) == 0
+    assert exposed_s(1.5 * layer_s) == pytest.approx(2 * 0.5 * layer_s, rel=1e-3)
+    assert exposed_s(2.5 * layer_s) == pytest.approx(2 * (1.5 + 0.5) * layer_s, rel=1e-3)
+    assert exposed_s(layer_s, replace(there, pin_memory=False)) > 2 * 2 * layer_s
+
+
 def test_offloaded_bytes_of_a_micro_step_and_the_next():
     """1000 parameters on 2 ranks, slices of 1000 bytes. Stage 2: gradients out once, weights back;
     from the second micro-step on gradients come back and go out again."""

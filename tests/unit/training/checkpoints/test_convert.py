@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.optim.lr_scheduler import LambdaLR
 
 from launch.base.errors import CheckpointError
-from tests.builders import plan
+from tests.builders import machine, plan, recipe_of
 from training.checkpoints import convert
 
 PLAIN = plan().strategy
@@ -250,6 +250,13 @@ def test_the_parts_of_zero_3_are_joined_in_the_order_of_the_ranks(tmp_path):
     assert_whole(joined(tmp_path, zero_stage=3))
 
 
+def test_a_file_of_zero_3_that_lacks_a_group_of_weights_is_not_taken_for_whole(tmp_path):
+    content = {"fp32_flat_groups": [], "optimizer_state_dict": {"state": {}}}
+    write_rank(tmp_path / "global_step3", 0, content)
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        joined(tmp_path, zero_stage=3)
+
+
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_the_slices_of_zero_1_and_2_are_joined_in_the_order_of_the_ranks(tmp_path, zero_stage):
     """A rank has a slice of all weights, one behind the other."""
@@ -269,3 +276,35 @@ def test_the_slices_of_zero_1_and_2_are_joined_in_the_order_of_the_ranks(tmp_pat
         }
         write_rank(tmp_path / "global_step3", rank, content)
     assert_whole(joined(tmp_path, zero_stage))
+
+
+def test_a_rank_of_zero_2_takes_its_slice_of_all_states(saved):
+    """Its slice: the last 4 elements of the first weight, then the first bias."""
+    of, source, described = saved
+    convert.write(source, described, of, source)
+    network, flat = Small(), torch.zeros(9)
+    for parameter in network.parameters():
+        parameter._hp_mapping = None  # pyright: ignore
+    for parameter, (start, count), to in (
+        (network.first.weight, (11, 4), 0),
+        (network.first.bias, (0, 5), 4),
+    ):
+        parameter._hp_mapping = SimpleNamespace(  # pyright: ignore
+            param_group_index=0,
+            lp_fragment_address=SimpleNamespace(start=start, numel=count),
+            hp_fragment_address=SimpleNamespace(start=to, numel=count),
+        )
+    base = torch.optim.AdamW([flat])
+    zero = SimpleNamespace(optimizer=base, single_partition_of_fp32_groups=[flat])
+    trainer = trainer_of(network, (*WEIGHTS, *BIASES))
+    trainer.deepspeed = SimpleNamespace(optimizer=zero)
+    on = plan(recipe_of(launch={"mode": "deepspeed_zero2"}), machine(2)).strategy
+    assert convert.load(trainer, on, source) == []
+    states = of.optimizer.optimizer.state
+    weight, bias = of.model.first.weight, of.model.first.bias
+    assert torch.equal(network.second.weight, of.model.second.weight)
+    assert torch.equal(flat, torch.cat([weight.flatten()[11:], bias]))
+    assert base.state[flat]["step"] == 3
+    for key in ("exp_avg", "exp_avg_sq"):
+        expected = torch.cat([states[weight][key].flatten()[11:], states[bias][key]])
+        assert torch.equal(base.state[flat][key], expected)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from launch.base import files
 from launch.base.errors import ResourceError
 from launch.run_folder import layout
 from launch.schema.result import ExportedModel
+from tests.builders import recipe_of
 from training.loop import export
 
 
@@ -95,3 +97,19 @@ def test_a_model_that_is_kept_aside_is_said_and_the_older_one_that_goes(tmp_path
     model(tmp_path / "a.previous", "long before")
     assert layout.kept_aside(target, "new") == [f"{line}, in the place of the older model there"]
     assert layout.kept_aside(target, "before") == []
+
+
+@pytest.mark.parametrize(
+    ("output_dtype", "lora", "is_rounded"),
+    [("bfloat16", None, True), ("float32", None, False), ("bfloat16", {"r": 4}, False)],
+)
+def test_weights_are_rounded_to_the_exported_type_and_adapters_are_not(
+    output_dtype, lora, is_rounded
+):
+    model = torch.nn.Linear(8, 8)
+    before = model.weight.detach().clone()
+    recipe = recipe_of(model={"output_dtype": output_dtype}, lora=lora)
+    export.round_weights(model, recipe, {})  # pyright: ignore
+    expected = before.to(torch.bfloat16).float() if is_rounded else before
+    assert torch.equal(model.weight, expected)
+    assert not torch.equal(before, before.to(torch.bfloat16).float())

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from launch.base.errors import ExportError
 from launch.data.conversation import Conversation
+from launch.data.token_cache import TokenCache
 from launch.schema.model_sections import TokenizerSection
 from tests import builders
 from training.data import tokenizer
 from training.data.encode import Encoder
+from training.data.tokenise import TOKENIZER
 from training.loop import export_check
 from training.loop.export_check import Rows, Trained
 from training.model import build
@@ -63,6 +68,25 @@ def exported(tmp_path_factory):
     )
 
 
+def test_what_an_export_must_have_is_read_from_the_training(exported, tmp_path):
+    folder, network, expected = exported
+    file = builders.write_parquet(tmp_path / "train.parquet", builders.rows(12))
+    recipe = builders.recipe_of(data={"train_file": str(file), "max_length": 64})
+    (tmp_path / TOKENIZER).symlink_to(folder)
+    size = builders.plan(recipe).shape
+    start = SimpleNamespace(
+        recipe=recipe, tokens=TokenCache(recipe, size, builders.DATA_FORMAT, {}, tmp_path)
+    )
+    trainer = SimpleNamespace(
+        **{"accelerator": Accelerator(cpu=True), "model": network, "model_wrapped": network},
+        args=SimpleNamespace(torch_compile=False),
+    )
+    found = export_check.trained(start, trainer, tmp_path, SAMPLES[:2])  # pyright: ignore
+    assert found.dtype == torch.float32
+    assert torch.equal(found.logits, expected.logits)
+    assert found.rows.encoded == expected.rows.encoded
+
+
 def checked(folder, exported, free_bytes=PLENTY):
     _, network, trained = exported
     return export_check.check(folder, RECIPE, Accelerator(cpu=True), network, trained, free_bytes)
@@ -81,6 +105,16 @@ def test_the_model_that_was_trained_passes(exported):
         "ids of 12 rows, names and shapes of 20 weights, logits of a row (off by 0.0e+00 of the"
         " largest)"
     )
+
+
+def test_logits_are_computed_without_a_cache_of_keys():
+    class Model(torch.nn.Module):
+        def forward(self, input_ids, use_cache=True):
+            assert not use_cache, "takes memory that nothing reads"
+            return SimpleNamespace(logits=input_ids[..., None])
+
+    computed = export_check.logits(Model(), {"input_ids": [3, 4]}, Accelerator(cpu=True))
+    assert computed.tolist() == [[3.0], [4.0]]
 
 
 def test_a_copy_that_does_not_fit_is_checked_without_its_logits(exported, copy):
@@ -142,6 +176,18 @@ def test_an_end_token_that_generation_does_not_know_is_found(exported, copy):
     edit(copy / "generation_config.json", lambda config: config.update(eos_token_id=5))
     with pytest.raises(ExportError, match=r"generation_config.json does not name \['<\|end\|>'\]"):
         checked(copy, exported)
+
+
+def test_an_end_token_of_answers_alone_is_found_too(exported, copy):
+    """The tokenizer's own end token is named."""
+    folder, _, trained = exported
+    other = AutoTokenizer.from_pretrained(folder)
+    other.add_tokens([AddedToken("<|stop|>", special=True)])
+    other.chat_template = other.chat_template.replace(other.eos_token, "<|stop|>")
+    other.save_pretrained(copy)
+    rows = Rows(Encoder(other, False, "sft", 64), SAMPLES, [])
+    with pytest.raises(ExportError, match=r"does not name \['<\|stop\|>'\]"):
+        checked(copy, (folder, exported[1], replace(trained, rows=rows)))
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_named(exported, copy):
