@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests import builders
+from tests.process import forked_starts
 
 pytestmark = pytest.mark.process
 
@@ -80,6 +81,8 @@ def start(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
         folder / "workspace", PROOF=str(folder / "proof"), HF_HOME=str(folder / "hf")
     )
     del env["HF_HUB_OFFLINE"]
+    if argv[:2] == ("-m", "launch"):
+        return forked_starts.start(argv[2:], env, text="y\n" * 20, folder=folder)
     argv = (sys.executable, *argv)
     return subprocess.run(
         argv, env=env, cwd=folder, input="y\n" * 20, capture_output=True, text=True, timeout=300
