@@ -72,7 +72,7 @@ def run(place: Workplace, *words: str) -> tuple[int, Buffers]:
         )
         while True:
             try:
-                process.wait(0.02)
+                process.wait(0.1)
                 break
             except subprocess.TimeoutExpired:
                 if pinned := pinned_now(place):
