@@ -135,8 +135,12 @@ def test_three_like_runs_correct_the_next_plan_by_what_they_took(finished, tmp_p
     )
     assert "corrected x" not in beside_others
     assert "corrected x" not in before
-    assert f"corrected x {took / predicted:.3g}, the median of 3 runs of this model by cpu" in after
-    assert f"{took:.3g} s ({took:.3g} to {took:.3g}) predicted x 18 steps" in after
+    factor = took * entry["correction"] / predicted
+    assert f"corrected x {factor:.3g}, the median of 3 runs of this model by cpu" in after
+    assert re.search(r" s \([\d.]+ to [\d.]+\) predicted x 18 steps", after)
+    found = json.loads(builders.launch(cache.parent, *plan[:2], "--json").stdout)
+    slowdown = found["seconds_correction"]["slowdown"]  # other tests have the cores
+    assert found["seconds_per_step"] == pytest.approx(took * slowdown)
 
 
 def _planned_after(cache: Path, plan: Sequence[str], entry: Mapping[str, Any]) -> str:

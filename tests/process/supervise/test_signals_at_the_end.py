@@ -21,8 +21,9 @@ STORM = (signal.SIGUSR2, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT, signal.SI
 @pytest.mark.parametrize("command", ["keys", "plan"])
 def test_a_storm_of_signals_after_the_last_line_leaves_a_documented_exit_code(tmp_path, command):
     environment = builders.environment(tmp_path / "workspace")
-    argument = {"keys": "training", "plan": str(builders.recipe(tmp_path))}[command]
-    argv = [sys.executable, "-m", "launch", command, argument]
+    machine = builders.CODE / "configs" / "machines" / "cpu.yaml"  # prints the same each time
+    words = {"keys": ["training"], "plan": [builders.recipe(tmp_path), "--machine", machine]}
+    argv = [sys.executable, "-m", "launch", command, *map(str, words[command])]
     whole = subprocess.run(argv, env=environment, capture_output=True, check=True)
     ends: collections.Counter[int] = collections.Counter()
     for wait_s in (0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08):
@@ -32,7 +33,9 @@ def test_a_storm_of_signals_after_the_last_line_leaves_a_documented_exit_code(tm
         assert child.stdout is not None
         read = 0
         while read < len(whole.stdout):
-            read += len(child.stdout.read1())
+            part = child.stdout.read1()
+            assert part, f"{read} of {len(whole.stdout)} bytes"
+            read += len(part)
         time.sleep(wait_s)  # what lies between the last line and the end
         while child.poll() is None:
             for number in STORM:
