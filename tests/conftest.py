@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from launch.base import modules
 from launch.data.worker import WORKER
@@ -29,7 +30,10 @@ os.environ["LOWMEM_KEY"] = os.environ["XDG_STATE_HOME"] + "/lowmem/checkpoint.ke
 os.environ["LOWMEM_LEASES"] = str(
     Path(__file__).resolve().parent.parent / ".cache" / "leases-of-tests"
 )
-# As in ranks: threads that spin beside another worker double the time of the tests that compute.
+# No example has a deadline: a busy machine stops a process for longer than hypothesis' 200 ms.
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
+# Threads that spin beside another worker double the time of the tests that compute.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A shell's background job ignores SIGINT, and so would each program that a test stops with it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
