@@ -16,8 +16,11 @@ from tests import builders
 
 
 def without_figures(lines: list[str]) -> list[str]:
-    """The lines with each number as 0, and without the name of the host."""
+    """The lines with each number as 0 and each duration in seconds, and without the name of the
+    host and what other programs have of its cores."""
     plain = [re.sub(r"\d[\d.,:-]*", "0", line) for line in lines]
+    plain = [re.sub(r", 0 taken by others: .*", "", line) for line in plain]
+    plain = [re.sub(r"= 0 (min|h|days):", "= 0 s:", line) for line in plain]
     return [re.sub(r"^(plan for \S+ on ).*", r"\1HOST", line) for line in plain]
 
 
