@@ -93,13 +93,13 @@ if __name__ == "__main__":
     attempt = Path(sys.argv[sys.argv.index("--run-dir") + 1]) / "attempts" / "01"
     compared = export_check.trained
 
-    def kept(*args: Any) -> export_check.Trained:
+    def recorded(*args: Any) -> export_check.Trained:
         trained = compared(*args)
         if os.environ.get("RANK", "0") == "0":
             torch.save((dict(trained.rows.inputs), trained.logits), attempt / "trained.pt")
         return trained
 
-    export_check.trained = kept
+    export_check.trained = recorded
     status = train_low_mem.main(sys.argv[1:])
     mark("")
     (attempt / f"allocator-{os.environ.get('RANK', '0')}.json").write_text(

@@ -239,8 +239,8 @@ def adapter_of(folder: Path) -> bytes:
 def loaded(
     folder: Path, export: Path, four_bit: Mapping[str, Any] | None, trained: Path | None
 ) -> float:
-    """How far the logits of an adapter are from those of its training, as a share of the largest,
-    in a process without our code."""
+    """The largest difference between the logits of an adapter, in a process without our code, and
+    those of its training, as a share of the largest logit."""
     (file,) = export.rglob("adapter_model.safetensors")
     asked = [str(folder / "model"), str(file.parent), four_bit, trained and str(trained)]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}

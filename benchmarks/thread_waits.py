@@ -1,5 +1,5 @@
-"""How long a thread of OpenMP spins before it sleeps: seconds of a step on a CPU, alone and beside
-a process that keeps a core busy.
+"""Seconds of a step on a CPU by the rounds that threads of OpenMP spin before they sleep, alone and
+beside a process that keeps a core busy.
 
 A thread that has done its share of a kernel waits for the next. A thread that spins begins at once,
 but takes time from others that need a core, also from the thread that it waits for; one that sleeps

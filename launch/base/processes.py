@@ -139,7 +139,7 @@ def _busy_s() -> float:
     return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
-_BEGAN = time.monotonic(), _busy_s()
+_BEGAN = time.monotonic(), _busy_s()  # 0.1 ms; later, children of a plan would count as others
 
 
 def taken_cores() -> float:

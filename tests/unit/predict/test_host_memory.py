@@ -198,7 +198,7 @@ def test_weights_for_4_bits_go_to_a_card_tensor_by_tensor() -> None:
 
 
 def test_streamed_weights_are_in_ram_once_for_all_ranks() -> None:
-    """Where one rank packs the weights of a folder and keeps them, the others have none to load."""
+    """One rank packs the weights of a folder and keeps them; the other ranks drop theirs."""
     streamed = [30_000_000, 20_000_000]
     for ranks in (1, 2):
         asked = job(strategy("dual_gpu_nccl", ranks), streamed=streamed)

@@ -19,7 +19,8 @@ ONE, BOTH = (replace(each, call_s={}) for each in vars(cores.of_rank((), 2, 1)).
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *figures: CoreFigures) -> list[MeasureCores]:
-    """The requests that the child with torch gets, which answers with these figures."""
+    """The requests that the child with torch gets, which answers with these figures: how busy the
+    machine is cannot be set. test_this_machine_is_measured_once has the real child."""
     requests: list[MeasureCores] = []
 
     def ask(request: MeasureCores, timeout_s: float) -> bytes:

@@ -1,4 +1,4 @@
-"""What a rank logs, and when."""
+"""Log lines of a rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_minute_until_the_next_log_line_is_not_far(
     """Steps of a quarter of a second: 240 of them, or one more, until the next line."""
     now_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now_s[0], time=time.time, sleep=time.sleep)
-    monkeypatch.setattr(callbacks, "time", clock)
+    monkeypatch.setattr(callbacks, "time", clock)  # else the test takes the minute
     loop = Loop(tmp_path)
     arguments, state, _ = loop.said
     arguments.logging_steps, state.max_steps = logging_steps, 1000

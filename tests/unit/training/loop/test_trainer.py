@@ -1,4 +1,4 @@
-"""What the trainer gives Trainer's own loops."""
+"""Batches, weights and labels for the loops of transformers.Trainer."""
 
 from __future__ import annotations
 
