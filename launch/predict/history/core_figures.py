@@ -79,11 +79,11 @@ def _best(measured: CoreFigures, stored: CoreFigures) -> CoreFigures:
 
 
 def _file(folder: Path, num_cores: int) -> Path:
-    """The file of the figures of this processor with this torch."""
+    """The file of this processor's figures with this torch, beside the traces (`*.json`)."""
     described: list[str] = []
     with suppress(OSError):
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
         described = [line for line in first.splitlines() if line.startswith(_PROCESSOR)]
     identity = [platform.machine(), *described, packages.version("torch"), str(num_cores)]
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
-    return folder / f"cores-{digest}.json"
+    return folder / f"{digest}.cores"
