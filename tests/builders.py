@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -211,6 +212,21 @@ def weights(folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
+
+
+def packed(original: Path, folder: Path) -> Path:
+    """The folder of a model whose linear weights bitsandbytes has packed in 4 bits (nf4)."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    shutil.copytree(original, folder, ignore=shutil.ignore_patterns("*.safetensors", "adapter"))
+    in_4_bits = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        original, quantization_config=in_4_bits, device_map={"": "cpu"}
+    )
+    model.save_pretrained(folder)
+    return folder
 
 
 def gpu(index: int = 0, **fields: Any) -> Gpu:

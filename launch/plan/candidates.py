@@ -147,11 +147,6 @@ def _check_streaming(facts: Facts) -> None:
         )
     if asked > layers and layers:
         raise ConfigError(f"{key}, but the model has {layers} decoder layers; name at most these")
-    if facts.model.stored is not None and facts.model.stored.packed_bytes:
-        raise ConfigError(
-            f"{key}, but the weights of model.path have 4 bits already, and come to the card all"
-            " at once; use the folder with the full weights, or leave it out"
-        )
 
 
 def _ways_to_start(
@@ -439,7 +434,7 @@ def _more_saving_values(facts: Facts, candidate: Candidate, row: Lever) -> list[
         rows * max(facts.question(candidate).lengths),
         facts.recipe.launch.exact_batch,
         facts.installed.no_every_n_layers,
-        0 if facts.model.stored and facts.model.stored.packed_bytes else len(facts.frozen_layers),
+        len(facts.frozen_layers),
     )
     saved = row.saved(row.read(candidate.levers))
     return [

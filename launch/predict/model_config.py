@@ -156,11 +156,14 @@ def _by_name(
             " model again"
         )
     for name, shape in expected.items():
-        if tensors[name].shape != shape:
+        tensor = tensors[name]
+        # bitsandbytes packs the matrices of Conv1D as those of linears
+        is_turned = family.has_conv1d and tensor.packing
+        if tensor.shape != (shape[::-1] if is_turned else shape):
             raise ResourceError(
-                f"{folder}: {name} has shape {list(tensors[name].shape)} in"
-                f" {tensors[name].file.name}, {list(shape)} by config.json; the two do not belong"
-                " together: copy the model again"
+                f"{folder}: {name} has shape {list(tensor.shape)} in {tensor.file.name},"
+                f" {list(shape)} by config.json; the two do not belong together: copy the model"
+                " again"
             )
     return tensors
 

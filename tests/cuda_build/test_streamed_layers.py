@@ -183,6 +183,7 @@ def test_memory_that_the_host_does_not_lock_is_named_and_planned_without(one_car
         ("folder", "single_gpu"),
         ("4 bits", "single_gpu"),
         ("4 bits", "dual_gpu_nccl"),
+        ("packed", "single_gpu"),
         ("shape", "dual_gpu_nccl"),
     ],
 )
@@ -201,8 +202,10 @@ def test_a_run_holds_and_pins_what_is_predicted(tmp_path: Path, kind, mode):
         base = tmp_path / "base"
         made = place.python("-c", DEEPENED, str(tmp_path / "small/model"), str(base))
         assert made.returncode == 0, made.stderr
+        if kind == "packed":
+            base = builders.packed(base, tmp_path / "packed")
         sections["model"] = {"shape": None, "path": str(base)}
-        if kind == "4 bits":
+        if kind != "folder":
             sections["quantization"] = {"load_in_4bit": True}
     file = builders.recipe(place.folder, **sections)
     pinned, buffers = run(place, str(file), "--model.dtype=bfloat16", *words)

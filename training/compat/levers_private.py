@@ -1,4 +1,5 @@
-"""The private names of torch (2.11 to 2.13) and transformers (5.0 to 5.23) that levers use."""
+"""The private names of torch (2.11 to 2.13) and transformers (5.0 to 5.23) that levers use, and the
+loading of weights of 4 bits."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from transformers import modeling_utils
+from transformers import core_model_loading, modeling_utils
+
+from training.compat.transformers_private import Network
 
 
 class Compiled(NamedTuple):
@@ -35,28 +38,38 @@ def compiled() -> Compiled:
 
 
 @contextmanager
-def packing_to_host(
-    streamed: Callable[[torch.nn.Module], tuple[str, ...]], keeps: bool
+def each_loaded(
+    visit: Callable[[Network, str], None],
+    is_on_host: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[None]:
-    """Inside, transformers gives weights 4 bits on a card one by one, and those whose names begin
-    as `streamed` says of a model leave it at once. A rank that does not keep them has one value in
-    the place of all. No memory is reserved for the whole model."""
-    from transformers.integrations import bitsandbytes as integration
+    """Inside, from_pretrained() loads one parameter after another and calls `visit(model, name)`
+    once it is in its module, leaves those on the host whose names are said to be there, and
+    reserves no block of the whole model's size on a card."""
+    place, find_device = core_model_loading.set_param_for_module, core_model_loading.get_device
+    reserve, materialize = (
+        modeling_utils.caching_allocator_warmup,
+        core_model_loading.spawn_materialize,
+    )
 
-    quantize, warm_up = integration.Bnb4bitQuantize.convert, modeling_utils.caching_allocator_warmup
+    def place_and_visit(model: Network, target_name: str, *args: Any, **kwargs: Any) -> None:
+        place(model, target_name, *args, **kwargs)
+        visit(model, target_name)
 
-    def convert(operation: Any, weights: Any, *, model: Any, **kwargs: Any) -> Any:
-        packed: dict[str, Any] = quantize(operation, weights, model=model, **kwargs)
-        for name, weight in packed.items():
-            if name.startswith(streamed(model)):
-                values = weight.data if keeps else weight.data.flatten()[:1]
-                weight.data = values.cpu().expand(weight.shape)
-        return packed
+    def device_of(device_map: Any, param_name: str, **kwargs: Any) -> Any:
+        return "cpu" if is_on_host(param_name) else find_device(device_map, param_name, **kwargs)
 
-    integration.Bnb4bitQuantize.convert = convert  # pyright: ignore[reportAttributeAccessIssue]
-    modeling_utils.caching_allocator_warmup = lambda *args: None
+    def materialize_later(thread_pool: Any, *args: Any, **kwargs: Any) -> Any:
+        # threads would bring packed weights to the card before they are asked for
+        return materialize(None, *args, **kwargs)
+
+    core_model_loading.set_param_for_module = place_and_visit
+    core_model_loading.get_device = device_of
+    core_model_loading.spawn_materialize = materialize_later
+    modeling_utils.caching_allocator_warmup = lambda *args, **kwargs: None
     try:
         yield
     finally:
-        integration.Bnb4bitQuantize.convert = quantize
-        modeling_utils.caching_allocator_warmup = warm_up
+        core_model_loading.set_param_for_module = place
+        core_model_loading.get_device = find_device
+        core_model_loading.spawn_materialize = materialize
+        modeling_utils.caching_allocator_warmup = reserve

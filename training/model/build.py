@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from launch.schema.model_sections import (
 from launch.schema.plan import ModelFamily, ModelSize
 from training.compat import (
     deepspeed_private,
-    fsdp2_private,
     levers_private,
     peft_private,
     transformers_private,
@@ -193,9 +192,7 @@ def from_folder(
     try:
         with (
             four_bit.giving_blocks_back() if packs_here or streams else nullcontext(),
-            levers_private.packing_to_host(partial(_are_of_streamed, levers), keeps_streamed)
-            if streams
-            else nullcontext(),
+            _leaving_card(levers, keeps_streamed) if streams else nullcontext(),
         ):
             loading: Any = family.from_pretrained(
                 section.path,
@@ -243,14 +240,29 @@ def _keeping(rows_of: tuple[int, int] | None, family: ModelFamily) -> AbstractCo
     if rows_of is None:
         return nullcontext()
 
-    def divide(parameter: torch.Tensor) -> None:
+    def divide(model: Network, name: str) -> None:
+        parameter = model.get_parameter_or_buffer(name)
         if getattr(parameter, "quant_state", None) is not None:
             four_bit.keep_rows(parameter, *rows_of)
 
     def is_on_host(name: str) -> bool:
         return name.split(".")[-2] not in (family.quantizable or ())
 
-    return fsdp2_private.each_loaded(divide, is_on_host)
+    return levers_private.each_loaded(divide, is_on_host)
+
+
+def _leaving_card(levers: Levers, keeps: bool) -> AbstractContextManager[None]:
+    """Inside, a weight of 4 bits of a layer that is streamed goes to the host as soon as it is
+    there. A rank that does not keep them has one value in the place of all."""
+    of_streamed = cache(partial(_are_of_streamed, levers))
+
+    def leave(model: Network, name: str) -> None:
+        weight = model.get_parameter_or_buffer(name)
+        if getattr(weight, "quant_state", None) is not None and name.startswith(of_streamed(model)):
+            values = weight.data if keeps else weight.data.flatten()[:1]
+            weight.data = values.cpu().expand(weight.shape)
+
+    return levers_private.each_loaded(leave)
 
 
 def streamed_layers(network: torch.nn.Module, levers: Levers) -> list[torch.nn.Module]:

@@ -44,14 +44,16 @@ TRAINING: dict[str, Any] = {
 }
 # the last product of a layer has no adapter: backward begins with a frozen weight
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["c_attn", "c_fc"]}
+QLORA = {"load_in_4bit": True}
 
 
 def recipe(folder: Path, **sections: Any) -> str:
     return str(builders.recipe(folder, "gpt2-tiny", lora=LORA, training=TRAINING, **sections))
 
 
-def rendered(folder: Path, streamed: int, ranks: int) -> Path:
+def rendered(folder: Path, streamed: int, ranks: int, bf16: bool) -> Path:
     words = [f"--launch.num_processes={ranks}", f"--training.streamed_layers={streamed}"]
+    words += [f"--training.bf16={str(bf16).lower()}"]
     words += [f"--training.per_device_train_batch_size={4 // ranks}"]
     words += ["--training.gradient_accumulation_steps=2"]
     choice = resolve(recipe(folder), words, trace=False)
@@ -61,11 +63,11 @@ def rendered(folder: Path, streamed: int, ranks: int) -> Path:
     return run.root
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_and_gradients_of_twenty_steps_are_those_of_layers_that_stay(tmp_path, ranks):
-    """In float32, with GPT-2's dropout and evaluations in between."""
+@pytest.mark.parametrize(("ranks", "bf16"), [(1, False), (2, False), (1, True)])
+def test_losses_and_gradients_of_twenty_steps_are_those_of_layers_that_stay(tmp_path, ranks, bf16):
+    """In float32 and under autocast, with GPT-2's dropout and evaluations in between."""
     resident, streamed = (
-        train(tmp_path, {name: rendered(tmp_path / name, count, ranks)}, ranks)[name]
+        train(tmp_path, {name: rendered(tmp_path / name, count, ranks, bf16)}, ranks)[name]
         for name, count in (("resident", 0), ("streamed", STREAMED))
     )
     assert len(resident["losses"]) == STEPS
@@ -188,7 +190,7 @@ def logs(quantization: dict[str, Any] | None) -> tuple[Log, Log]:
     return recorded, stream(compose(Recorded(base)), streams.strategy.levers)
 
 
-@pytest.mark.parametrize("quantization", [None, {"load_in_4bit": True}])
+@pytest.mark.parametrize("quantization", [None, QLORA])
 def test_a_recorded_step_is_the_composed_one_event_for_event(quantization):
     recorded, made = logs(quantization)
     assert not composed.difference(made, recorded)
@@ -201,7 +203,7 @@ def exported(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
     return load_file(folder / "adapter/adapter_model.safetensors"), builders.weights(folder)
 
 
-@pytest.mark.parametrize("quantization", [None, {"load_in_4bit": True}])
+@pytest.mark.parametrize("quantization", [None, QLORA])
 def test_a_killed_run_goes_on_and_exports_the_model_of_layers_that_stay(tmp_path, quantization):
     words = ["run", recipe(tmp_path, quantization=quantization), "--training.save_steps=5"]
     stays, streams = (
@@ -221,6 +223,23 @@ def test_a_killed_run_goes_on_and_exports_the_model_of_layers_that_stay(tmp_path
     ):
         assert expected.keys() == found.keys()
         assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+def test_layers_of_a_folder_that_is_packed_train_the_adapter_of_its_original(tmp_path):
+    whole = builders.recipe(tmp_path / "base", "gpt2-tiny", training={"max_steps": 1})
+    done = builders.launch(tmp_path / "base", "run", str(whole))
+    assert done.returncode == 0, done.stderr + done.stdout
+    original = tmp_path / "base/model"
+    packed = builders.packed(original, tmp_path / "packed")
+    adapters = []
+    for name, base, count in (("resident", original, 0), ("streamed", packed, STREAMED)):
+        sections = {"model": {"shape": None, "path": str(base)}, "quantization": QLORA}
+        words = ["run", recipe(tmp_path / name, **sections), f"--training.streamed_layers={count}"]
+        done = builders.launch(tmp_path / name, *words, "--training.max_steps=4")
+        assert done.returncode == 0, done.stderr + done.stdout
+        adapters.append(load_file(tmp_path / name / "model/adapter_model.safetensors"))
+    assert adapters[0].keys() == adapters[1].keys()
+    assert all(torch.equal(tensor, adapters[1][name]) for name, tensor in adapters[0].items())
 
 
 @pytest.mark.parametrize(

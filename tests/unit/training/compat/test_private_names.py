@@ -51,12 +51,14 @@ NAMES = [
         "self model",
     ),
     (
-        "packing_to_host",
-        "transformers.integrations.bitsandbytes:Bnb4bitQuantize.convert",
-        "self input_dict full_layer_name model",
+        "each_loaded",
+        "transformers.core_model_loading:set_param_for_module",
+        "model target_name param_value",
     ),
+    ("each_loaded", "transformers.core_model_loading:get_device", "device_map param_name"),
+    ("each_loaded", "transformers.core_model_loading:spawn_materialize", "thread_pool tensor"),
     (
-        "packing_to_host",
+        "each_loaded",
         "transformers.modeling_utils:caching_allocator_warmup",
         "model expanded_device_map hf_quantizer",
     ),
