@@ -1,5 +1,5 @@
-"""Merge a LoRA adapter into its base, as one ordinary folder. `python -m launch merge` starts
-it."""
+"""Merge a LoRA adapter into its base, as one ordinary folder, or pack its base in 4 bits beside it.
+`python -m launch merge` and `export` start it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.base import files, modules, processes
 from launch.base.errors import ResourceError, StorageError
 from launch.base.text import cause
-from launch.schema.result import ExportedModel
+from launch.schema.result import MAX_SHARD_BYTES, ExportedModel
 
 if TYPE_CHECKING:
+    import torch
+
     from training.compat.transformers_private import Network
 
 
@@ -57,9 +61,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         merged = merging.merged(adapted, partial(adapted.merge_and_unload, safe_merge=True))
     except ValueError as error:  # values that are not finite
         raise ResourceError(f"{adapter}: {cause(error)}; take another checkpoint") from error
-    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        aside.mkdir(parents=True)
+    with _new_folder(out) as aside:
         exported_files.save_model(merged, aside, json.loads((base / "config.json").read_bytes()))
         for line in exported_files.save_tokenizer(merged_tokenizer, aside, source):
             print(line)
@@ -68,6 +70,71 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         files.write_json(aside / "lowmem.json", facts)
         del base_model, adapted, merged  # before the model is there a second time
         merging.check(merging.logits(load(aside), merged_tokenizer), expected, str(out))
+    exported = files.read(adapter / "lowmem.json", ExportedModel)
+    if exported and exported.quantization:
+        print(
+            "the adapter was trained on 4-bit weights; it is merged into the full-precision weights"
+        )
+
+
+def pack(base: Path, adapter: Path, out: Path) -> None:
+    """Write the adapter's folder with its base beside it, as `base`, whose linear weights have the
+    4 bits that the adapter was trained on. What is loaded again has the logits of the adapter on
+    the base that is packed while it loads."""
+    with modules.uncollected():
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+        from launch.schema.model_sections import QuantizationSection
+        from training.data import tokenizer
+        from training.loop import exported_files
+        from training.model import build, four_bit, merging
+
+    facts = files.read(adapter / "lowmem.json", ExportedModel)
+    assert facts and facts.quantization
+    in_4_bits = four_bit.config(QuantizationSection.model_validate(facts.quantization))
+    is_pair = build.folder_config(base).is_encoder_decoder
+    family = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
+    of_adapter = tokenizer.load(adapter)
+
+    def load(folder: Path, **quantized: Any) -> Network:
+        return family.from_pretrained(
+            folder,
+            dtype="auto",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            **quantized,
+        )
+
+    def logits(model: Network) -> torch.Tensor:
+        adapted = PeftModel.from_pretrained(model, adapter, local_files_only=True)
+        return merging.logits(adapted, of_adapter)
+
+    try:
+        with four_bit.giving_blocks_back():
+            model = load(base, quantization_config=in_4_bits, device_map={"": "cpu"})
+        build.grow_vocabulary(model, len(of_adapter))  # rows that the adapter trained
+        build.take_generation(model, of_adapter, adapter)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ResourceError(f"{base}: cannot be loaded in 4 bits ({cause(error)})") from error
+    with _new_folder(out) as aside:
+        shutil.copytree(adapter, aside, dirs_exist_ok=True)
+        model.save_pretrained(aside / "base", max_shard_size=MAX_SHARD_BYTES)
+        for line in exported_files.save_tokenizer(of_adapter, aside / "base", adapter):
+            print(line)
+        expected = logits(model)
+        del model
+        merging.check(logits(load(aside / "base")), expected, str(out))
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder that gets the name `out` once it is written. Raises StorageError."""
+    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
         files.sync_all(aside)
         if out.exists():
             out.rmdir()  # empty, as was checked before the start
@@ -78,13 +145,12 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    exported = files.read(adapter / "lowmem.json", ExportedModel)
-    if exported and exported.quantization:
-        print(
-            "the adapter was trained on 4-bit weights; it is merged into the full-precision weights"
-        )
 
+
+# name -> program, the optional packages that it needs
+PROGRAMS = {"merge": (merge, ("peft",)), "pack": (pack, ("peft", "bitsandbytes"))}
 
 if __name__ == "__main__":
-    modules.leave_out(package for package in modules.OPTIONAL if package != "peft")
-    sys.exit(processes.child_main(merge, *map(Path, sys.argv[1:])))
+    program, needed = PROGRAMS[sys.argv[1]]
+    modules.leave_out(package for package in modules.OPTIONAL if package not in needed)
+    sys.exit(processes.child_main(program, *map(Path, sys.argv[2:])))

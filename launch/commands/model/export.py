@@ -41,6 +41,7 @@ _ASK = ".cache/export_tools/bin/python scripts/export_tools/ask_gguf.py"
 Q4 = "q4_k_m"  # made of f16 by llama.cpp's llama-quantize
 BYTES = {"f16": 2, "bf16": 2, "q8_0": 34 / 32, Q4: 2 + 0.62}  # of a weight
 REST = 1.02  # with the weights that stay in float32
+_FOLDERS = ("merged", "packed", push.FOLDER)  # values of --to that transformers loads
 _SPARE_BYTES = 32 << 20  # vocabulary, ids and answers
 MOST_CHARACTERS = 300  # of a line on a text
 
@@ -85,7 +86,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         parser,
         {
             "source": {"type": Path, "help": "the folder of a model, an adapter or a run"},
-            "--to": {"choices": ("merged", "gguf", "ollama", push.FOLDER), "required": True},
+            "--to": {"choices": (*_FOLDERS, "gguf", "ollama"), "required": True},
             "--type": {"choices": BYTES, "help": "of a GGUF file's weights (default f16)"},
             "--out": {"type": Path, "help": "a new folder (default: beside the model)"},
             "--prompts": {
@@ -121,8 +122,14 @@ def main(arguments: Namespace) -> int | None:
 def _conversion(arguments: Namespace) -> Conversion:
     model = merge.source_folder(arguments.source).absolute()
     file_type = arguments.type or "f16"
-    if arguments.type and arguments.to in ("merged", push.FOLDER):
-        raise ConfigError(f"--type {file_type}: is of a GGUF file; leave it out beside --to merged")
+    if arguments.type and arguments.to in _FOLDERS:
+        raise ConfigError(
+            f"--type {file_type}: is of a GGUF file; leave it out beside --to {arguments.to}"
+        )
+    if arguments.push and arguments.to == "packed":
+        raise ConfigError(
+            f"--push {arguments.push}: a hub has the base already; push the adapter: --to folder"
+        )
     ending = f"-{arguments.to}" + (f"-{file_type}" if file_type != "f16" else "")
     out = arguments.out or model.with_name(f"{model.name}{ending}")
     return Conversion(
@@ -163,7 +170,7 @@ def _is_exported(out: Path, origin: ExportedFrom) -> bool:
 def _export(conversion: Conversion, origin: ExportedFrom) -> int:
     """Write the export under another name and put it in its place; the exit code."""
     merge.check_new(conversion.out)
-    if conversion.to != "merged":
+    if conversion.to not in _FOLDERS:
         check(conversion)
     out = conversion.out
     for killed in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
@@ -177,7 +184,8 @@ def _export(conversion: Conversion, origin: ExportedFrom) -> int:
         ) from error
     try:
         files.write_json(aside / EXPORTED, origin)
-        return (_merge if conversion.to == "merged" else _convert)(conversion, aside)
+        write = {"merged": _merge, "packed": _pack}.get(conversion.to, _convert)
+        return write(conversion, aside)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -254,6 +262,21 @@ def _merge(conversion: Conversion, aside: Path) -> int:
     return 0
 
 
+def _pack(conversion: Conversion, aside: Path) -> int:
+    """Pack the base of an adapter in 4 bits in the folder `aside`; the exit code."""
+    packed, out = aside / "model", conversion.out
+    if exit_code := merge.pack(conversion.model, packed):
+        return exit_code
+    config = json.loads((packed / merge.ADAPTER).read_bytes())
+    config["base_model_name_or_path"] = str(out / "base")
+    files.write_json(packed / merge.ADAPTER, config)
+    merge.write_readme(conversion.model, conversion.weights, packed, out)
+    (aside / EXPORTED).rename(packed / EXPORTED)
+    _place(packed, out)
+    print(f"packed into {shown(str(out))}, whose base is {shown(str(out / 'base'))}")
+    return 0
+
+
 def _convert(conversion: Conversion, aside: Path) -> int:
     """Convert and compare in the folder `aside`, which becomes `out`; the exit code."""
     folder = conversion.model
@@ -326,8 +349,8 @@ def _finish(
 def _place(folder: Path, out: Path) -> None:
     """Give a finished folder its name, with the sizes of its files beside its origin."""
     if origin := files.read_or_none(folder / EXPORTED, ExportedFrom):
-        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
-        sizes.pop(EXPORTED)
+        written = (path for path in folder.rglob("*") if path.is_file() and path.name != EXPORTED)
+        sizes = {str(path.relative_to(folder)): path.stat().st_size for path in written}
         files.write_json(folder / EXPORTED, replace(origin, sizes=sizes))
     files.sync_all(folder)
     merge.check_new(out)  # another export may have written there meanwhile

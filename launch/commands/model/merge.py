@@ -23,6 +23,7 @@ from launch.hub import names
 from launch.predict import model_config, weight_files
 from launch.probe import machine
 from launch.run_folder import layout
+from launch.schema.result import ExportedModel
 
 ADAPTER = "adapter_config.json"
 
@@ -89,7 +90,28 @@ def merge(source: Path, out: Path, base: Path | None = None) -> int:
     check_new(out)
     weights_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
     check_sizes(base, out, weights_bytes, weights_bytes)
-    return run_child(*child("merge"), base, adapter, out.absolute())
+    return run_child(*child("merge"), "merge", base, adapter, out.absolute())
+
+
+def pack(adapter: Path, out: Path) -> int:
+    """Write the adapter into `out`, with its base in the 4 bits that it was trained on; the child's
+    exit code. Raises ConfigError."""
+    exported = files.read_or_none(_adapter(adapter) / "lowmem.json", ExportedModel)
+    if exported is None or not exported.quantization:
+        raise ConfigError(
+            f"{adapter}: was not trained on weights of 4 bits (quantization.load_in_4bit); its base"
+            " is to be used as it is: --to merged, or the adapter beside its base"
+        )
+    base = base_of(adapter)
+    model_config.check_adapter(adapter)
+    model_config.check_folder(base)
+    if weight_files.packing(base):
+        raise ConfigError(f"{adapter}: its base, {base}, has 4 bits already; use both as they are")
+    check_new(out)
+    weights_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+    packed_bytes = weights_bytes // 2  # embeddings and scales are part of it
+    check_sizes(base, out, packed_bytes, packed_bytes)
+    return run_child(*child("merge"), "pack", base, adapter, out.absolute())
 
 
 def _check_alike(base: Path, trained: Path) -> None:

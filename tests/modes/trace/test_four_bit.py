@@ -27,7 +27,8 @@ from training.model import build, four_bit
 
 SECTIONS = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
 NF4 = QuantizationSection(load_in_4bit=True, bnb_4bit_compute_dtype="float32")
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+TARGETS = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
@@ -111,23 +112,73 @@ def test_kill_minus_nine_and_the_same_line_again_give_the_uninterrupted_adapter(
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
-def test_a_folder_that_is_packed_trains_the_adapter_of_its_original(finished, tmp_path):
-    original, packed = finished[0] / "model", tmp_path / "base"
-    shutil.copytree(original, packed, ignore=shutil.ignore_patterns("*.safetensors", "adapter"))
-    in_4_bits = AutoModelForCausalLM.from_pretrained(
-        original, quantization_config=four_bit.config(NF4), device_map={"": "cpu"}
+@pytest.fixture(scope="module")
+def packed_export(finished, tmp_path_factory) -> Path:
+    """The export of an adapter that was trained on a folder, with its base in 4 bits."""
+    folder = tmp_path_factory.mktemp("packed_export")
+    train_on(finished[0] / "model", folder / "whole")
+    export = ["export", str(folder / "whole/model"), "--to", "packed"]
+    done = builders.launch(folder / "workspace", *export)
+    assert done.returncode == 0, done.stderr
+    return folder / "whole/model-packed"
+
+
+def train_on(base: Path, folder: Path) -> dict[str, torch.Tensor]:
+    """The adapter that QLoRA trains on a folder."""
+    training = {"max_steps": 4, "eval_steps": 2}
+    recipe = builders.recipe(folder, training=training, **SECTIONS)
+    words = ["run", "--explain", str(recipe), f"--model.path={base}"]
+    done = builders.launch(folder / "workspace", *words)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return adapter(folder / "model")
+
+
+def test_a_packed_export_is_its_adapter_on_the_base_of_its_training(packed_export, finished):
+    whole = packed_export.parent / "model"
+    assert (
+        packed_export.joinpath("adapter_model.safetensors").read_bytes()
+        == (whole / "adapter_model.safetensors").read_bytes()
     )
-    in_4_bits.save_pretrained(packed)
+    base = packed_export / "base"
+    assert json.loads((packed_export / "adapter_config.json").read_bytes())[
+        "base_model_name_or_path"
+    ] == str(base)
+    stored = builders.weights(base)
+    packed = [stored[f"model.layers.0.self_attn.{name}.weight"] for name in ATTENTION]
+    assert {weight.dtype for weight in packed} == {torch.uint8}
+    packing = AutoModelForCausalLM.from_pretrained(
+        finished[0] / "model", quantization_config=four_bit.config(NF4), device_map={"": "cpu"}
+    )
+    row = torch.arange(12).view(1, 12)
+    logits = [
+        PeftModel.from_pretrained(model, folder)(input_ids=row).logits
+        for model, folder in (
+            (packing, whole),
+            (AutoModelForCausalLM.from_pretrained(base), packed_export),
+        )
+    ]
+    assert torch.equal(*logits)
+    again = builders.launch(whole.parent / "workspace", "export", str(whole), "--to", "packed")
+    assert again.returncode == 0 and "written already" in again.stdout
+    for source, words in (
+        (finished[0] / "model/adapter", "was not trained on weights of 4 bits"),
+        (packed_export, "has 4 bits already; use both as they are"),
+    ):
+        out = str(whole.parent / "refused")
+        refused = builders.launch(
+            whole.parent / "workspace", "export", str(source), "--to", "packed", "--out", out
+        )
+        assert refused.returncode == 2 and words in refused.stderr
+
+
+def test_a_folder_that_is_packed_trains_the_adapter_of_its_original(
+    packed_export, finished, tmp_path
+):
+    original, packed = finished[0] / "model", packed_export / "base"
     before = {path: path.read_bytes() for path in packed.iterdir() if path.is_file()}
-    made = {}
-    for name, base in (("whole", original), ("packed", packed)):
-        training = {"max_steps": 4, "eval_steps": 2}
-        recipe = builders.recipe(tmp_path / name, training=training, **SECTIONS)
-        words = ["run", "--explain", str(recipe), f"--model.path={base}"]
-        done = builders.launch(tmp_path / "workspace", *words)
-        assert done.returncode == 0, done.stderr + done.stdout
-        made[name] = adapter(tmp_path / name / "model")
-    assert all(torch.equal(tensor, made["packed"][name]) for name, tensor in made["whole"].items())
+    found, expected = train_on(packed, tmp_path / "packed"), adapter(packed_export)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
     assert {path: path.read_bytes() for path in packed.iterdir() if path.is_file()} == before
     exported = tmp_path / "packed/model"
     assert "launch merge FOLDER --base ORIGINAL" in (exported / "README.md").read_text()
@@ -233,6 +284,12 @@ def test_the_7b_model_of_the_guide_fits_a_16_gib_card_in_4_bits_and_in_16_bits_i
     fixed = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
     refused = builders.launch(tmp_path / "workspace", *words, **fixed)
     assert refused.returncode == 3
+    keys = "activation_checkpointing_kwargs", "num_output_chunks", "streamed_layers"
+    without = " ".join(rf"training\.{key}" for key in keys)
+    assert re.search(
+        rf"  without {without} \(single_gpu, \d\.\d+ GiB, at most .* a step\)",
+        refused.stderr,
+    )
     assert re.search(r"checkpointing: short by .* on the card: 15\.", refused.stderr)
     assert "--quantization.load_in_4bit=true (single_gpu, 6." in refused.stderr
     in_4_bits = "--quantization.load_in_4bit=true"
