@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from launch.base.errors import ConfigError, ResourceError
-from launch.base.text import size
+from launch.base.text import duration, size
 from launch.plan import candidates
 from launch.plan import facts as plan_facts
 from launch.plan.relax import smaller_states
@@ -15,6 +15,7 @@ from launch.predict import budgets, optimizers
 from launch.predict.estimate import Judged, describe
 from launch.predict.facts import Facts
 from launch.predict.trained_parameters import trainable_shapes
+from launch.schema import levers
 from launch.schema.machine import GIB, Machine
 from launch.schema.model_sections import LoraSection, QuantizationSection
 from launch.schema.recipe import Recipe
@@ -94,8 +95,7 @@ def smaller_reserve(facts: Facts, judged: Sequence[Judged]) -> Iterator[str]:
         chosen = _most_frugal_fit(facts, recipe.model_copy(update={"launch": place}))
         if chosen is not None:
             needed = size(budgets.host_bytes(chosen.candidate, chosen.memory))
-            mode = chosen.candidate.mode
-            yield f"--launch.host_reserve_gib={gib} ({mode}, {needed} of host RAM)"
+            yield f"--launch.host_reserve_gib={gib} {_costs(chosen, f'{needed} of host RAM')}"
 
 
 def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]:
@@ -103,6 +103,12 @@ def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]
     `with_other_adapters`: LoRA and QLoRA, where the recipe has none, are among them."""
     recipe = facts.recipe
     launch, model = recipe.launch, recipe.model
+    if typed := _typed_levers(recipe):
+        others = recipe.training.model_dump(exclude_unset=True, exclude={*typed})
+        opened = recipe.model_copy(update={"training": type(recipe.training)(**others)})
+        if (chosen := _most_frugal_fit(facts, opened)) is not None:
+            dotted = " ".join(f"training.{name}" for name in typed)
+            yield f"without {dotted} {_costs(chosen)}"
     starts_here = facts.wishes.num_processes is None
     several = starts_here and launch.nodes == 1 and (launch.num_processes or 1) > 1
     on_one = "--launch.mode=auto --launch.num_processes=1 "
@@ -139,9 +145,25 @@ def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]
             other = recipe.model_copy(update={**update, "launch": place})
             chosen = _most_frugal_fit(facts, other) if flags else None
             if chosen is not None:
-                memory = size(chosen.memory.device_bytes)
-                yield f"{flags.strip()} ({chosen.candidate.mode}, {memory})"
+                yield f"{flags.strip()} {_costs(chosen)}"
                 break  # these states fit; another place adds nothing
+
+
+def _typed_levers(recipe: Recipe) -> list[str]:
+    """The keys of training that name a lever's value, and not the one that saves the most."""
+    asked = [(row, row.requested(recipe)) for row in levers.LEVERS if row.tried]
+    saving_less = {
+        row.key.removeprefix("training.")
+        for row, value in asked
+        if value is not None and (row.tried_around or row.saved(value) < row.saved(row.tried[-1]))
+    }
+    return sorted(saving_less & recipe.training.model_fields_set)
+
+
+def _costs(chosen: Judged, memory: str = "") -> str:
+    """The mode, bytes and seconds of a candidate that fits; the plan is no slower."""
+    seconds = f", at most {duration(chosen.seconds)} a step" if chosen.seconds else ""
+    return f"({chosen.candidate.mode}, {memory or size(chosen.memory.device_bytes)}{seconds})"
 
 
 def _other_adapters(

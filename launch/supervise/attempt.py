@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -128,9 +128,8 @@ def result_of(
     )
     failure = None if ended.is_refuted else failures.classify(record)
     if failure is not None:
-        failure = replace(
-            failure, section=heartbeats.section_of_the_first(beats, record.rank_errors)
-        )
+        section = heartbeats.section_of_the_first(beats, record.rank_errors)
+        failure = failures.in_section(failure, section)
     # a stop before there was a rank to write it
     if outcome is None and failure is not None and failure.kind in ("stopped", failures.YIELDED):
         files.write_json(attempt.outcome_file, Outcome(complete=False, ended="preempted"))

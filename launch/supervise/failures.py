@@ -71,6 +71,15 @@ _ADVISED = (
     "do what the driver asks, after the programs on that card have ended: `sudo nvidia-smi"
     " --gpu-reset` resets it, `sudo reboot` restarts the machine"
 )
+# section in which memory ran out -> what helps instead of a smaller batch
+_FEWER_BYTES = (
+    "let the run hold fewer bytes: lora with quantization.load_in_4bit, more"
+    " training.streamed_layers beside it, or a launch.mode that shards or offloads the model"
+)
+_BESIDE_STEPS = {
+    **dict.fromkeys(("load", "save", "export"), _FEWER_BYTES),
+    "evaluation": "halve training.per_device_eval_batch_size",
+}
 _STOPPED = "Stopped"  # errors.Stopped, as ranks write it
 YIELDED = "yielded"  # the kind of an end that waits for memory again
 _CONTINUE = "run the same line again to continue"
@@ -80,6 +89,12 @@ def classify(record: AttemptRecord) -> Failure | None:
     """The cause of an attempt's end; None when it left its model, even if a rank fell over while
     closing down."""
     return None if record.completed else _with_xid(_cause(record), record.xids)
+
+
+def in_section(failure: Failure, section: str) -> Failure:
+    """The failure with the section of the rank that failed, and what helps there."""
+    less = _BESIDE_STEPS.get(section, SMALLER)
+    return replace(failure, section=section, fix=failure.fix.replace(SMALLER, less))
 
 
 def _with_xid(failure: Failure, xids: Sequence[Xid]) -> Failure:

@@ -3,7 +3,10 @@ with its cause and its checkpoints."""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import stopping
-from tests.faults.test_out_of_memory import CUDA
+from tests import builders, stopping
+from tests.faults.test_out_of_memory import CUDA, HOG
 from tests.faults.test_restart import KILL
 
 
@@ -91,8 +94,38 @@ def test_without_memory_for_the_slots_a_start_ends_and_the_next_one_goes_on(tmp_
         assert child.wait(within_s=300) == 12, child.said()
         assert stopping.fired(tmp_path, "slots")
         assert "error: the GPU ran out of memory\n  where  in load" in child.said()
+        assert "more training.streamed_layers" in child.said()
         assert child.committed()[-1] == saved
         assert child.left() == []
     with stopping.launched(tmp_path, ranks=1, **sections) as child:
+        child.until("its steps", lambda: child.committed()[-1] > saved, 300)
+        assert f"resuming from checkpoint-{saved:06}" in child.said()
+
+
+@pytest.mark.shows("F11", "eight processes in the run's cgroup take its memory; the kernel kills")
+def test_where_others_take_the_host_the_ranks_end_and_their_buffer_goes(tmp_path, cgroup):
+    (cgroup / "memory.limit_in_bytes").write_text(str(5 << 29))
+    launch = {"num_processes": 2, "host_reserve_gib": 0.0, "host_stop_fraction": 0.0}
+    sections = streaming(4, **stopping.ENDLESS) | {"launch": launch}
+    recipe = builders.recipe(tmp_path, **sections)
+    inside = f'echo $$ > "{cgroup}/cgroup.procs"; exec "{sys.executable}"'
+    argv = ("bash", "-c", f'{inside} -m launch run "{recipe}"')
+    with stopping.ended(
+        stopping.Child(tmp_path, argv, tmp_path / "workspace", tmp_path / "out")
+    ) as child:
+        child.until("a checkpoint", child.committed, within_s=300)
+        with subprocess.Popen(
+            ["bash", "-c", f'{inside} -c "{HOG}"'], start_new_session=True
+        ) as hog:
+            try:
+                assert child.wait(within_s=300) == 6, child.said()
+            finally:
+                os.killpg(hog.pid, signal.SIGKILL)
+        assert "other programs took the memory" in child.said()
+        assert child.left() == []
+        (saved,) = child.committed()[-1:]
+    with stopping.ended(
+        stopping.Child(tmp_path, argv, tmp_path / "workspace", tmp_path / "out")
+    ) as child:
         child.until("its steps", lambda: child.committed()[-1] > saved, 300)
         assert f"resuming from checkpoint-{saved:06}" in child.said()

@@ -205,6 +205,23 @@ def test_a_kill_by_the_kernel_names_the_limit_and_what_the_job_held():
     assert failure.cause.endswith("limit 3.00 GiB, job at 2.00 GiB when last measured")
 
 
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ("step", "halve training.per_device_train_batch_size"),
+        ("evaluation", "halve training.per_device_eval_batch_size"),
+        *((name, "training.streamed_layers") for name in ("load", "save", "export")),
+    ],
+)
+def test_what_helps_where_memory_ran_out_is_of_its_section(section, says):
+    killed = failures.classify(evidence(oom_kills=1, log_tail=KILLED))
+    assert killed is not None
+    failure = failures.in_section(killed, section)
+    assert failure.section == section
+    assert says in failure.fix and failure.fix.endswith("or give the run more memory")
+    assert ("per_device_train_batch_size" in failure.fix) == (section == "step")
+
+
 def test_a_kill_of_which_no_counter_can_be_read_is_nobodys():
     failure = failures.classify(evidence(oom_kills=None, log_tail=KILLED))
     assert failure is not None and "nobody can say by whom" in failure.cause
