@@ -73,16 +73,19 @@ def compute(
 def beside_others(
     correction: Callable[[Strategy, float], SecondsCorrection], cores_taken: float, num_cores: int
 ) -> Callable[[Strategy, float], SecondsCorrection]:
-    """A correction, with what other programs on the cores do to steps on a CPU: ranks wait for
-    their slowest thread, which has half of a core if one program keeps it busy."""
+    """A correction, with what other programs on the cores do to steps on a CPU: a rank waits for
+    its slowest thread, which has half of a core if one program keeps it busy. Ranks of one thread
+    get equal shares of all cores."""
     if cores_taken < _QUIET:
         return correction
-    slowdown = 1 + max(min(cores_taken, 1.0), cores_taken / num_cores)
 
     def corrected(strategy: Strategy, waits_share: float) -> SecondsCorrection:
         alone = correction(strategy, waits_share)
         if strategy.device == "cuda":
             return alone
+        has_threads = num_cores > strategy.processes_per_machine
+        slowest = min(cores_taken, 1.0) if has_threads else 0.0
+        slowdown = 1 + max(slowest, cores_taken / num_cores)
         return replace(alone, factor=slowdown * alone.factor, slowdown=slowdown)
 
     return corrected

@@ -40,7 +40,7 @@ _SERIAL = ("random",)  # one thread does it, whatever there are
 # caches and its threads awake; in a step products get a share of those rates, and others less. A
 # module of transformers runs as much Python as so many calls of an empty one, and so does the
 # Trainer in a micro-step, and in a step.
-_PRODUCT_SHARE, _OTHER_SHARE = 0.8, 0.6
+_PRODUCT_SHARE, _OTHER_SHARE = 0.9, 0.7
 _MODULE_CALLS, _MICRO_STEP_CALLS, _STEP_CALLS = 36, 1000, 2500
 
 # one thread of it, torch 2.13

@@ -105,16 +105,25 @@ def test_corrected_seconds_are_still_the_sum_of_their_parts():
 
 
 @pytest.mark.parametrize(
-    ("taken", "cores", "slowdown"), [(1.0, 2, 2.0), (0.5, 2, 1.5), (1.0, 1, 2.0), (6.0, 4, 2.5)]
+    ("taken", "cores", "ranks", "slowdown"),
+    [
+        (1.0, 2, 1, 2.0),
+        (0.5, 2, 1, 1.5),
+        (1.0, 1, 1, 2.0),
+        (6.0, 4, 1, 2.5),
+        (1.0, 2, 2, 1.5),
+        (1.0, 4, 2, 2.0),
+    ],
 )
-def test_other_programs_on_the_cores_slow_every_step_down(taken, cores, slowdown):
-    """A rank waits for its slowest thread."""
+def test_other_programs_on_the_cores_slow_every_step_down(taken, cores, ranks, slowdown):
+    """A rank waits for its slowest thread; ranks of one thread share the cores with the others."""
     like = corrections.of_machine([run(1.3)] * 3, "machine-1")
     alone = partial(corrections.compute, like, "model-1")
-    beside = corrections.beside_others(alone, taken, cores)(STRATEGY, 0.0)
+    strategy = replace(STRATEGY, num_processes=ranks)
+    beside = corrections.beside_others(alone, taken, cores)(strategy, 0.0)
     assert beside.factor == pytest.approx(1.3 * slowdown)
     assert beside.slowdown == pytest.approx(slowdown)
-    assert beside.reason == alone(STRATEGY, 0.0).reason  # what runs have taught is apart
+    assert beside.reason == alone(strategy, 0.0).reason  # what runs have taught is apart
 
 
 def test_a_quiet_machine_and_a_card_are_as_fast_as_alone():
