@@ -103,7 +103,7 @@ def figures(a: Side, b: Side) -> list[_Figure]:
     return [*_of_speed(a, b), *_of_memory(a, b), *_of_losses(a, b)]
 
 
-def _of_speed(a: Side, b: Side) -> Iterator[_Figure]:
+def _of_speed(a: Side, b: Side) -> list[_Figure]:
     speeds = steps.speed(a.last_parts), steps.speed(b.last_parts)
 
     def figure(
@@ -114,13 +114,15 @@ def _of_speed(a: Side, b: Side) -> Iterator[_Figure]:
         missing = "too few steps" if None in speeds else _Figure.missing
         return _Figure(name, (first, second), text, has_ratio=text is not _share, missing=missing)
 
-    yield figure("non-padding tokens/s", lambda speed: speed.tokens_per_s, _number)
-    yield figure("padding, of the tokens computed", lambda speed: speed.padding, _share)
-    yield figure("seconds per step, median", lambda speed: speed.step_s, "{:.4g}".format)
-    yield figure("wall time: busy with steps", lambda speed: speed.busy, _share)
-    yield figure("  waiting for data", lambda speed: speed.waiting, _share)
-    yield figure("  evaluations", lambda speed: speed.evaluating, _share)
-    yield figure("  saves, logs, steps that were lost", lambda speed: speed.rest, _share)
+    return [
+        figure("non-padding tokens/s", lambda speed: speed.tokens_per_s, _number),
+        figure("padding, of the tokens computed", lambda speed: speed.padding, _share),
+        figure("seconds per step, median", lambda speed: speed.step_s, "{:.4g}".format),
+        figure("wall time: busy with steps", lambda speed: speed.busy, _share),
+        figure("  waiting for data", lambda speed: speed.waiting, _share),
+        figure("  evaluations", lambda speed: speed.evaluating, _share),
+        figure("  saves, logs, steps that were lost", lambda speed: speed.rest, _share),
+    ]
 
 
 def _of_memory(a: Side, b: Side) -> Iterator[_Figure]:

@@ -167,8 +167,6 @@ def mean(line: Line) -> Line | None:
 
 
 def _plottable(line: Line) -> tuple[Sequence[float], Sequence[float]]:
-    if all(map(math.isfinite, line.ys)):
-        return line.xs, line.ys
     points = [point for point in zip(line.xs, line.ys, strict=True) if math.isfinite(point[1])]
     return [x for x, _ in points], [y for _, y in points]
 

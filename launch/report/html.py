@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 from launch.report import curves, page, peaks_svg, plan_lines, row_facts, run_figures, time_spent
 from launch.report.text import badge, ended, result_lines
@@ -49,7 +48,7 @@ def html(
         tiles=run_figures.tiles(machine, plan, result, events, records.evaluations, seconds),
         failure=run_figures.failure(result),
         ended=ended(recipe, result.summary),
-        changes=run_figures.by_reason(plan.changes),
+        changes=plan_lines.by_reason(plan.changes),
         attempts=records.attempts,
         compared=list(run_figures.predicted_beside_measured(plan, result, events)),
         curves=_curves(events, records.evaluations),
@@ -94,12 +93,10 @@ def _curves(events: Sequence[StepEvent], evaluations: Sequence[HeldOut]) -> str:
         ("VRAM allocated since the start, GiB", "vram_allocated_bytes", GIB, True),
         ("host RAM of the job, GiB", "host_pss_bytes", GIB, True),
     ):
-        values = list(map(attrgetter(field), events))
-        steps = numbers
-        if None in values:  # a norm is there at the steps that are logged
-            steps = [step for step, value in zip(numbers, values, strict=True) if value is not None]
-            values = [value for value in values if value is not None]
-        if any(values):
-            scaled = values if scale == 1 else [value / scale for value in values]
-            drawn += curves.figure(title, [curves.Line(steps, scaled)], "step", from_zero)
+        values = ((event.step, getattr(event, field)) for event in events)
+        # a norm is there at the steps that are logged
+        points = [(step, value / scale) for step, value in values if value is not None]
+        if any(value for _, value in points):
+            line = curves.Line([step for step, _ in points], [value for _, value in points])
+            drawn += curves.figure(title, [line], "step", from_zero)
     return drawn

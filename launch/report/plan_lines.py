@@ -235,13 +235,18 @@ def notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
 
 def change_facts(changes: Sequence[Change]) -> Iterator[Fact]:
     """Yield the settings that run otherwise than they were requested, by reason."""
-    for reason in dict.fromkeys(change.reason for change in changes):
-        alike = (change for change in changes if change.reason == reason)
+    for reason, alike in by_reason(changes):
         differing = (change for change in alike if change.requested != change.effective)
         changed = (
             f"{each.key}: asked {each.requested}, runs {each.effective}" for each in differing
         )
         yield Fact("changed", reason, tuple(changed))
+
+
+def by_reason(changes: Sequence[Change]) -> list[tuple[str, list[Change]]]:
+    """The changes of each reason."""
+    reasons = dict.fromkeys(change.reason for change in changes)
+    return [(reason, [each for each in changes if each.reason == reason]) for reason in reasons]
 
 
 def _rows_of_line(plan: Plan) -> str:

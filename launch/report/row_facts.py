@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from launch.schema.plan import DataFormat
@@ -47,15 +48,14 @@ def _loss(summary: ShownRows) -> str:
 def _rows(summary: ShownRows, max_length: int) -> str:
     first = f"the first {summary.num_read:,} were read"
     files = f"{summary.num_read:,} of {summary.num_files} files were read"
-    parts = [first if summary.num_files == 1 else files]
-    if summary.num_held_out:
-        parts.append(f"{summary.num_held_out:,} of them are held out (data.validation_size)")
-    parts += [f"{count:,} left out ({reason})" for reason, count in summary.left_out.items()]
-    if summary.num_truncated:
-        parts.append(f"{summary.num_truncated:,} truncated at data.max_length {max_length}")
-    if summary.num_bad:
-        parts.append(f"{summary.num_bad:,} bad rows left out")
-    return ", ".join(parts)
+    counts = [
+        (summary.num_held_out, "of them are held out (data.validation_size)"),
+        *((count, f"left out ({reason})") for reason, count in summary.left_out.items()),
+        (summary.num_truncated, f"truncated at data.max_length {max_length}"),
+        (summary.num_bad, "bad rows left out"),
+    ]
+    parts = [f"{count:,} {what}" for count, what in counts if count]
+    return ", ".join([first if summary.num_files == 1 else files, *parts])
 
 
 def _tokens(summary: ShownRows) -> str:
@@ -73,10 +73,8 @@ def length_steps(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
     if len(lengths) < FEWEST:
         return []
     width = -(-max(lengths) // BARS)
-    counts = [0] * BARS
-    for length in lengths:
-        counts[(length - 1) // width] += 1
-    return [(i * width + 1, (i + 1) * width, count) for i, count in enumerate(counts)]
+    counts = Counter((length - 1) // width for length in lengths)
+    return [(i * width + 1, (i + 1) * width, counts[i]) for i in range(BARS)]
 
 
 def heading(row: ShownRow, max_length: int) -> str:

@@ -13,7 +13,7 @@ from launch.report.plan_lines import STATES
 from launch.report.time_spent import Spent
 from launch.schema.machine import Machine
 from launch.schema.phases import DeviceMemory
-from launch.schema.plan import Change, Plan
+from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.result import ALONE, Answers, HeldOut, Question, RunResult, StepEvent
 
@@ -90,14 +90,6 @@ def failure(result: RunResult) -> list[tuple[str, str]]:
         ("what to do", failed.fix),
         ("note", result.note),
     ]
-
-
-def by_reason(changes: Sequence[Change]) -> list[tuple[str, list[Change]]]:
-    """Settings that ran otherwise than they were asked for, by reason."""
-    alike: dict[str, list[Change]] = {}
-    for change in changes:
-        alike.setdefault(change.reason, []).append(change)
-    return list(alike.items())
 
 
 def beside_others(summary: Mapping[str, Any]) -> Iterator[str]:

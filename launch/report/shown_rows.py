@@ -62,13 +62,12 @@ def _histogram(lengths: list[int]) -> Iterator[str]:
 
 
 def _row(row: ShownRow, colours: bool) -> Text:
+    style, begin, end = (_TARGET_STYLE, "", "") if colours else ("", BEGIN, END)
     text = Text()
     for part in row.parts:
         plain = shown(part.text)
-        if not part.is_target:
-            text.append(plain)
-        elif colours:
-            text.append(plain, style=_TARGET_STYLE)
+        if part.is_target:
+            text.append(f"{begin}{plain}{end}", style)
         else:
-            text.append(f"{BEGIN}{plain}{END}")
+            text.append(plain)
     return text

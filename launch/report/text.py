@@ -59,59 +59,57 @@ def failure_lines(result: RunResult) -> list[str]:
     ]
 
 
-def _before_and_after(summary: Mapping[str, Any], score: str, unit: str = "") -> str:
-    before = summary.get(f"{score}_before")  # None: continued from another run's checkpoint
+def _score(summary: Mapping[str, Any], score: str, unit: str = "") -> str:
+    """A score of the held-out rows before training and after it; "" where there is none."""
+    before, after = (summary.get(f"{score}_{when}") for when in ("before", "after"))
+    if after is None:
+        return ""
+    # no score before: continued from another run's checkpoint
     start = f"{100 * before:.1f}{unit} before, " if before is not None else ""
-    return f"{start}{100 * summary[f'{score}_after']:.1f}{unit} after"
+    return f"{start}{100 * after:.1f}{unit} after"
 
 
 def _success_lines(
     recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, chat: Sequence[str]
 ) -> Iterator[str]:
-    summary = result.summary
+    summary, estimate, peak = result.summary, plan.estimate, plan.estimate.peak
     in_all = [f"{result.seconds:.0f} s in all", *run_figures.beside_others(summary)]
     yield (
         f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({', '.join(in_all)})"
     )
-    if summary.get("ended") == "stopped early":
-        yield f"  end        {ended(recipe, summary)}"
     of_step = summary.get("exported_step")
-    yield f"  model      {summary['model_dir']}" + (
-        f" (step {of_step:,}: lowest held-out loss)" if of_step else ""
-    )
-    if checked := summary.get("export_check"):
-        yield f"  checked    {checked}"
-    if summary.get("exact_match_after") is not None:
-        scores = _before_and_after(summary, "exact_match", " %")
-        yield f"  answers    exact match {scores}, on held-out rows"
-    if summary.get("bleu_after") is not None:
-        yield f"             BLEU {_before_and_after(summary, 'bleu')}"
+    lowest = f" (step {of_step:,}: lowest held-out loss)" if of_step else ""
+    exact_match, bleu = _score(summary, "exact_match", " %"), _score(summary, "bleu")
     losses = {"on the last step": summary["loss"], "on the held-out rows": summary["eval_loss"]}
     if of_step:
         losses[f"on them at step {of_step:,}, whose weights these are"] = summary.get(
             "exported_eval_loss"
         )
-    measured = [f"{value:.4f} {where}" for where, value in losses.items() if value is not None]
-    if measured:  # another machine than number 0 has none
-        yield f"  loss       {', '.join(measured)}"
-    peak = plan.estimate.peak
-    yield f"  predicted  model states {states_text(plan.estimate)}"
-    if peak:
-        yield f"             peak {size(peak.allocated_bytes)} per process in {peak.section}"
-    if plan.estimate.host:
-        yield f"             host RAM {size(plan.estimate.host_bytes)}"
-    yield f"  measured   model states {states_text(summary)}"
-    if summary["vram_allocated_bytes"]:
-        yield (
-            f"             VRAM peak {size(summary['vram_allocated_bytes'])} allocated,"
-            f" {size(summary['vram_reserved_bytes'])} reserved"
-        )
-    yield (
-        f"             host RAM peak {size(result.host_peak_bytes)} of"
-        f" {size(machine.host_limit_bytes)}"
+    allocated = summary["vram_allocated_bytes"]
+    vram = (
+        f"VRAM peak {size(allocated)} allocated, {size(summary['vram_reserved_bytes'])} reserved"
+        if allocated
+        else ""
     )
-    notes = (result.note, plan_lines.NO_RATE if plan_lines.has_no_rate(recipe, plan) else "")
-    yield from (f"  note       {note}" for note in notes if note)
+    measured = [f"{value:.4f} {where}" for where, value in losses.items() if value is not None]
+    for label, text in (
+        ("end", ended(recipe, summary) if summary.get("ended") == "stopped early" else ""),
+        ("model", f"{summary['model_dir']}{lowest}"),
+        ("checked", summary.get("export_check")),
+        ("answers", f"exact match {exact_match}, on held-out rows" if exact_match else ""),
+        ("", f"BLEU {bleu}" if bleu else ""),
+        ("loss", ", ".join(measured)),  # another machine than number 0 has none
+        ("predicted", f"model states {states_text(estimate)}"),
+        ("", f"peak {size(peak.allocated_bytes)} per process in {peak.section}" if peak else ""),
+        ("", f"host RAM {size(estimate.host_bytes)}" if estimate.host else ""),
+        ("measured", f"model states {states_text(summary)}"),
+        ("", vram),
+        ("", f"host RAM peak {size(result.host_peak_bytes)} of {size(machine.host_limit_bytes)}"),
+        ("note", result.note),
+        ("note", plan_lines.NO_RATE if plan_lines.has_no_rate(recipe, plan) else ""),
+    ):
+        if text:
+            yield f"  {label:<10} {text}"
     for number, line in enumerate(chat):
         yield f"  {'' if number else 'chat':<10} {line}"
     files = ["report.html", *(name for name in recipe.training.report_to if name == TENSORBOARD)]

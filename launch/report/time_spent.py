@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from launch.run_folder.steps import STEADY_FROM, Stretch
@@ -61,35 +61,37 @@ def spent(attempts: Iterable[AttemptTime]) -> list[Spent]:
     """The uses that took time, in a fixed order."""
     total: Counter[str] = Counter()
     for attempt in attempts:
-        for name, seconds in _of(attempt):
+        for name, seconds in _of(attempt).items():
             total[name] += max(seconds, 0.0)  # pyright: ignore[reportArgumentType]
     return [Spent(name, total[name]) for name in ORDER if total[name] >= _LEAST_S]
 
 
-def _of(attempt: AttemptTime) -> Iterator[tuple[str, float]]:
-    yield TOKENISING, attempt.tokenising_s
+def _of(attempt: AttemptTime) -> dict[str, float]:
+    """Seconds of each use of an attempt's time."""
     part, end = attempt.part, attempt.end
     if part is None:
-        yield WITHOUT, end.seconds if end else 0.0
-        return
+        return {TOKENISING: attempt.tokenising_s, WITHOUT: end.seconds if end else 0.0}
     trained_s, began, until = part.trained_s, part.began, part.steady_since + part.wall_s
     counted_s = sum(step.seconds for step in part.counted)
     waited_s = sum(step.data_seconds or 0.0 for step in part.counted)
     first_s = _first_steps_s(part)
     evaluated_s = sum(evaluation.seconds for evaluation in part.evaluations)
-    yield TRAINING, counted_s - waited_s - first_s
-    yield FIRST_STEPS, first_s
-    yield WAITING, waited_s
-    yield EVALUATING, evaluated_s
-    yield AGAIN, trained_s - counted_s
     started_s = 0.0
     if end and end.ended_at:  # a record of an older version has no such time
         started_s = began - (end.ended_at - end.seconds)
-    yield STARTING, started_s
     rest_s = (end.seconds - started_s if end else until - began) - trained_s - evaluated_s
     saved_s = min(attempt.outcome.save_seconds, max(rest_s, 0.0)) if attempt.outcome else 0.0
-    yield SAVING, saved_s
-    yield REST, rest_s - saved_s
+    return {
+        TOKENISING: attempt.tokenising_s,
+        STARTING: started_s,
+        TRAINING: counted_s - waited_s - first_s,
+        FIRST_STEPS: first_s,
+        WAITING: waited_s,
+        EVALUATING: evaluated_s,
+        AGAIN: trained_s - counted_s,
+        SAVING: saved_s,
+        REST: rest_s - saved_s,
+    }
 
 
 def _first_steps_s(part: Stretch) -> float:
