@@ -15,6 +15,8 @@ from launch.probe import import_memory
 from launch.probe import machine as probe_machine
 from launch.recipe.strict_yaml import show
 
+_MOST_TOKENS = 1 << 20  # of --length
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     recipe_arguments.add_flags(
@@ -49,7 +51,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def main(arguments: Namespace) -> None:
     models = [_model_name(name) for name in arguments.model or fit.MODELS]
-    lengths = [_length(text) for text in arguments.length or map(str, fit.LENGTHS)]
+    expected = f"tokens from 8 to {_MOST_TOKENS:,}"
+    lengths = [
+        recipe_arguments.whole_number("--length", text, 8, _MOST_TOKENS, expected)
+        for text in arguments.length or map(str, fit.LENGTHS)
+    ]
     workspace = Workspace.here()
     machine = recipe_arguments.described_machine(arguments) or probe_machine.machine(
         run_dir=workspace.root
@@ -98,9 +104,3 @@ def _model_name(name: str) -> str:
             f" {suggestion(name, names)}"
         )
     return name
-
-
-def _length(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 8 <= int(text) <= 1 << 20):
-        raise ConfigError(f"--length {show(text)[1:-1]}: expected tokens from 8 to {1 << 20:,}")
-    return int(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from launch.base.text import columns, shown
 from launch.commands import recipe_arguments
 from launch.plan.resolve import resolve
 from launch.queue import admission
-from launch.recipe.strict_yaml import show
 from launch.report import first_screen, plan_lines
 from launch.schema.machine import NOT_LEASED
 
@@ -73,9 +73,5 @@ def _tokens(text: str | None) -> int | None:
     """The number of --rows-of; None if it was not typed. Raises ConfigError."""
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ConfigError(
-            f"--rows-of {show(text)[1:-1]}: expected a number of tokens from 1 to data.max_length,"
-            " such as --rows-of 512"
-        )
-    return int(text)
+    expected = "a number of tokens from 1 to data.max_length, such as --rows-of 512"
+    return recipe_arguments.whole_number("--rows-of", text, 1, math.inf, expected)

@@ -7,7 +7,9 @@ import os
 import signal
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from launch.commands.submit import crontab, job
 from launch.queue import admission, leases, starts
 from launch.queue.leases import Asked, Lease
 
-_ACTIONS = ("cancel", "hold", "release", "move", "yield")
 STATES = {"granted": "runs", "waiting": "waits", "blocked": "blocked"}
 ROW = "{:>4}  {:<10} {:>8}  {:<8} {:>8}  {:>11}  {:<16} {:<12} {}"
 HEAD = ("run", "user", "process", "state", "priority", "host RAM", "VRAM", "since", "recipe")
@@ -30,7 +31,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     recipe_arguments.add_flags(
         parser,
         {
-            "action": {"nargs": "?", "choices": _ACTIONS, "help": "none: list them"},
+            "action": {"nargs": "?", "choices": tuple(_ACTIONS), "help": "none: list them"},
             "numbers": {
                 "nargs": "*",
                 "metavar": "RUN",
@@ -54,14 +55,7 @@ def main(arguments: Namespace) -> None:
             f" queue {action} {' '.join('78'[:num_expected])}"
         )
     runs = [_own_run(place, action, text) for text in arguments.numbers]
-    if action == "cancel":
-        _cancel(place, runs[0])
-    elif action == "move":
-        _move(place, *runs)
-    elif action == "yield":
-        _yield(place, runs[0])
-    else:
-        _ask(place, runs[0], is_held=action == "hold")
+    _ACTIONS[action](place, *runs)
 
 
 def _list(place: Path, as_json: bool) -> None:
@@ -199,3 +193,12 @@ def _move(place: Path, moved: Lease, before: Lease) -> None:
         request = leases.read_asked(leases.lease_path(place, lease.number))
         leases.write_asked(place, lease, replace(request, place=slot))
     print(f"run {moved.number} comes before run {before.number}")
+
+
+_ACTIONS: dict[str, Callable[..., None]] = {
+    "cancel": _cancel,
+    "hold": partial(_ask, is_held=True),
+    "release": partial(_ask, is_held=False),
+    "move": _move,
+    "yield": _yield,
+}

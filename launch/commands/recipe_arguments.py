@@ -142,9 +142,8 @@ def described_machine(arguments: Namespace) -> Machine | None:
     if flags["gpu"] is None or flags["ram"] is None:
         missing = "--gpu NAME" if flags["gpu"] is None else "--ram GIB"
         raise ConfigError(f"{typed[0]}: expected {missing} beside it")
-    count = flags["gpus"] or "1"
-    if not (count.isascii() and count.isdigit() and 1 <= int(count) <= _MOST_GPUS):
-        raise ConfigError(f"--gpus {show(count)[1:-1]}: expected a number from 1 to {_MOST_GPUS}")
+    expected = f"a number from 1 to {_MOST_GPUS}"
+    count = whole_number("--gpus", flags["gpus"] or "1", 1, _MOST_GPUS, expected)
     try:
         ram_gib = float(flags["ram"])
     except ValueError:
@@ -153,7 +152,15 @@ def described_machine(arguments: Namespace) -> Machine | None:
         raise ConfigError(
             f"--ram {show(flags['ram'])[1:-1]}: expected the RAM in GiB, such as --ram 32"
         )
-    return described.from_words(flags["gpu"], int(count), ram_gib)
+    return described.from_words(flags["gpu"], count, ram_gib)
+
+
+def whole_number(flag: str, text: str, least: int, most: float, expected: str) -> int:
+    """The number that was typed behind a flag. Raises ConfigError for one that is not `expected`,
+    or no number."""
+    if not (text.isascii() and text.isdigit() and least <= int(text) <= most):
+        raise ConfigError(f"{flag} {show(text)[1:-1]}: expected {expected}")
+    return int(text)
 
 
 def read(

@@ -334,17 +334,16 @@ def _show_plan(
         compile_caches.refuse_noexec()
     if names := environment.of_another_launcher(os.environ):
         screen.say(f"not passed to the ranks, they are of MPI's own: {', '.join(names)}")
-    if names := environment.unknown(os.environ, recipe.launch.pass_env):
-        screen.say(
-            f"not passed to the ranks, no library is known to read it: {', '.join(names)};"
-            f" --launch.pass_env='[{', '.join([*recipe.launch.pass_env, *names])}]' passes it"
-        )
-    passed = recipe.launch.pass_env
-    if names := environment.of_trackers(os.environ, recipe.training.report_to, passed):
-        screen.say(
-            f"not passed to the trackers: {', '.join(names)};"
-            f" --launch.pass_env='[{', '.join([*passed, *names])}]' passes it"
-        )
+    passed, trackers = recipe.launch.pass_env, recipe.training.report_to
+    for whom, names in (
+        ("the ranks, no library is known to read it", environment.unknown(os.environ, passed)),
+        ("the trackers", environment.of_trackers(os.environ, trackers, passed)),
+    ):
+        if names:
+            screen.say(
+                f"not passed to {whom}: {', '.join(names)};"
+                f" --launch.pass_env='[{', '.join([*passed, *names])}]' passes it"
+            )
     leased_bytes = run_lease.leased_disk_bytes(opened.run.root, leases.granted())
     screen.say(*disk_space.check(opened.run, recipe, plan, leased_bytes))
 

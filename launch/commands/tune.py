@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -291,19 +292,16 @@ def _bisect(requested: Strategy, trials: _Trials) -> None:
     ceil(log2 n) + 1 trials."""
     per_rank = requested.per_device_train_batch_size * requested.gradient_accumulation_steps
     sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-    low, high = 0, len(sizes)  # sizes[:low] fit, sizes[high:] do not
-    while low < high:
-        middle = (low + high) // 2
-        size = sizes[middle]
+
+    def is_too_large(size: int) -> bool:
         split = replace(
             requested,
             per_device_train_batch_size=size,
             gradient_accumulation_steps=per_rank // size,
         )
-        if trials.run(split).ended == "fits":
-            low = middle + 1
-        else:
-            high = middle
+        return trials.run(split).ended != "fits"
+
+    bisect_left(sizes, True, key=is_too_large)  # each call is a trial, which `trials` keeps
 
 
 def _with_tokenised_rows(facts: Facts, place: Path, say: Say) -> Facts:

@@ -165,12 +165,9 @@ def _run_child(
     """Let a child write evaluation.json into a folder; its exit code. Raises ResourceError for
     weights that do not fit. `flags`: the precision, and "fuses"."""
     machine = probe_machine.machine(run_dir=Workspace.here().root)
-    beside_weights = free_bytes(model, machine)
+    argv = (folder, "cuda" if machine.gpus else "cpu", free_bytes(model, machine), *flags)
     files.write_json(folder / "tokens.json", tokens)
     files.write_json(folder / "model.json", model)
-    precision, *fuses = flags
-    device = "cuda" if machine.gpus else "cpu"
-    argv = (folder, device, precision, beside_weights, *fuses)
     return merge.run_child(*merge.child("evaluate"), *argv, is_quiet=is_quiet)
 
 

@@ -35,8 +35,11 @@ def repository(arguments: Namespace) -> HubName | None:
     name = names.parse(arguments.push, is_data=False) if arguments.push else None
     if name and str(name) != name.repo:
         raise ConfigError(f"--push {name}: expected OWNER/NAME alone")
-    flags = {"--public": arguments.public, "--dry-run": arguments.dry_run}
-    flags[f"--to {FOLDER}"] = arguments.to == FOLDER
+    flags = {
+        "--public": arguments.public,
+        "--dry-run": arguments.dry_run,
+        f"--to {FOLDER}": arguments.to == FOLDER,
+    }
     for flag in (flag for flag, is_typed in flags.items() if is_typed and not name):
         raise ConfigError(f"{flag}: expected --push OWNER/NAME beside it")
     return name

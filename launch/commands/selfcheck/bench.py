@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from launch.base.workspace import CODE
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import Gpu
-from launch.schema.phases import DevicePhases
 from launch.schema.plan import PAGED
 from launch.schema.result import SecondStep
 
@@ -145,19 +144,14 @@ class Bench:
     def begin(self, name: str, changes: Changes, *flags: str) -> Child:
         """Start a new run of a recipe."""
         recipe = str(self.recipe(name, changes))
-        return self.child(name, ["launch", "run", recipe, "--resume=never", *flags])
-
-    def child(
-        self, name: str, argv: Sequence[str], variables: Mapping[str, str] | None = None
-    ) -> Child:
-        return Child(self, name, argv, variables or {})
+        return Child(self, name, ["launch", "run", recipe, "--resume=never", *flags], {})
 
     def figures(
-        self, name: str, argv: Sequence[str], variables: Mapping[str, str] | None = None
+        self, name: str, argv: Sequence[str], variables: Mapping[str, str]
     ) -> dict[str, Any]:
         """Run a child to its end and read the figures in its last line. Raises CheckFailed and
         TimeoutError."""
-        with self.child(name, argv, variables) as child:
+        with Child(self, name, argv, variables) as child:
             child.wait()
         return json.loads(child.log.read_text(encoding="utf-8").splitlines()[-1])
 
@@ -239,7 +233,7 @@ def measured(run: RunDir) -> dict[str, Any]:
             for figure in FIGURES
         }
         for phase, peaks in outcome.phases.items()
-        for planned in [of_phase(plan.phases, phase)]
+        for planned in [getattr(plan.phases, phase, None)]  # not each part is predicted
     }
     return {
         "strategy": asdict(plan.strategy),
@@ -251,11 +245,6 @@ def measured(run: RunDir) -> dict[str, Any]:
         "tokens_per_second": events[-1].tokens / seconds if events and seconds else None,
         "save_seconds": outcome.save_seconds,
     }
-
-
-def of_phase(phases: DevicePhases, name: str) -> Any:
-    """The prediction of a part; None for parts that are not predicted."""
-    return getattr(phases, name) if name in {field.name for field in fields(phases)} else None
 
 
 def device_bytes(run: RunDir) -> list[int | None]:

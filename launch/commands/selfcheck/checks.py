@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from launch.commands.selfcheck.bench import (
     Bench,
     Changes,
     CheckFailed,
+    Child,
     NotAvailable,
     measured,
 )
@@ -27,6 +27,11 @@ from launch.probe import machine as probe_machine
 from launch.schema.machine import NOT_MEASURED
 
 PRECISIONS: dict[str, Changes] = {"bf16": {"bf16": True}, "fp16": {"fp16": True}, "fp32": {}}
+TRAINED: dict[str, Changes] = {
+    "full": {},
+    "lora": {"lora": {"r": 8}},
+    "qlora": {"lora": {"r": 8}, "quantization": {"load_in_4bit": True}},
+}
 _TAKEN_SHARE = 0.6  # share of a run's need that another program leaves free
 POLL_S = 0.1
 COMPILED = "torch.compile"
@@ -49,40 +54,49 @@ def all_checks() -> list[Check]:
     return [*_first(), *_second(), *_third()]
 
 
-def _first() -> Iterator[Check]:
-    yield Check("card", 1, 45, _card)
-    for tuned, precision in itertools.product(("full", "lora", "qlora"), PRECISIONS):
-        yield _training(f"{tuned}, {precision}", 1, _changes(tuned, precision))
-    yield Check("out of memory", 1, 90, _out_of_memory)
+def _first() -> list[Check]:
+    trainings = {
+        f"{tuned}, {precision}": {**weights, "training": training}
+        for tuned, weights in TRAINED.items()
+        for precision, training in PRECISIONS.items()
+    }
+    return [
+        Check("card", 1, 45, _card),
+        *(_training(name, 1, changes) for name, changes in trainings.items()),
+        Check("out of memory", 1, 90, _out_of_memory),
+    ]
 
 
-def _second() -> Iterator[Check]:
-    longer = {"max_steps": 40, "bf16": True}
-    yield _training("40 steps", 2, {"training": longer})
-    yield Check("plain Trainer", 2, 60, _plain_trainer)
-    yield Check("costs of a step", 2, 60, measure_step_costs)
-    yield Check("link", 2, 60, measure_link, cards=2)
-    for mode in ("dual_gpu_nccl", "dual_gpu_gloo", "deepspeed_zero2", "deepspeed_zero3", "fsdp2"):
-        changes = {"training": longer, "launch": {"mode": mode, "num_processes": 2}}
-        yield _training(f"40 steps, {mode}", 2, changes, cards=2)
+def _second() -> list[Check]:
+    longer = {"training": {"max_steps": 40, "bf16": True}}
+    modes = ("dual_gpu_nccl", "dual_gpu_gloo", "deepspeed_zero2", "deepspeed_zero3", "fsdp2")
+    on_two = {mode: {**longer, "launch": {"mode": mode, "num_processes": 2}} for mode in modes}
+    return [
+        _training("40 steps", 2, longer),
+        Check("plain Trainer", 2, 60, _plain_trainer),
+        Check("costs of a step", 2, 60, measure_step_costs),
+        Check("link", 2, 60, measure_link, cards=2),
+        *(_training(f"40 steps, {mode}", 2, on_two[mode], cards=2) for mode in modes),
+    ]
 
 
-def _third() -> Iterator[Check]:
+def _third() -> list[Check]:
     bf16 = {"bf16": True}
     saving = {**bf16, "activation_checkpointing": True}
     compiled = {"training": {**bf16, "torch_compile": True, "max_steps": 10}}
-    yield Check(COMPILED, 3, 90, partial(_compiled, changes=compiled))
-    for name, changes in {
-        "8-bit states": {"training": {**bf16, "optim": "adamw_8bit"}},
-        "paged 8-bit states": {"training": {**bf16, "optim": "paged_adamw_8bit"}},
-        "ZeRO-2, offload": {"training": bf16, "launch": {"mode": "deepspeed_zero2_offload"}},
-        "ZeRO-3, offload": {"training": bf16, "launch": {"mode": "deepspeed_zero3_offload"}},
-        "checkpointing": {"training": saving},
-    }.items():
-        yield _training(name, 3, changes)
     flash = {"shape": SHAPE, "attn_implementation": "flash_attention_2"}
-    check = _training("flash_attn", 3, {"training": bf16, "model": flash})
-    yield replace(check, package="flash_attn")
+    zero2 = {"training": bf16, "launch": {"mode": "deepspeed_zero2_offload"}}
+    zero3 = {"training": bf16, "launch": {"mode": "deepspeed_zero3_offload"}}
+    of_flash = _training("flash_attn", 3, {"training": bf16, "model": flash})
+    return [
+        Check(COMPILED, 3, 90, partial(_compiled, changes=compiled)),
+        _training("8-bit states", 3, {"training": {**bf16, "optim": "adamw_8bit"}}),
+        _training("paged 8-bit states", 3, {"training": {**bf16, "optim": "paged_adamw_8bit"}}),
+        _training("ZeRO-2, offload", 3, zero2),
+        _training("ZeRO-3, offload", 3, zero3),
+        _training("checkpointing", 3, {"training": saving}),
+        replace(of_flash, package="flash_attn"),
+    ]
 
 
 def _training(name: str, part: int, changes: Changes, cards: int = 1) -> Check:
@@ -114,15 +128,6 @@ def keep_context(bench: Bench, card: str, context_bytes: int) -> None:
 
 def _slug(name: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in name)
-
-
-def _changes(tuned: str, precision: str) -> Changes:
-    changes: dict[str, Any] = {"training": PRECISIONS[precision]}
-    if tuned != "full":
-        changes |= {"lora": {"r": 8}}
-    if tuned == "qlora":
-        changes["quantization"] = {"load_in_4bit": True}
-    return changes
 
 
 def _card(bench: Bench) -> dict[str, Any]:
@@ -212,7 +217,7 @@ def _out_of_memory(bench: Bench) -> dict[str, Any]:
     larger = {"per_device_train_batch_size": 4 * BATCH, "bf16": True}
     changes = {"training": larger, "launch": {"max_restarts": 5}}
     with (
-        bench.child("other_program", ["training.children.take_memory"], _one_card()) as other,
+        Child(bench, "other_program", ["training.children.take_memory"], _one_card()) as other,
         bench.begin(name, changes) as run,
     ):
         attempt = begun(bench, run)

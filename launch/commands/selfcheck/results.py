@@ -85,12 +85,13 @@ def _memory(finding: Finding) -> Iterator[tuple[str, str, Sequence[int]]]:
     for phase, figures in finding.figures.get("memory", {}).items():
         for figure, pair in figures.items():
             yield phase.replace("_", " "), figure.removesuffix("_bytes"), pair
-    if card := finding.figures.get("device_bytes"):
-        yield "second step", "whole card", card
-    if host := finding.figures.get("host_peak_bytes"):
-        yield "whole run", "host RAM", host
-    if context := finding.figures.get("context_bytes"):
-        yield "a product", "context", context
+    for key, part, figure in (
+        ("device_bytes", "second step", "whole card"),
+        ("host_peak_bytes", "whole run", "host RAM"),
+        ("context_bytes", "a product", "context"),
+    ):
+        if pair := finding.figures.get(key):
+            yield part, figure, pair
 
 
 def rates(finding: Finding) -> Mapping[str, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from argparse import ArgumentParser, Namespace
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from launch.base.errors import ConfigError, ResourceError
@@ -117,12 +116,8 @@ def _facts(machine: Machine) -> dict[str, str]:
         "architecture": gpu.architecture,
         "driver": gpu.driver,
     }
-    for package in PACKAGES:
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = "not installed"
-    return facts
+    versions = {package: packages.version(package) or "not installed" for package in PACKAGES}
+    return facts | versions
 
 
 def _find(bench: Bench, check: Check, machine: Machine) -> Finding | None:

@@ -168,6 +168,11 @@ def all_jobs(workspace: Workspace) -> dict[str, SubmittedJob]:
     return {name: job for name, job in jobs.items() if job is not None}
 
 
+def _dirs(workspace: Workspace) -> Iterator[JobDir]:
+    """The folders of all_jobs()."""
+    return (JobDir(folder(workspace) / name) for name in all_jobs(workspace))
+
+
 def freeze(
     workspace: Workspace,
     typed: RecipeArguments,
@@ -226,20 +231,15 @@ def of_process(run: Path, pid: int) -> JobDir | None:
     """The job whose start is this process, of the workspace of its run."""
     if len(run.parents) < 3:
         return None
-    workspace = Workspace(run.parents[2])
-    for name in all_jobs(workspace):
-        job_dir = JobDir(folder(workspace) / name)
-        if locks.holder_pid(job_dir.lock_file) == pid:
-            return job_dir
-    return None
+    dirs = _dirs(Workspace(run.parents[2]))
+    return next((each for each in dirs if locks.holder_pid(each.lock_file) == pid), None)
 
 
 def killed(workspace: Workspace) -> list[Path]:
     """The scripts of jobs whose newest start was killed, or ended with the machine."""
-    dirs = [JobDir(folder(workspace) / name) for name in all_jobs(workspace)]
     return [
         job_dir.script
-        for job_dir in dirs
+        for job_dir in _dirs(workspace)
         if not job_dir.runs and (status := job_dir.read_status()) and status.exit_code is None
     ]
 
@@ -270,13 +270,15 @@ def check(job: SubmittedJob, facts: Facts) -> None:
 def forget_old(workspace: Workspace) -> None:
     """Remove all but the newest complete jobs, and code that no job names. A job whose file is
     damaged may name any of it."""
-    complete = []
-    for name, job in all_jobs(workspace).items():
-        status = JobDir(folder(workspace) / name).read_status()
-        if status and status.exit_code == 0 and not job.schedule:
-            complete.append(name)
-    for name in complete[:-_KEPT_COMPLETE]:
-        remove(JobDir(folder(workspace) / name))
+    complete = [
+        JobDir(folder(workspace) / name)
+        for name, job in all_jobs(workspace).items()
+        if not job.schedule
+        and (status := JobDir(folder(workspace) / name).read_status())
+        and status.exit_code == 0
+    ]
+    for job_dir in complete[:-_KEPT_COMPLETE]:
+        remove(job_dir)
     jobs, above = all_jobs(workspace), folder(workspace) / "code"
     if len(jobs) < len([*folder(workspace).glob("*/job.json")]) or above.is_symlink():
         return

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES
@@ -59,13 +60,12 @@ class Request:
 
     def over(self, other: Request) -> Request:
         """The larger of each need, for jobs of one array."""
-        host, seconds = None, None  # what is not predicted of one is not of both
-        if self.host_bytes is not None and other.host_bytes is not None:
-            host = max(self.host_bytes, other.host_bytes)
-        if self.seconds is not None and other.seconds is not None:
-            seconds = max(self.seconds, other.seconds)
         return Request(
-            host, max(self.gpus, other.gpus), max(self.cpus, other.cpus), seconds, self.nodes
+            _larger(self.host_bytes, other.host_bytes),
+            max(self.gpus, other.gpus),
+            max(self.cpus, other.cpus),
+            _larger(self.seconds, other.seconds),
+            self.nodes,
         )
 
     def options(self) -> list[str]:
@@ -78,6 +78,11 @@ class Request:
         if self.seconds is not None:
             asked.append(f"--time={_time(self.seconds)}")
         return asked
+
+
+def _larger(*needs: Any) -> Any:
+    """The larger of two needs; None where one of them is not predicted."""
+    return None if None in needs else max(needs)
 
 
 @dataclass(frozen=True)
