@@ -248,10 +248,8 @@ def _row_count(path: Path) -> int | None:
 
 def _explicit(data: DataSection, origin: Origin) -> tuple[Kind, dict[str, str]] | None:
     """The columns the recipe names, if it names any."""
-    columns: dict[str, str] = {}
-    for role in _KIND_OF_ROLE:
-        if (column := getattr(data, f"{role}_column")) is not None:
-            columns[role] = column
+    named = {role: getattr(data, f"{role}_column") for role in _KIND_OF_ROLE}
+    columns = {role: column for role, column in named.items() if column is not None}
     for role, missing in (("prompt", "response"), ("response", "prompt")):
         if role in columns and missing not in columns:
             raise ConfigError(

@@ -103,8 +103,8 @@ def read_rows(
 ) -> Rows:
     """(place, columns) of the rows of a slice. Of a table, `at_once` rows are in memory at a time,
     and only the columns of `choice` are read."""
-    for _, place, row in _numbered_rows(of, file_type, bad, choice, at_once):
-        yield place, row
+    numbered = _numbered_rows(of, file_type, bad, choice, at_once)
+    return ((place, row) for _, place, row in numbered)
 
 
 def _numbered_rows(

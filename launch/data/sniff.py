@@ -195,8 +195,6 @@ def _arrow_kind(arrow_type: Any) -> str:
     from pyarrow import types
 
     def is_text(candidate: Any) -> bool:
-        if candidate is None:
-            return False
         if types.is_dictionary(candidate):
             candidate = candidate.value_type
         return (
@@ -219,7 +217,7 @@ def _arrow_kind(arrow_type: Any) -> str:
         parts = {part.name: part.type for part in arrow_type.value_type}
         for speaker, content in (OPENAI, SHAREGPT):
             content_type = parts.get(content, pa.null() if "tool_calls" in parts else pa.int8())
-            if is_text(parts.get(speaker)) and (
+            if is_text(parts.get(speaker, pa.null())) and (
                 is_text(content_type) or types.is_null(content_type) or is_list(content_type)
             ):
                 return "messages"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from launch.base.errors import DataError
@@ -22,7 +23,7 @@ def conversations(rows: Rows, columns: Mapping[str, str], refuse: Refuse) -> Ite
     first = next(turns, None)
     if first is None:
         return
-    every = _with_first(first, turns)
+    every = chain([first], turns)
     yield from _threads(every, refuse) if first.is_of_tree else _pairs(every, refuse)
 
 
@@ -36,11 +37,6 @@ class _Turn:
     @property
     def is_of_tree(self) -> bool:
         return self.number is not None or self.parent is not None
-
-
-def _with_first(first: _Turn, turns: Iterator[_Turn]) -> Iterator[_Turn]:
-    yield first
-    yield from turns
 
 
 def _turns(rows: Rows, columns: Mapping[str, str], refuse: Refuse) -> Iterator[_Turn]:

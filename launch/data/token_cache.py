@@ -134,17 +134,15 @@ def _columns(data_format: DataFormat) -> list[Any]:
 
 
 def _changes_of_tokenizer(recipe: Recipe) -> dict[str, Any]:
-    section, changes = recipe.tokenizer, {}
-    if section.loading:
-        changes["loading"] = section.loading
-    if section.chat_template:
-        text = chat_templates.read(section.chat_template)
-        changes["chat_template"] = hashlib.sha256(text.encode()).hexdigest()
-    if section.add_tokens:
-        changes["add_tokens"] = list(section.add_tokens)
-    if section.src_lang or section.tgt_lang:
-        changes["languages"] = [section.src_lang, section.tgt_lang]
-    return changes
+    section, named = recipe.tokenizer, recipe.tokenizer.chat_template
+    languages = [section.src_lang, section.tgt_lang]
+    changes = {
+        "loading": section.loading,
+        "chat_template": named and hashlib.sha256(chat_templates.read(named).encode()).hexdigest(),
+        "add_tokens": list(section.add_tokens),
+        "languages": languages if any(languages) else [],
+    }
+    return {key: value for key, value in changes.items() if value}
 
 
 def token_files(folder: Path, part: str) -> list[Path]:

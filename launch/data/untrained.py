@@ -110,11 +110,11 @@ def refusal(names: Sequence[str], messages: str | None = None, hint: str | None 
         (COLUMNS, "") if messages is None else (KEYS, f" of a message in column {messages!r}")
     )
     kind = "column" if messages is None else "key"
-    names_by_reason: dict[str, list[str]] = {}
-    for name in names:
-        names_by_reason.setdefault(reason_of[_plain(name)], []).append(f"{kind} {name!r}")
+    reasons = {name: reason_of[_plain(name)] for name in names}
     content = "; ".join(
-        f"{', '.join(listed)}{of_message} {reason}" for reason, listed in names_by_reason.items()
+        ", ".join(f"{kind} {name!r}" for name in names if reasons[name] == reason)
+        + f"{of_message} {reason}"
+        for reason in dict.fromkeys(reasons.values())
     )
     if hint is None:
         hint = f"To train on the rest of each row, add {flag('ignore_columns', names)}"

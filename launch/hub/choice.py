@@ -68,7 +68,7 @@ def of_data(
             f" hf:{name.repo}/{there[0] if there else 'CONFIG:SPLIT'}; of other files"
             f" huggingface.co may have made parquet: hf:{name.repo}@{PARQUET}"
         )
-    files = _of_one_type(dict.fromkeys(splits[config][name.split]))
+    files = _of_one_type(splits[config][name.split])
     card_file = {".README.md": "README.md"} if "README.md" in paths else {}
     return config, _local(files, is_flat=True) | card_file
 
@@ -88,7 +88,7 @@ def _described(paths: Sequence[str], card: Mapping[str, Any]) -> list[tuple[str,
         for config in card["configs"]:
             inside = f"{config['data_dir'].strip('/')}/" if config.get("data_dir") else ""
             within = [path for path in paths if path.startswith(inside)]
-            name, patterns = str(config["config_name"]), _patterns(config.get("data_files"))
+            name, patterns = str(config["config_name"]), [*_patterns(config.get("data_files"))]
             if not patterns:
                 described += [(name, split, path) for _, split, path in _by_names(within)]
             for split, pattern in patterns:
@@ -98,16 +98,14 @@ def _described(paths: Sequence[str], card: Mapping[str, Any]) -> list[tuple[str,
     return described
 
 
-def _patterns(data_files: Any) -> list[tuple[str, str]]:
-    """(split, pattern) of each entry of a configuration's `data_files`."""
+def _patterns(data_files: Any) -> Iterator[tuple[str, str]]:
+    """Yield (split, pattern) of each entry of a configuration's `data_files`."""
     entries = data_files if isinstance(data_files, list) else [data_files] if data_files else []
-    patterns = []
     for entry in entries:
         split, named = (
             ("train", entry) if isinstance(entry, str) else (str(entry["split"]), entry["path"])
         )
-        patterns += [(split, path) for path in ([named] if isinstance(named, str) else named)]
-    return patterns
+        yield from ((split, path) for path in ([named] if isinstance(named, str) else named))
 
 
 def _by_names(paths: Sequence[str]) -> Iterator[tuple[str, str, str]]:
@@ -132,11 +130,9 @@ def _default(configs: list[str], card: Mapping[str, Any]) -> list[str]:
 
 def _of_one_type(paths: Iterable[str]) -> list[str]:
     """The files of the first type in SUFFIXES that is there: others hold the same rows."""
-    types = list(dict.fromkeys(SUFFIXES.values()))
-    by_type: dict[int, list[str]] = {}
-    for path in paths:
-        by_type.setdefault(types.index(SUFFIXES[suffix(Path(path))]), []).append(path)
-    return by_type[min(by_type)]
+    types = {path: SUFFIXES[suffix(Path(path))] for path in paths}
+    first = min(types.values(), key=[*SUFFIXES.values()].index)
+    return [path for path in types if types[path] == first]
 
 
 def _local(paths: Iterable[str], is_flat: bool = False) -> dict[str, str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import time
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -90,14 +89,9 @@ def copies() -> dict[str, float]:
 
 
 def rate(target: torch.Tensor, source: torch.Tensor) -> float:
-    seconds: list[float] = []
-    for _ in range(COPIES):
-        torch.cuda.synchronize()
-        began = time.monotonic()
-        target.copy_(source)
-        torch.cuda.synchronize()
-        seconds.append(time.monotonic() - began)
-    return _COPY_BYTES / min(seconds)
+    device = torch.device("cuda", 0)
+    best = min(link.timed(lambda: target.copy_(source), device) for _ in range(COPIES))
+    return _COPY_BYTES / best
 
 
 if __name__ == "__main__":

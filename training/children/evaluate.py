@@ -168,6 +168,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    folder, device, precision, free_bytes, *fuses = sys.argv[1:]
+    folder, device, free_bytes, precision, *fuses = sys.argv[1:]
     work = (Path(folder), torch.device(device), precision, int(free_bytes), bool(fuses))
     sys.exit(processes.child_main(_evaluate, *work))

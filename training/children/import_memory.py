@@ -77,12 +77,11 @@ def _context(free_before: dict[str, tuple[str, int]]) -> dict[str, Any]:
     not known. What other programs take or give back meanwhile is in it."""
     import torch
 
-    context_bytes, name = 0, ""
-    if free_before:
-        uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-        if uuid in free_before:
-            name, free = free_before[uuid]
-            context_bytes = free - _free_bytes()[uuid][1] - torch.cuda.memory_reserved(0)
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}" if free_before else ""
+    if uuid not in free_before:
+        return {"context_bytes": 0, "context_card": ""}
+    name, free = free_before[uuid]
+    context_bytes = free - _free_bytes()[uuid][1] - torch.cuda.memory_reserved(0)
     return {"context_bytes": max(context_bytes, 0), "context_card": name}
 
 
