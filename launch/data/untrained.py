@@ -110,11 +110,11 @@ def refusal(names: Sequence[str], messages: str | None = None, hint: str | None 
         (COLUMNS, "") if messages is None else (KEYS, f" of a message in column {messages!r}")
     )
     kind = "column" if messages is None else "key"
-    reasons = {name: reason_of[_plain(name)] for name in names}
+    by_name = {name: reason_of[_plain(name)] for name in names}
     content = "; ".join(
-        ", ".join(f"{kind} {name!r}" for name in names if reasons[name] == reason)
+        ", ".join(f"{kind} {name!r}" for name in names if by_name[name] == reason)
         + f"{of_message} {reason}"
-        for reason in dict.fromkeys(reasons.values())
+        for reason in dict.fromkeys(by_name.values())
     )
     if hint is None:
         hint = f"To train on the rest of each row, add {flag('ignore_columns', names)}"

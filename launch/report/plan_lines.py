@@ -245,8 +245,10 @@ def change_facts(changes: Sequence[Change]) -> Iterator[Fact]:
 
 def by_reason(changes: Sequence[Change]) -> list[tuple[str, list[Change]]]:
     """The changes of each reason."""
-    reasons = dict.fromkeys(change.reason for change in changes)
-    return [(reason, [each for each in changes if each.reason == reason]) for reason in reasons]
+    return [
+        (reason, [change for change in changes if change.reason == reason])
+        for reason in dict.fromkeys(change.reason for change in changes)
+    ]
 
 
 def _rows_of_line(plan: Plan) -> str:
