@@ -110,12 +110,11 @@ def scores(work: Work) -> dict[str, Any]:
             *(lambda: None, work.rows_at_once),
             lambda text, right: overlaps.append(evaluate.rouge_l(text, right)),
         )
-    rouge_l = sum(overlaps) / len(overlaps)
     return {
         "questions": len(pairs),
         "exact_match": shares["exact_match"],
         "bleu": 100 * shares["bleu"],
-        "rouge_l": 100 * rouge_l,
+        "rouge_l": 100 * sum(overlaps) / len(overlaps),
     }
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from launch.base import files, modules, processes
-from launch.base.errors import LaunchError, ResourceError
-from launch.base.text import cause, shown
+from launch.base.errors import LaunchError
+from launch.base.text import shown
 from launch.base.workspace import Workspace
 from launch.data import sources, token_cache
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.row_choice import Part
 from launch.data.rows import UNLIMITED, BadRows
 from launch.run_folder.layout import RunDir
-from launch.schema.result import ExpectedAnswers, Prompt
+from launch.schema.result import ExpectedAnswers, FinishedModel, Prompt
 
 _NUM_PROMPTS, _NEW_TOKENS = 20, 32
 NUM_ROWS, _NUM_STRINGS = 10_000, 10_000  # whose ids are compared
@@ -138,26 +138,18 @@ def load(folder: Path) -> _Reference:
     """Load a model in float32. Raises ResourceError."""
     with modules.uncollected():
         import torch
-        from transformers import AutoModelForCausalLM
 
         from training.data import tokenizer as tokenizers
         from training.data.chat.loss_spans import ConversationRenderer
+        from training.model import finished
     tokenizer: Any = tokenizers.load(folder)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ResourceError(f"{folder}: cannot be loaded ({cause(error)})") from error
+    source = FinishedModel(folder, folder, folder, "float32", None)
+    model = finished.load(source, tokenizer, torch.device("cpu"))
     renderer = ConversationRenderer(tokenizer)
     listed: Any = model.generation_config.eos_token_id
     listed = listed if isinstance(listed, list) else [listed]
     ends = {tokenizer.eos_token_id, *renderer.end_ids, *listed} - {None}
-    return _Reference(model.eval(), tokenizer, renderer, frozenset(ends))
+    return _Reference(model, tokenizer, renderer, frozenset(ends))
 
 
 def expected(folder: Path, run: Path | None, file: Path | None) -> ExpectedAnswers:
@@ -173,8 +165,8 @@ def expected(folder: Path, run: Path | None, file: Path | None) -> ExpectedAnswe
     if not samples_asked:
         samples_asked, origin = [*map(_question, QUESTIONS)], "built-in questions"
     prompts = tuple(map(reference.prompt, samples_asked))
-    rows = [text_of(sample)[:MOST_CHARACTERS] for sample in trained]
-    rows += [prompt.text for prompt in prompts]
+    of_training = (text_of(sample)[:MOST_CHARACTERS] for sample in trained)
+    rows = [*of_training, *(prompt.text for prompt in prompts)]
     texts = [*rows, *strings(rows)]
     all_ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
     ends = sorted(reference.ends)

@@ -91,11 +91,15 @@ def _harness(model: FinishedModel, tasks: str) -> list[str]:
         raise ResourceError(
             f"--tasks: lm-evaluation-harness is not installed here; type {_INSTALL}"
         )
-    described = [f"pretrained={model.base},tokenizer={model.tokenizer},dtype={model.dtype}"]
-    described += [f"peft={model.folder}"] * model.is_adapter
-    described += ["load_in_4bit=True"] * (model.quantization is not None)
-    command = [program] if program else [sys.executable, "-m", "lm_eval"]
-    command += ["--model", "hf", "--model_args", ",".join(described), "--tasks", tasks]
+    described = [
+        f"pretrained={model.base},tokenizer={model.tokenizer},dtype={model.dtype}",
+        *[f"peft={model.folder}"] * model.is_adapter,
+        *["load_in_4bit=True"] * (model.quantization is not None),
+    ]
+    command = [
+        *([program] if program else [sys.executable, "-m", "lm_eval"]),
+        *("--model", "hf", "--model_args", ",".join(described), "--tasks", tasks),
+    ]
     print(shown(shlex.join(command)), file=sys.stderr)
     return command
 

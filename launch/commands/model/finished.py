@@ -35,9 +35,8 @@ def find(source: Path) -> FinishedModel:
         base = merge.base_of(folder)
         model_config.check_adapter(folder)
     model_config.check_folder(base)
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    tokenizer = folder if (folder / "tokenizer_config.json").is_file() else base
     dtype = _dtype(base)
-    tokenizer = folder if has_tokenizer else base
     return FinishedModel(folder, base, tokenizer, dtype, _quantization(folder, base, dtype))
 
 

@@ -70,9 +70,13 @@ def source_folder(source: Path) -> Path:
 
 def write_readme(adapter: Path, base: Path, folder: Path, out: Path) -> None:
     """Write the README.md of a merged model into `folder`, whose name is `out` in the end."""
-    figures = "the logits of a row, with those of the adapter on its base"
-    ask = f"python scripts/chat.py {from_here(out)}"
-    text = converted.readme(out.name, adapter, str(base), figures, ask)
+    text = converted.readme(
+        out.name,
+        adapter,
+        str(base),
+        figures="the logits of a row, with those of the adapter on its base",
+        ask=f"python scripts/chat.py {from_here(out)}",
+    )
     files.write_atomic(folder / "README.md", text)
 
 

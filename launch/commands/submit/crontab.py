@@ -51,13 +51,11 @@ def add(workspace: Path, name: str, times: str, script: Path, output: Path) -> b
     return True
 
 
-def remove(workspace: Path, name: str) -> bool:
-    """Remove the line of a job; False if there is none."""
-    if not is_there(workspace, name):
-        return False
-    with _changing() as lines:
-        lines[:] = [each for each in lines if not each.endswith(_mark(workspace, name))]
-    return True
+def remove(workspace: Path, name: str) -> None:
+    """Remove the line of a job, if there is one."""
+    if is_there(workspace, name):
+        with _changing() as lines:
+            lines[:] = [each for each in lines if not each.endswith(_mark(workspace, name))]
 
 
 def is_there(workspace: Path, name: str) -> bool:
