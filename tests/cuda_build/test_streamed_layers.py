@@ -183,7 +183,7 @@ def test_memory_that_the_host_does_not_lock_is_named_and_planned_without(one_car
         ("folder", "single_gpu"),
         ("4 bits", "single_gpu"),
         ("4 bits", "dual_gpu_nccl"),
-        ("packed", "single_gpu"),
+        ("packed", "dual_gpu_nccl"),
         ("shape", "dual_gpu_nccl"),
     ],
 )
