@@ -117,9 +117,7 @@ def complete_lines(path: Path) -> Iterator[bytes]:
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line
+        yield from (line for line in file if line.endswith(b"\n"))
 
 
 def read(path: Path, noun: type[Noun]) -> Noun | None:

@@ -311,9 +311,11 @@ def pages(pid: int | None = None) -> Pages:
     sizes = _sizes(folder / "smaps_rollup")
     shared_memory = _sizes(folder / "status")["RssShmem"]
     unlike_files = sizes["Anonymous"] + shared_memory
-    anonymous_bytes = min(sizes["Pss"], unlike_files)  # before Linux 5.3
-    if "Pss_Anon" in sizes:
-        anonymous_bytes = sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+    anonymous_bytes = (
+        sizes["Pss_Anon"] + sizes["Pss_Shmem"]
+        if "Pss_Anon" in sizes
+        else min(sizes["Pss"], unlike_files)  # before Linux 5.3
+    )
     mappings = _MAPPED_FILE.findall((folder / "smaps").read_bytes())
     libraries = {path for is_code, path, *_ in mappings if is_code == b"x"}
     clean = [(path, int(resident) - int(copied)) for _, path, resident, copied in mappings]

@@ -110,12 +110,12 @@ def look_up(gpu: Gpu) -> Architecture:
 
 def environment(gpus: Sequence[Gpu], is_packed: bool) -> dict[str, str]:
     """The variables with which ranks on these cards get PyTorch's own fused attention."""
-    variables: dict[str, str] = {}
-    if any(look_up(gpu).attention == "experimental" for gpu in gpus):
-        variables[ALLOW_EXPERIMENTAL] = "1"
-    if any(gpu.architecture in PREFER_CUDNN for gpu in gpus) and cudnn_is_last(is_packed, {}):
-        variables[CUDNN_LAST] = "1"
-    return variables
+    prefer_cudnn = any(gpu.architecture in PREFER_CUDNN for gpu in gpus)
+    needed = {
+        ALLOW_EXPERIMENTAL: any(look_up(gpu).attention == "experimental" for gpu in gpus),
+        CUDNN_LAST: prefer_cudnn and cudnn_is_last(is_packed, {}),
+    }
+    return {variable: "1" for variable, is_needed in needed.items() if is_needed}
 
 
 def expands_segments(gpus: Sequence[Gpu], kernel: str) -> bool:

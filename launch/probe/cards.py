@@ -170,9 +170,8 @@ def by_words(text: str, where: str = "--gpu") -> Card:
     spellings = [parts(text), parts(MEMORY.sub(" ", text.lower()))]
     for ignored in (_MAKERS, _MAKERS | _SERIES, _MAKERS | _SERIES | _BUS):
         for written in spellings:
-            plain = tuple(part for part in written if part not in ignored)
-            plain = also.get(plain, plain)
-            joined = "".join(plain)  # RTX4090 as RTX 4090
+            plain = _without(written, ignored)
+            joined = "".join(also.get(plain, plain))  # RTX4090 as RTX 4090
             rows = [
                 row for row in table() if "".join(_without(row.parts, ignored - _BUS)) == joined
             ]

@@ -113,10 +113,7 @@ def _cards(where: str, values: Mapping[str, Any], missing: list[str]) -> list[di
         if not isinstance(values["gpu"], str):
             raise ConfigError(f"{where}: gpu is {values['gpu']!r}; expected the name of a card")
         listed = [{"name": values["gpu"], "index": index} for index in range(listed)]
-    if listed is None:
-        missing.append("gpu")
-        return []
-    if isinstance(listed, int):
+    if listed is None or isinstance(listed, int):
         missing.append("gpu")
         return []
     if not isinstance(listed, list):
@@ -176,12 +173,13 @@ def _assumed(
     values: Mapping[str, Any], parts: list[dict[str, Any]], facts: Mapping[str, Any]
 ) -> str:
     """The assumptions in place of missing keys, as a line of the plan; "" if there are none."""
-    lines = []
     listed = values.get("gpus")
-    if not isinstance(listed, list) or any("free_gib" not in card for card in listed):
-        lines += ["all of each card's memory is free"] if parts else []
-    if not isinstance(listed, list) or any("driver" not in card for card in listed):
-        lines += ["driver not known"] if parts else []
+    of_cards = {"free_gib": "all of each card's memory is free", "driver": "driver not known"}
+    lines = [
+        text
+        for key, text in of_cards.items()
+        if parts and not (isinstance(listed, list) and all(key in card for card in listed))
+    ]
     texts = {
         "host_available_gib": "all of the RAM is free",
         "cpu_count": f"{facts['cpu_count']} CPUs",

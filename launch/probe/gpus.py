@@ -192,10 +192,11 @@ def visible(listed: _Listed, value: str) -> tuple[_Listed, str]:
     """
     chosen: _Listed = []
     for entry in (text.strip() for text in value.split(",")):
-        if entry.isdigit():
-            matches = listed[int(entry) : int(entry) + 1]
-        else:
-            matches = [pair for pair in listed if entry and pair[0].startswith(entry)]
+        matches = (
+            listed[int(entry) : int(entry) + 1]
+            if entry.isdigit()
+            else [pair for pair in listed if entry and pair[0].startswith(entry)]
+        )
         if len(matches) != 1 or matches[0] in chosen:
             ends = f", the list ends at {entry}: no such GPU, or named before" if entry else ""
             return chosen, f"leaves {len(chosen)} of {len(listed)}{ends}"
@@ -258,10 +259,9 @@ def _nvidia() -> _Nvidia:
         obstacles.append(_trouble("NVML cannot be asked", error))
     finally:
         pynvml.nvmlShutdown()
-    if cuda_driver == _NO_LIBCUDA:
-        reason = "; ".join([f"NVML lists {len(listed)}", *problems, _NO_LIBCUDA])
-        return _Nvidia([], reason, (f"{_NO_LIBCUDA}; {_COMPUTE_FIX}",))
     reason = "; ".join([f"NVML lists {len(listed)}", *problems])
+    if cuda_driver == _NO_LIBCUDA:
+        return _Nvidia([], f"{reason}; {_NO_LIBCUDA}", (f"{_NO_LIBCUDA}; {_COMPUTE_FIX}",))
     return _Nvidia(listed, reason, tuple(obstacles), cuda_driver, frozenset(divided))
 
 
@@ -457,9 +457,11 @@ def _amd_smi_gpus(
     for index, row in static.items():
         asic, usage = _part(row, "asic"), _part(metric.get(index, {}), "mem_usage")
         total, used = (_part(usage, key).get("value") for key in ("total_vram", "used_vram"))
-        sizes = (0, 0)
-        if isinstance(total, int) and isinstance(used, int):  # "N/A" otherwise
-            sizes = total << 20, (total - used) << 20  # its MB are MiB
+        sizes = (
+            (total << 20, (total - used) << 20)  # its MB are MiB
+            if isinstance(total, int) and isinstance(used, int)  # "N/A" otherwise
+            else (0, 0)
+        )
         name = _first(asic, "market_name") or f"GPU {index}"
         gfx, driver = (
             _first(asic, "target_graphics_version"),

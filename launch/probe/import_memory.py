@@ -41,9 +41,7 @@ _OLDEST_FLASH_ATTN = (2, 3, 3)  # the oldest version that transformers accepts
 def measured_or_assumed(cache: Path, device: Device) -> Imports:
     """The figures that were measured earlier, else the constants. Starts no process."""
     measured = files.read_or_none(figures_file(cache, device), Imports)
-    if measured:
-        return measured
-    return ASSUMED_CUDA if device == "cuda" else ASSUMED
+    return measured or (ASSUMED_CUDA if device == "cuda" else ASSUMED)
 
 
 def measure(cache: Path, device: Device, forget: bool = False) -> Imports:

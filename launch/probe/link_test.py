@@ -238,11 +238,13 @@ class _Search:
 
 def _required(machine: Machine) -> Env:
     """The variables that accelerate requires for these cards with any backend."""
-    for gpu in machine.gpus:
-        driver = numbers(gpu.driver)
-        if gpu.vendor == "nvidia" and "RTX 40" in gpu.name and driver and driver < _RTX_40XX_DRIVER:
-            return link_causes.NO_P2P_NO_IB
-    return {}
+    drivers = (
+        numbers(gpu.driver)
+        for gpu in machine.gpus
+        if gpu.vendor == "nvidia" and "RTX 40" in gpu.name
+    )
+    is_old = any(driver and driver < _RTX_40XX_DRIVER for driver in drivers)
+    return link_causes.NO_P2P_NO_IB if is_old else {}
 
 
 def _result(output: str, backend: str) -> dict[str, Any] | None:

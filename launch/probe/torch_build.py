@@ -182,17 +182,20 @@ def _nvidia_trouble(build: TorchBuild, gpu: Gpu, cuda_driver: str) -> str:
             f" {built[0]}.x{driver_note}"
         )
     is_new = not driver or driver >= built
-    if build.architectures and not serves(build.architectures, gpu, is_new):
-        return f"it has kernels for {' '.join(build.architectures)}"
-    return ""
+    return _lacking_kernels(build, serves(build.architectures, gpu, is_new))
 
 
 def _amd_trouble(build: TorchBuild, gpu: Gpu, environ: Mapping[str, str]) -> str:
     if not build.hip:
         return f"it is a build for {'NVIDIA cards' if build.cuda else 'CPUs'}"
-    if build.architectures and not serves(build.architectures, gpu) and not environ.get(_OVERRIDE):
-        return f"it has kernels for {' '.join(build.architectures)}"
-    return ""
+    is_served = bool(environ.get(_OVERRIDE)) or serves(build.architectures, gpu)
+    return _lacking_kernels(build, is_served)
+
+
+def _lacking_kernels(build: TorchBuild, is_served: bool) -> str:
+    """The trouble of a card that the kernels of a build, where they are known, do not serve."""
+    names = "" if is_served else " ".join(build.architectures)
+    return f"it has kernels for {names}" if names else ""
 
 
 def _fix(build: TorchBuild, gpus: Sequence[Gpu], gpu: Gpu, cuda_driver: str) -> str:

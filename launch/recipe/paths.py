@@ -126,9 +126,13 @@ def absolute_override(override: str) -> str:
     key, equals, value = override.partition("=")
     dotted = key.lstrip("-").replace("-", "_")
     is_list = value.startswith("[")
-    if not equals or dotted not in PATH_KEYS or value in ("", "null", "~") or value[0] == "{":
-        return override
-    if is_list and dotted != "data.train_file":
+    if (
+        not equals
+        or dotted not in PATH_KEYS
+        or value in ("", "null", "~")
+        or value[0] == "{"
+        or (is_list and dotted != "data.train_file")
+    ):
         return override
     typed = getattr(override, "typed", "") or override
     if is_list:
