@@ -94,9 +94,11 @@ def check(text: str, source: object) -> None:
             optimized=False, extensions=[Generation, "jinja2.ext.loopcontrols"]
         ).compile(text)
     except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError, MemoryError) as error:
-        reason = f"{type(error).__name__}: {error}"  # Python's compiler refuses deep nesting
-        if isinstance(error, jinja2.TemplateSyntaxError):
-            reason = f"line {error.lineno}: {error.message}"
+        reason = (
+            f"line {error.lineno}: {error.message}"
+            if isinstance(error, jinja2.TemplateSyntaxError)
+            else f"{type(error).__name__}: {error}"  # Python's compiler refuses deep nesting
+        )
         raise DataError(
             f"{source}: {reason}; this chat template cannot be read: mend it, or name another with"
             " --tokenizer.chat_template=FILE|NAME"

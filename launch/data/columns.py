@@ -70,8 +70,7 @@ def detect(
     not read. Raises DataError (a file cannot be used) and ConfigError (half a pair of columns).
     """
     # the rows that validation_size holds out are not known yet
-    num_parts = 1 if data.validation_size is None else 2
-    bad = BadRows(data.max_bad_rows, num_parts)
+    bad = BadRows(data.max_bad_rows, num_parts=1 if data.validation_size is None else 2)
     reading = _Reading(base, facts or FileFacts(), unread_keys, bad)
     data_format = (
         _of_sources(data, reading) if data.is_mixed else _of_files(data, reading, Origin())
@@ -364,9 +363,11 @@ def _chosen(
         kind, columns = explicit
         for role, column in columns.items():
             if column not in file.columns:
-                hint = "".join(f"; nearest: {near}" for near in nearest(column, file.columns))
-                if origin.is_source and not origin.names_columns:
-                    hint = f"; {column_advice.likely(file, origin)}"
+                hint = (
+                    f"; {column_advice.likely(file, origin)}"
+                    if origin.is_source and not origin.names_columns
+                    else "".join(f"; nearest: {near}" for near in nearest(column, file.columns))
+                )
                 raise DataError(
                     f"{file.path}: has no column {column!r} ({origin.key_of(role)}); found columns"
                     f" {_listed(file)}{hint}"
@@ -432,10 +433,8 @@ def _check_same(
 ) -> None:
     """One format reads all files, so they must agree; only a context may be absent from JSON
     rows."""
-    apart = ""
-    if origin.train_file:
-        flag = untrained.flag("train_file", [origin.train_file])
-        apart = f", or read each in its own format, with {flag}"
+    flag = untrained.flag("train_file", [origin.train_file])
+    apart = f", or read each in its own format, with {flag}" if origin.train_file else ""
     named = f"{path} ({origin.key})" if origin.expected else str(path)
     if training.file_type != other.file_type:
         raise DataError(

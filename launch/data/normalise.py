@@ -72,10 +72,11 @@ class RowReader:
         columns = self.columns
         if self.kind == "text":
             return text(row, columns["text"])
-        if self.kind == "messages":
-            messages = self._messages(row.get(columns["messages"]), columns["messages"])
-        else:
-            messages = self._prompt(row) + self._response(row)
+        messages = (
+            self._messages(row.get(columns["messages"]), columns["messages"])
+            if self.kind == "messages"
+            else self._prompt(row) + self._response(row)
+        )
         if self._optional_names.isdisjoint(row):
             return _with_tools(messages)
         if (named := self._optional(row, "history")) is not None:
@@ -89,8 +90,7 @@ class RowReader:
 
     def _optional(self, row: dict[str, Any], part: str) -> tuple[Any, str] | None:
         """(value, column) of an optional column that has content."""
-        names = self.optional.get(part, ())
-        names = [name for name in names if not is_empty(row.get(name))]
+        names = [name for name in self.optional.get(part, ()) if not is_empty(row.get(name))]
         if len(names) > 1:
             raise DataError(
                 f"columns {', '.join(map(repr, names))} both have content, but a row has one"

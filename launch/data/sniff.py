@@ -184,10 +184,11 @@ def table(path: Path, file_type: FileType) -> tuple[int, dict[str, str]]:
         raise DataError(
             f"{path}: is cut, damaged or no {file_type} file ({reason}); write or copy it again"
         ) from error
-    columns: dict[str, str] = {}
-    for name, kind in fields:
-        columns[name] = "two columns of this name" if name in columns else _arrow_kind(kind)
-    return num_rows, columns
+    counts = Counter(name for name, _ in fields)
+    return num_rows, {
+        name: "two columns of this name" if counts[name] > 1 else _arrow_kind(kind)
+        for name, kind in fields
+    }
 
 
 def _arrow_kind(arrow_type: Any) -> str:

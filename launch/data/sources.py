@@ -174,7 +174,9 @@ def trained_and_held_out(data: DataSection) -> list[str]:
 
 def format_of(data: DataSection, data_format: DataFormat, file: Path) -> DataFormat:
     """The format in which a file of the data is read."""
-    for index, source in enumerate(data.sources):
-        if file in shards.list_shards(Path(source.path)):
-            return data_format.of_source(index)
-    return data_format
+    formats = (
+        data_format.of_source(index)
+        for index, source in enumerate(data.sources)
+        if file in shards.list_shards(Path(source.path))
+    )
+    return next(formats, data_format)

@@ -18,8 +18,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from launch.base import environment
+from launch.base import environment, files
 from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError
+from launch.base.files import Noun
 from launch.base.processes import die_with_launcher
 from launch.base.text import shown
 from launch.base.workspace import CODE
@@ -106,9 +107,11 @@ class WorkerEnded(Exception):
     """The child has ended, or gave no answer in time. Its text is the last line that it wrote."""
 
     def __init__(self, stderr: str, code: int = 0) -> None:
-        lines = stderr.strip().splitlines()
-        if code < 0:  # it could not say why: its last line is of something else
-            lines = [f"the child with torch was ended by {signal.Signals(-code).name}"]
+        lines = (
+            [f"the child with torch was ended by {signal.Signals(-code).name}"]
+            if code < 0  # it could not say why: its last line is of something else
+            else stderr.strip().splitlines()
+        )
         super().__init__(lines[-1] if lines else f"the child with torch ended with {code}")
         self.stderr, self.code = stderr, code
 
@@ -148,6 +151,16 @@ class Worker:
                 f"the process that {task} was ended by {signal.Signals(-ended.code).name}, see"
                 " above: it took all memory, or a file that it reads is damaged"
             ) from None
+
+    def kept_reply(self, file: Path, noun: type[Noun], request: Request, task: str) -> Noun:
+        """The reply that an earlier start kept in `file` of the cache, else a new one, which is
+        kept there. Raises as reply() does."""
+        if (stored := files.read_or_none(file, noun)) is not None:
+            return stored
+        reply = self.reply(request, task)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        files.write_atomic(file, reply.decode())
+        return files.adapter(noun).validate_json(reply)
 
     def ask(self, request: Request, timeout_s: float | None = None) -> bytes:
         """The JSON that answers a request. Raises LaunchError as the child does, and

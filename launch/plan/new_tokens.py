@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from launch.base import files
 from launch.base.errors import ConfigError
 from launch.base.workspace import FILES
 from launch.data import chat_templates, token_cache
@@ -161,10 +158,5 @@ def _of_folder(folder: Path, section: TokenizerSection, cache: Path) -> NewToken
     identity = [token_cache.folder_fingerprint(folder), tokens]
     name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
     file = cache / "new_tokens" / f"{name}.json"
-    if (stored := files.read_or_none(file, NewTokens)) is not None:
-        return stored
     request = AddTokens(folder, section.chat_template, tuple(tokens))
-    reply = WORKER.reply(request, f"loads the tokenizer of {folder}")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomic(file, reply.decode())
-    return TypeAdapter(NewTokens).validate_json(reply)
+    return WORKER.kept_reply(file, NewTokens, request, f"loads the tokenizer of {folder}")

@@ -16,8 +16,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from launch.base import files
 from launch.base.errors import ConfigError
 from launch.base.workspace import FILES
@@ -82,14 +80,9 @@ def read(config: Mapping[str, Any], file: Path, cache: Path) -> tuple[Shapes, Mo
     text = json.dumps(dict(config), sort_keys=True)
     identity = f"{version('transformers')} {find_spec('bitsandbytes') is not None} {_FORM} {text}"
     stored = cache / "model_parts" / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
-    parts = files.read_or_none(stored, ModelParts)
-    if parts is None:
-        try:
-            request = ReadParts(json.loads(text))
-            reply = WORKER.reply(request, f"builds the model of {file}")
-        except ConfigError as error:
-            raise ConfigError(f"{file}: {error}") from error
-        stored.parent.mkdir(parents=True, exist_ok=True)
-        files.write_atomic(stored, reply.decode())
-        parts = TypeAdapter(ModelParts).validate_json(reply)
+    request = ReadParts(json.loads(text))
+    try:
+        parts = WORKER.kept_reply(stored, ModelParts, request, f"builds the model of {file}")
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
     return parts.parameters, parts.family

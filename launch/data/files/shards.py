@@ -109,13 +109,13 @@ def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
     with pa.memory_map(str(path)) as mapped:
         is_stream = mapped.read(len(_ARROW_FILE)) != _ARROW_FILE
         mapped.seek(0)
-        if is_stream:
-            with pa.ipc.open_stream(mapped) as reader:
-                yield reader.schema, within_memory(path, iter(reader))
-        else:
-            with pa.ipc.open_file(mapped) as reader:
-                batches = map(reader.get_batch, range(reader.num_record_batches))
-                yield reader.schema, within_memory(path, batches)
+        with pa.ipc.open_stream(mapped) if is_stream else pa.ipc.open_file(mapped) as reader:
+            batches = (
+                iter(reader)
+                if is_stream
+                else map(reader.get_batch, range(reader.num_record_batches))
+            )
+            yield reader.schema, within_memory(path, batches)
 
 
 def stored_bytes(path: Path) -> int:
