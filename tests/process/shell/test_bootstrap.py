@@ -143,23 +143,18 @@ def tools(folder: Path, *without: str) -> Path:
 
 @cache
 def quick_python() -> Path:
-    """A folder with a python3 that copies a fresh venv instead of making one, which takes seconds.
+    """A folder with a python3 that links the files of a fresh venv instead of making one, which
+    takes seconds.
 
-    In all else it is the Python under these tests."""
+    In all else it is the Python under these tests. Pip writes no file in place."""
     folder = Path(tempfile.mkdtemp(prefix="lowmem-python-"))
     atexit.register(shutil.rmtree, folder)
     real = Path(sys.executable).resolve()
     subprocess.run([real, "-I", "-m", "venv", folder / "fresh"], check=True)
-    copy = f'exec /bin/cp -a "{folder}/fresh/." "$4"'
-    body = f'[[ "$1 $2 $3" != "-I -m venv" ]] || {copy}\nexec "{real}" "$@"'
+    files = f'"{folder}/fresh/." "$4"'
+    copy = f"/bin/cp -al {files} 2>/dev/null || /bin/cp -a {files}; exit"
+    body = f'[[ "$1 $2 $3" != "-I -m venv" ]] || {{ {copy}; }}\nexec "{real}" "$@"'
     return program(folder / "bin/python3", body).parent
-
-
-def one_python(folder: Path) -> Path:
-    """A folder with the Python under this test's, and nothing else."""
-    folder.mkdir()
-    (folder / "python3").symlink_to(Path(sys.executable).resolve())
-    return folder
 
 
 @pytest.fixture
@@ -177,13 +172,24 @@ def first(
     return root, start(root, then, PATH=BASE_PATH)
 
 
-@pytest.fixture
-def installed(first, tmp_path: Path) -> Path:
-    """A copy of it to change; a `witness` in .venv shows whether that was made anew."""
-    copy = tmp_path / HOSTILE
-    shutil.copytree(first[0], copy, symlinks=True)
+def copied(first: Path, tmp_path: Path) -> Path:
+    """A copy of a repository to change; a `witness` in .venv shows whether that was made anew.
+
+    Packages are 1,600 files, which pip and Python replace and never write to: links are enough."""
+    copy, packages = tmp_path / HOSTILE, first / ".venv/lib"
+
+    def aside(folder: str, names: list[str]) -> set[str]:
+        return {packages.name} if Path(folder) == packages.parent else set()
+
+    shutil.copytree(first, copy, symlinks=True, ignore=aside)
+    shutil.copytree(packages, copy / ".venv/lib", symlinks=True, copy_function=os.link)
     (copy / ".venv/witness").touch()
     return copy
+
+
+@pytest.fixture
+def installed(first, tmp_path: Path) -> Path:
+    return copied(first[0], tmp_path)
 
 
 @pytest.fixture
@@ -412,8 +418,8 @@ def test_a_python_without_venv_gets_debians_package_name(root: Path, tmp_path: P
 def test_an_old_python_first_on_path_is_passed_over_for_a_good_one(root: Path, tmp_path: Path):
     old = program(tmp_path / "old/python3", "echo 3.8.18 pip /old/python3")
     broken = program(tmp_path / "broken/python3", "echo python3: command not found >&2; exit 127")
-    good = one_python(tmp_path / "good")
-    done = start(root, PATH=f"{old.parent}:{broken.parent}:{good}:{tools(tmp_path / 'tools')}")
+    path = f"{old.parent}:{broken.parent}:{quick_python()}:{tools(tmp_path / 'tools')}"
+    done = start(root, PATH=path)
     assert done.returncode == 0, done.stderr
     assert tiny_version(root) == "1.0"
 
@@ -579,10 +585,7 @@ def first_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 
 @pytest.fixture
 def torch(first_torch, tmp_path: Path) -> Path:
-    copy = tmp_path / HOSTILE
-    shutil.copytree(first_torch[0], copy, symlinks=True)
-    (copy / ".venv/witness").touch()
-    return copy
+    return copied(first_torch[0], tmp_path)
 
 
 @pytest.fixture
@@ -794,14 +797,14 @@ def sees_card(root: Path, system: Path) -> bool:
 
 
 @pytest.mark.parametrize("sign", CARDS)
-def test_a_card_or_a_sign_of_a_driver_is_seen(fresh: Path, tmp_path: Path, sign):
-    assert sees_card(fresh, CARDS[sign](tmp_path / "system"))
+def test_a_card_or_a_sign_of_a_driver_is_seen(root: Path, tmp_path: Path, sign):
+    assert sees_card(root, CARDS[sign](tmp_path / "system"))
 
 
-def test_devices_that_are_no_cards_are_none(fresh: Path, tmp_path: Path):
+def test_devices_that_are_no_cards_are_none(root: Path, tmp_path: Path):
     for vendor, kind in ((cards.INTEL, "0x030000"), (cards.NVIDIA, "0x040300")):
         cards.device(tmp_path / "system", vendor, kind)
-    assert not sees_card(fresh, tmp_path / "system")
+    assert not sees_card(root, tmp_path / "system")
 
 
 def test_a_card_that_comes_later_changes_nothing_before_the_venv_is_made_anew(
