@@ -13,6 +13,7 @@ import pytest
 
 from launch.base import compile_caches
 from tests import builders
+from tests.process import forked_starts
 
 pytestmark = pytest.mark.process
 
@@ -43,6 +44,13 @@ def start(temporary: Path, *argv: str, **extra: str) -> subprocess.CompletedProc
     return subprocess.run(
         argv, cwd=builders.CODE, env=env, capture_output=True, text=True, timeout=120
     )
+
+
+def doctor(temporary: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+    """The first of ENTRIES, in a fork: what it says of a folder."""
+    words = ENTRIES["doctor"][2:]
+    env = builders.environment(temporary.parent / "workspace", TMPDIR=str(temporary), **extra)
+    return forked_starts.start(words, env)
 
 
 @pytest.fixture
@@ -114,7 +122,7 @@ def test_a_folder_of_another_users_that_a_variable_names_is_refused(temporary, v
     if is_link:
         named = temporary.parent / "link"
         named.symlink_to(theirs)
-    done = start(temporary, *ENTRIES["doctor"], **{variable: str(named)})
+    done = doctor(temporary, **{variable: str(named)})
     assert done.returncode == 3, done.stdout + done.stderr
     assert f"error: {named}: belongs to user {STRANGER}, expected {os.geteuid()}" in done.stderr
     assert f"set {variable} to a folder of your own" in done.stderr
@@ -126,7 +134,7 @@ def test_a_link_that_another_user_made_is_refused_wherever_it_leads(temporary):
     link = temporary.parent / "link"
     link.symlink_to(temporary.parent / "mine")
     os.lchown(link, STRANGER, STRANGER)
-    done = start(temporary, *ENTRIES["doctor"], TRITON_CACHE_DIR=str(link))
+    done = doctor(temporary, TRITON_CACHE_DIR=str(link))
     assert (done.returncode, f"{link}: belongs to user {STRANGER}" in done.stderr) == (
         3,
         True,
@@ -143,9 +151,7 @@ def test_a_folder_that_others_may_write_to_is_refused_with_its_mode(temporary, v
     )
     named.mkdir()
     named.chmod(bits)
-    done = start(
-        temporary, *ENTRIES["doctor"], **({} if variable == "TMPDIR" else {variable: str(named)})
-    )
+    done = doctor(temporary, **({} if variable == "TMPDIR" else {variable: str(named)}))
     assert done.returncode == 3, done.stdout + done.stderr
     assert f"{named}: others may write to it (mode {bits:o})" in done.stderr
     assert f"chmod go-w it, or set {variable} to a folder of your own" in done.stderr
@@ -153,7 +159,7 @@ def test_a_folder_that_others_may_write_to_is_refused_with_its_mode(temporary, v
 
 def test_a_folder_for_temporary_files_that_does_not_exist_is_refused_by_name(temporary):
     gone = temporary / "gone"
-    done = start(gone, *ENTRIES["doctor"])
+    done = doctor(gone)
     expected = f"error: TMPDIR {gone}: there is no such folder; make it, or unset TMPDIR\n"
     assert (done.returncode, done.stderr) == (3, expected)
     assert not gone.exists()
@@ -162,7 +168,7 @@ def test_a_folder_for_temporary_files_that_does_not_exist_is_refused_by_name(tem
 def test_a_file_in_the_place_of_a_folder_is_named(temporary):
     file = temporary.parent / "file"
     file.touch()
-    done = start(temporary, *ENTRIES["doctor"], TRITON_CACHE_DIR=str(file))
+    done = doctor(temporary, TRITON_CACHE_DIR=str(file))
     assert (
         done.returncode,
         f"error: {file}: compiled code cannot be kept there" in done.stderr,

@@ -1,19 +1,18 @@
-"""Stands in for training.link: what one rank does is in the JSON file FAKE_LINK, by backend and
-NCCL variables.
+"""Stands in for training.link: what one rank does is in the file FAKE_LINK, a line each, by backend
+and NCCL variables.
 
-{"gloo": "work", "nccl NCCL_P2P_DISABLE=1": "say shm-too-small.txt", ...}; "*" for all others. Each
-call is a line in FAKE_LINK_CALLS. It starts a hundred times in a test run, so it imports little.
+"gloo: work", "nccl NCCL_P2P_DISABLE=1: say shm-too-small.txt", ...; "*" for all others. Each call
+is a line in FAKE_LINK_CALLS, a dict as Python writes it. It starts hundreds of times in a test run,
+so it imports nothing that is not in memory: json takes as long as all the rest.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-from pathlib import Path
 
-DATA = Path(__file__).resolve().parents[2] / "data" / "link"
+DATA = f"{os.path.dirname(__file__)}/../../data/link"  # noqa: PTH120
 FLAGS = ["--backend", "--device", "--rank", "--world-size", "--store", "--timeout-s"]
 
 
@@ -26,11 +25,11 @@ def main() -> None:
     key = " ".join([backend, *(f"{name}={value}" for name, value in chosen.items())])
     call = {"key": key, "rank": int(rank), "pid": os.getpid(), "env": dict(os.environ)}
     with open(os.environ["FAKE_LINK_CALLS"], "a") as calls:  # noqa: PTH123  one write: lines of ranks do not mix
-        calls.write(json.dumps(call) + "\n")
-    behaviours = json.loads(read(os.environ["FAKE_LINK"]))
+        calls.write(f"{call}\n")
+    behaviours = dict(line.split(": ", 1) for line in read(os.environ["FAKE_LINK"]).splitlines())
     word, _, detail = behaviours.get(key, behaviours.get("*", "hang")).partition(" ")
     if word == "cold":  # the first start never ends, the second one does and hangs
-        first = read(os.environ["FAKE_LINK_CALLS"]).count(f'"rank": {rank},') == 1
+        first = read(os.environ["FAKE_LINK_CALLS"]).count(f"'rank': {rank},") == 1
         word = "never-start" if first else "hang"
     if word == "never-start":
         time.sleep(600)
@@ -47,16 +46,12 @@ def main() -> None:
     if word == "killed":
         os.kill(os.getpid(), int(detail))
     if word == "say":
-        sys.exit(read(str(DATA / detail)).partition("\n")[2])  # without its source
+        sys.exit(read(f"{DATA}/{detail}").partition("\n")[2])  # without its source
     if word == "print":
         sys.exit(detail)
     if rank == "0" and word != "silent":
-        result = {
-            "backend": detail or backend,
-            "world_size": int(given["--world-size"]),
-            "nccl": None,
-        }
-        print(json.dumps({**result, "bus_bytes_per_s": 5e9, "flops_per_s": 1e13}))
+        named = f'"backend": "{detail or backend}", "world_size": {given["--world-size"]}'
+        print(f'{{{named}, "nccl": null, "bus_bytes_per_s": 5e9, "flops_per_s": 1e13}}')
 
 
 def read(path: str) -> str:

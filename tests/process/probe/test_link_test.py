@@ -6,6 +6,7 @@ line says where.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -40,9 +41,10 @@ class World:
         self.said: list[str] = []
 
     def environ(self, behaviours: dict[str, str], **more: str) -> dict[str, str]:
-        (self.folder / "behaviours.json").write_text(json.dumps(behaviours))
+        lines = "".join(f"{key}: {behaviour}\n" for key, behaviour in behaviours.items())
+        (self.folder / "behaviours").write_text(lines)
         clean = {key: value for key, value in os.environ.items() if not key.startswith("NCCL_")}
-        files = {"FAKE_LINK": "behaviours.json", "FAKE_LINK_CALLS": "calls", "FAKE_SHM": "shm"}
+        files = {"FAKE_LINK": "behaviours", "FAKE_LINK_CALLS": "calls", "FAKE_SHM": "shm"}
         return {**clean, **{name: str(self.folder / file) for name, file in files.items()}, **more}
 
     def link(
@@ -62,7 +64,7 @@ class World:
 
     def calls(self) -> list[dict[str, Any]]:
         path = self.folder / "calls"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [*map(ast.literal_eval, path.read_text().splitlines())] if path.exists() else []
 
     def tried(self) -> list[str]:
         """What was tried, in order."""
