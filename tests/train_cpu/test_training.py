@@ -41,21 +41,6 @@ def trained(tmp_path, *words: str, **sections) -> subprocess.CompletedProcess[st
     return done
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> tuple[Path, str]:
-    """(folder, what was printed) of one run of three epochs; its rows include two that teach
-    nothing."""
-    folder = tmp_path_factory.mktemp("finished")
-    training = {"num_train_epochs": 3, "save_steps": 7, "warmup_steps": 4}  # an epoch has 6 steps
-    recipe = builders.recipe(folder, training=training)
-    useless = [{"prompt": "red blue " * 99, "response": "y"}, {"prompt": "empty", "response": ""}]
-    builders.write_parquet(folder / "train.parquet", [*builders.rows(45), *useless])
-    (folder / "tmp").mkdir()
-    done = builders.launch(folder / "workspace", "run", str(recipe), TMPDIR=str(folder / "tmp"))
-    assert done.returncode == 0, done.stderr + done.stdout
-    return folder, done.stdout
-
-
 def test_a_run_and_a_chat_leave_no_folder_of_compiled_code_at_a_name_that_others_can_take(finished):
     folder, _ = finished
     chat = [sys.executable, str(builders.CODE / "scripts/chat.py"), str(folder / "model"), "1: red"]
@@ -73,14 +58,14 @@ def test_the_schedule_is_in_the_log_and_a_checkpoint_is_written_every_save_steps
     folder, _ = finished
     run = builders.only_run(folder / "workspace")
     rates = [event["learning_rate"] for event in builders.events(run)]
-    assert rates[:5] == pytest.approx([0, 2.5e-4, 5e-4, 7.5e-4, 1e-3])
-    assert rates[5:] == pytest.approx([1e-3 * (18 - step) / 14 for step in range(5, 18)])
+    assert rates[:5] == pytest.approx([0, 2.5e-3, 5e-3, 7.5e-3, 1e-2])
+    assert rates[5:] == pytest.approx([1e-2 * (48 - step) / 44 for step in range(5, 48)])
     saved = sorted(path.name for path in run.glob("checkpoints/checkpoint-*"))
-    assert saved == ["checkpoint-000007", "checkpoint-000014", "checkpoint-000018"]
+    assert saved == ["checkpoint-000035", "checkpoint-000042", "checkpoint-000048"]
     log = next((folder / "workspace/logs").glob("chat_trainer_tiny-*.log")).read_text()
     for words in (
         "loss ",
-        "lr 1.000e-03",
+        "lr 1.000e-02",
         "s/step",
         "samples/s",
         "tokens/s",
@@ -96,7 +81,8 @@ def test_a_response_that_does_not_fit_is_counted_and_the_end_token_is_learned(fi
     folder, said = finished
     assert "45 rows" in said
     assert "2 left out (no target to train on)" in said
-    (cache,) = (folder / "workspace/.cache/tokens").glob("*/train.arrow")
+    run = RunDir(builders.only_run(folder / "workspace"))
+    cache = Path(json.loads(run.tokens_file.read_text())["folder"]) / "train.arrow"
     tokenizer = AutoTokenizer.from_pretrained(cache.parent / "tokenizer")
     responses = {row["response"] for row in builders.rows(45)}
     for row in TokenRows(cache):
@@ -137,7 +123,7 @@ def test_three_like_runs_correct_the_next_plan_by_what_they_took(finished, tmp_p
     assert "corrected x" not in before
     factor = took * entry["correction"] / predicted
     assert f"corrected x {factor:.3g}, the median of 3 runs of this model by cpu" in after
-    assert re.search(r" s \([\d.]+ to [\d.]+\) predicted x 18 steps", after)
+    assert re.search(r" s \([\d.]+ to [\d.]+\) predicted x 48 steps", after)
     found = json.loads(builders.launch(cache.parent, *plan[:2], "--json").stdout)
     slowdown = found["seconds_correction"]["slowdown"]  # other tests have the cores
     assert found["seconds_per_step"] == pytest.approx(took * slowdown)
@@ -189,7 +175,7 @@ def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
     for at, name in enumerate(("tiny", "grouped")):
         run = RunDir(builders.only_run(folder / "workspace", name))
         steady = builders.events(run.root)[run_folder_steps.STEADY_FROM :]
-        assert len(steady) == 16
+        assert len(steady) == 46
         rate = sum(step["tokens"] for step in steady) / sum(step["seconds"] for step in steady)
         assert float(table["non-padding tokens/s"][at].replace(",", "")) == pytest.approx(
             rate, abs=0.5
@@ -205,10 +191,10 @@ def test_a_run_is_compared_with_one_that_has_less_padding(finished, tmp_path):
         )
         assert sum(float(table[share][at][:-1]) for share in shares) == pytest.approx(100, abs=0.2)
         held_out = json.loads((run.attempts()[-1].outcome_file).read_text())["eval_loss"]
-        assert table["held-out loss at 135 samples"][at] == f"{held_out:.4f}"
+        assert table["held-out loss at 360 samples"][at] == f"{held_out:.4f}"
     padding = [float(share[:-1]) for share in table["padding, of the tokens computed"]]
     assert padding[1] < padding[0] / 2
-    tokens = table["non-padding tokens of 135 samples"]
+    tokens = table["non-padding tokens of 360 samples"]
     assert tokens[0] == tokens[1]
     page = Path(compared.stdout.splitlines()[-1].removeprefix("page: "))
     assert page.read_text().count('class="curve"') == 3  # training loss, held-out loss, tokens/s
