@@ -489,13 +489,14 @@ def test_a_file_cut_in_its_data_is_named(folder, missing):
         load_folder(folder)
 
 
-def test_a_header_of_a_million_tensors_is_refused(folder):
+def test_a_header_of_half_a_million_tensors_is_refused(folder):
     """It took a minute, and then said that config.json describes others."""
-    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    header = json.dumps(dict.fromkeys(map(str, range(600_000)), empty)).encode()
+    empty = json.dumps({"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
+    tensors = ", ".join(f'"{number}": {empty}' for number in range(500_001))
+    header = f"{{{tensors}}}".encode()
     content = struct.pack("<Q", len(header)) + header
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(ResourceError, match=r"safetensors: its header names 600,000 tensors"):
+    with pytest.raises(ResourceError, match=r"safetensors: its header names 500,001 tensors"):
         load_folder(folder)
 
 
