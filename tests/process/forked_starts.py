@@ -42,7 +42,7 @@ def start(
     """A program to its end, with this environment, in a folder: "launch" or a script of this
     checkout with these words, or "code", the first of them. Its input is `text`."""
     # the linker reads this variable when a process begins
-    server = _server(program, env.get("LD_LIBRARY_PATH", ""))
+    server = _server(CHAT if program == CHAT else "", env.get("LD_LIBRARY_PATH", ""))
     assert server.stdin and server.stdout
     with tempfile.TemporaryDirectory() as pipes:
         files = {name: str(Path(pipes, name)) for name in ("stdin", "stdout", "stderr")}
@@ -58,6 +58,7 @@ def start(
 
 @cache
 def _server(program: str, libraries: str) -> subprocess.Popen[str]:
+    """The server of a program that imports much of its own, or of all others."""
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.process.forked_starts", program],
         cwd=builders.CODE,
