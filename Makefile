@@ -17,6 +17,8 @@ OF_PATHS = tests/process/shell/test_wrappers.py $(addprefix tests/unit/,commands
 # A worker that has finished takes tests from the other's end: folders of long tests come first. Neighbours in a file
 # share what is made for them.
 TWO_AT_A_TIME = -n 2 --dist worksteal
+# Starts and stops wait for one another a fifth of the time
+THREE_AT_A_TIME = -n 3 --dist worksteal
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -40,7 +42,7 @@ check-results:
 	$(IN_VENV) "$$PYTHON" scripts/audit.py
 
 test: ## the tests that take seconds: no GPU, no faults, no campaign of modes
-	$(IN_VENV) $(PYTEST) $(TWO_AT_A_TIME) -m "not gpu and not faults and not modes" \
+	$(IN_VENV) $(PYTEST) $(THREE_AT_A_TIME) -m "not gpu and not faults and not modes" \
 		tests/train_cpu tests/process tests/unit
 
 test-install: ## first installations of requirements.txt and requirements.lock with each Python here; 3 GB to fetch, 10 GB of disk for a while, half an hour

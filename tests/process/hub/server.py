@@ -9,6 +9,7 @@ import json
 import re
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -259,13 +260,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.close()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print what went wrong in an answer, unless the client has hung up."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def hub(host: str = "127.0.0.1") -> Iterator[Hub]:
     """A hub that answers until the test is over."""
     served = Hub()
     handler = type("Handler", (_Handler,), {"hub": served})
-    server = ThreadingHTTPServer((host, 0), handler)
-    server.daemon_threads = True
+    server = _Server((host, 0), handler)
     served.port = server.server_port
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

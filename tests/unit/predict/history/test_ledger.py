@@ -119,7 +119,8 @@ def test_fifty_writers_at_once_lose_no_line_even_if_some_of_them_are_killed(path
     for pid in random.Random(1).sample(pids, num_kills):
         written.append(writers.stdout.readline().strip())
         os.kill(pid, signal.SIGKILL)
-    written += writers.communicate(timeout=60)[0].splitlines()
+    written += writers.stdout.read().splitlines()  # communicate() passes over what is buffered
+    writers.wait(timeout=60)
     assert len(pids) == 50 and len(written) >= 400
     run_ids = [run.run_id for run in Ledger(path, print).measurements()]
     assert set(written) <= set(run_ids)  # a line that was said, or an error, would not be there
