@@ -359,7 +359,8 @@ def _attempt(
     trainer, args = parts.trainer, parts.trainer.args
     scores = vars(files.read(run.evaluation_file, Scores) or Scores()).copy()
     pairs = _questions(start, parts.tokenizer, start.recipe.evaluation.exact_match_rows)
-    if number := sample_answers.count(start.recipe, start.plan):
+    number = sample_answers.count(start.recipe, start.plan)
+    if number and start.recipe.data.holds_out:
         _answer_samples(start, run, attempt, parts, number)
     if pairs and scores["exact_match_before"] is None:
         trainer.add_callback(_ScoreBefore(parts, start.recipe, pairs, scores, run.evaluation_file))

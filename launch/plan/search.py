@@ -94,6 +94,21 @@ def fastest(
     return chosen
 
 
+def most_frugal(facts: Facts, candidate: Candidate) -> Judged:
+    """The candidate with every open lever at the value that saves most on a card, judged by the
+    least that its step holds; of the host, by the least of no more streamed layers than it has."""
+    frugal = candidates.most_frugal(facts, candidate)
+    least = estimate.at_least(facts, frugal)
+    if least.misses and budgets.misses_host(facts, frugal, least.memory):
+        fewest = frugal.with_levers(streamed_layers=candidate.levers.streamed_layers)
+        on_host = estimate.at_least(facts, fewest).memory
+        if least.memory.device_bytes <= least.budget_bytes and not budgets.misses_host(
+            facts, fewest, on_host
+        ):
+            return replace(least, misses=None)
+    return least
+
+
 @dataclass
 class _Open:
     """A candidate that may still be chosen."""
@@ -193,7 +208,7 @@ class _Front:
         on_card = lost.candidate.device == "cuda"
         if on_card and budgets.misses_host(facts, lost.candidate, lost.memory):
             return False
-        least = estimate.at_least(facts, candidates.most_frugal(facts, front.candidate))
+        least = most_frugal(facts, front.candidate)
         if least.misses and least.candidate not in self._open:
             self._lost[least.candidate] = least
         return not least.misses

@@ -227,6 +227,7 @@ class ExportedModel:
     step: int = 0
     base: str = ""  # of a merged adapter
     quantization: Mapping[str, Any] | None = None  # of the weights that the adapter was trained on
+    dtype: Dtype | None = None  # of the weights in training; None: an older version wrote it
     tokenizer_loading: TokenizerLoading = "auto"
     downloaded: tuple[str, ...] = ()  # model and data that were named on a hub
     check: str = ""  # of the folder, loaded as a user does; "": an older version wrote it

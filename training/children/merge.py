@@ -97,10 +97,10 @@ def pack(base: Path, adapter: Path, out: Path) -> None:
     family = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
     of_adapter = tokenizer.load(adapter)
 
-    def load(folder: Path, **quantized: Any) -> Network:
+    def load(folder: Path, dtype: str = "auto", **quantized: Any) -> Network:
         return family.from_pretrained(
             folder,
-            dtype="auto",
+            dtype=dtype,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -113,7 +113,9 @@ def pack(base: Path, adapter: Path, out: Path) -> None:
 
     try:
         with four_bit.giving_blocks_back():
-            model = load(base, quantization_config=in_4_bits, device_map={"": "cpu"})
+            # other types round the weights before they are packed
+            dtype = facts.dtype or "auto"
+            model = load(base, dtype, quantization_config=in_4_bits, device_map={"": "cpu"})
         build.grow_vocabulary(model, len(of_adapter))  # rows that the adapter trained
         build.take_generation(model, of_adapter, adapter)
     except (OSError, ValueError, RuntimeError) as error:

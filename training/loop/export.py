@@ -61,6 +61,7 @@ def write(
         recipe.name,
         trainer.state.global_step,
         quantization=quantization.model_dump() if quantization else None,
+        dtype=recipe.model.dtype,
         tokenizer_loading=data_tokenizer.loading_of_recipe(recipe),
         downloaded=tuple(map(str, layout.downloads(recipe))),
         check=f"{layout.NOT_CHECKED}: the run ended before",

@@ -285,10 +285,18 @@ def _load_adapter(
 
     base, precision = trained.get_base_model(), cast(Any, accelerator.mixed_precision)
     quantization = recipe.quantized(precision)
-    in_4_bits = {"quantization_config": four_bit.config(quantization)} if quantization else {}
-    network = _load(str(recipe.model.path), base, dtype, accelerator.device, **in_4_bits)
+    path = str(recipe.model.path)
+    config, options = build.folder_config(path), dict[str, Any]()
+    if quantization:
+        options["quantization_config"] = four_bit.config(quantization)
+    is_packed = build.take_quantization(config, options)
+    if is_packed:
+        options["config"] = config
+    network = _load(path, base, dtype, accelerator.device, **options)
     if quantization:
         four_bit.settle(network)
+    if is_packed:
+        four_bit.convert(network, dtype)
     build.grow_vocabulary(network, base.config.get_text_config().vocab_size)
     return PeftModel.from_pretrained(network, folder, local_files_only=True)
 

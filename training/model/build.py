@@ -181,9 +181,7 @@ def from_folder(
             "quantization_config": four_bit.config(quantization),
             "device_map": {"": device},
         }
-    is_packed = hasattr(config, "quantization_config")
-    if is_packed:  # with two configs, transformers takes the folder's compute dtype
-        config.quantization_config = in_4_bits.pop("quantization_config").to_dict()
+    is_packed = take_quantization(config, in_4_bits)
     asked_tie = section.tie_word_embeddings
     if asked_tie is not None:
         config.tie_word_embeddings = asked_tie
@@ -232,6 +230,15 @@ def from_folder(
     if packs_here:
         _leave_files(model)
     return model
+
+
+def take_quantization(config: PreTrainedConfig, in_4_bits: dict[str, Any]) -> bool:
+    """True for a folder that is packed: its config takes the place of the keyword, of which it has
+    what its weights do not say. With both, transformers takes the folder's compute dtype."""
+    is_packed = hasattr(config, "quantization_config")
+    if is_packed:
+        config.quantization_config = in_4_bits.pop("quantization_config").to_dict()
+    return is_packed
 
 
 def _keeping(rows_of: tuple[int, int] | None, family: ModelFamily) -> AbstractContextManager[None]:

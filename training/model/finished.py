@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -21,8 +20,6 @@ def load(finished: FinishedModel, tokenizer: Any, device: torch.device) -> Netwo
 
     Raises ResourceError."""
     transformers_logging.disable_progress_bar()
-    # bitsandbytes warns of an optional package for 4-bit weights on CPUs
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     section = ModelSection(path=str(finished.base), dtype=finished.dtype)
     quantization = None
     if finished.quantization:

@@ -122,10 +122,16 @@ def main(arguments: Namespace) -> int | None:
 def _conversion(arguments: Namespace) -> Conversion:
     model = merge.source_folder(arguments.source).absolute()
     file_type = arguments.type or "f16"
-    if arguments.type and arguments.to in _FOLDERS:
-        raise ConfigError(
-            f"--type {file_type}: is of a GGUF file; leave it out beside --to {arguments.to}"
-        )
+    of_gguf = {
+        "--type": arguments.type,
+        "--prompts": arguments.prompts,
+        "--llama-quantize": arguments.llama_quantize,
+    }
+    for flag, value in of_gguf.items():
+        if value and arguments.to in _FOLDERS:
+            raise ConfigError(
+                f"{flag} {value}: is of a GGUF file; leave it out beside --to {arguments.to}"
+            )
     if arguments.push and arguments.to == "packed":
         raise ConfigError(
             f"--push {arguments.push}: a hub has the base already; push the adapter: --to folder"

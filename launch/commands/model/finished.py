@@ -36,7 +36,9 @@ def find(source: Path) -> FinishedModel:
         model_config.check_adapter(folder)
     model_config.check_folder(base)
     tokenizer = folder if (folder / "tokenizer_config.json").is_file() else base
-    dtype = _dtype(base)
+    exported = files.read_or_none(folder / "lowmem.json", ExportedModel)
+    trained = exported.dtype if exported and folder != base else None
+    dtype = trained or _dtype(base)
     return FinishedModel(folder, base, tokenizer, dtype, _quantization(folder, base, dtype))
 
 

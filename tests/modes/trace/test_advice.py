@@ -120,3 +120,14 @@ def test_data_workers_are_as_many_as_the_cpus_feed_and_fewer_where_host_ram_has_
     )
     assert asked == "", "a number that was asked for needs no reason"
     assert takes > needed
+
+
+def test_fewer_streamed_layers_than_all_are_tried_where_the_host_is_small(tmp_path):
+    """All 80 take 31.9 GiB of the host, as many as the card lacks 29.7."""
+    words = ["plan", "lora_sft", "--model.shape=llama3.1-70b", "--gpu=RTX 4090", "--ram=32"]
+    done = builders.launch(tmp_path / "workspace", *words)
+    assert done.returncode == 0, done.stderr
+    streamed = re.search(r"streamed_layers 0 -> (\d+)", done.stdout)
+    assert streamed and 3 <= int(streamed[1]) < 80
+    whole = builders.launch(tmp_path / "workspace", *words, "--training.streamed_layers=80")
+    assert whole.returncode == 3 and "of host RAM" in whole.stderr

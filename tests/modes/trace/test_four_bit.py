@@ -127,7 +127,8 @@ def train_on(base: Path, folder: Path) -> dict[str, torch.Tensor]:
     """The adapter that QLoRA trains on a folder."""
     training = {"max_steps": 4, "eval_steps": 2}
     recipe = builders.recipe(folder, training=training, **SECTIONS)
-    words = ["run", "--explain", str(recipe), f"--model.path={base}"]
+    # of which the stored weights are not: they are rounded before they are packed
+    words = ["run", "--explain", str(recipe), f"--model.path={base}", "--model.dtype=bfloat16"]
     done = builders.launch(folder / "workspace", *words)
     assert done.returncode == 0, done.stderr + done.stdout
     return adapter(folder / "model")
@@ -146,8 +147,12 @@ def test_a_packed_export_is_its_adapter_on_the_base_of_its_training(packed_expor
     stored = builders.weights(base)
     packed = [stored[f"model.layers.0.self_attn.{name}.weight"] for name in ATTENTION]
     assert {weight.dtype for weight in packed} == {torch.uint8}
+    in_bf16 = QuantizationSection(load_in_4bit=True, bnb_4bit_compute_dtype="bfloat16")
     packing = AutoModelForCausalLM.from_pretrained(
-        finished[0] / "model", quantization_config=four_bit.config(NF4), device_map={"": "cpu"}
+        finished[0] / "model",
+        dtype=torch.bfloat16,
+        quantization_config=four_bit.config(in_bf16),
+        device_map={"": "cpu"},
     )
     row = torch.arange(12).view(1, 12)
     logits = [
@@ -179,6 +184,8 @@ def test_a_folder_that_is_packed_trains_the_adapter_of_its_original(
     found, expected = train_on(packed, tmp_path / "packed"), adapter(packed_export)
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    in_float32 = builders.packed(original, tmp_path / "in_float32")
+    assert adapter(packed_export).keys() == train_on(in_float32, tmp_path / "float32").keys()
     assert {path: path.read_bytes() for path in packed.iterdir() if path.is_file()} == before
     exported = tmp_path / "packed/model"
     assert "launch merge FOLDER --base ORIGINAL" in (exported / "README.md").read_text()
@@ -189,9 +196,10 @@ def test_a_folder_that_is_packed_trains_the_adapter_of_its_original(
     other = shutil.copytree(original, tmp_path / "other")
     weights = {name: -tensor for name, tensor in builders.weights(original).items()}
     save_file(weights, other / "model.safetensors", {"format": "pt"})
-    wrong = builders.launch(tmp_path / "workspace", *merge, "--base", str(other))
+    of_float32 = ["merge", str(tmp_path / "float32/model"), *merge[2:], "--base", str(other)]
+    wrong = builders.launch(tmp_path / "workspace", *of_float32)
     assert wrong.returncode == 2
-    assert f"is not that of {packed}, on which the adapter was trained" in wrong.stderr
+    assert f"is not that of {in_float32}, on which the adapter was trained" in wrong.stderr
     done = builders.launch(tmp_path / "workspace", *merge, "--base", str(original))
     assert done.returncode == 0, done.stderr
     assert builders.weights(tmp_path / "merged").keys() == builders.weights(original).keys()

@@ -109,6 +109,8 @@ def test_weights_for_which_there_is_no_space_are_refused(tmp_path, ram, disk, na
     [
         (("--to", "gguf", "--type", "q3"), "invalid choice: 'q3'"),
         (("--to", "merged", "--type", "f16"), "leave it out beside --to merged"),
+        (("--to", "packed", "--prompts", "a.txt"), "--prompts a.txt: is of a GGUF file"),
+        (("--to", "packed", "--push", "me/a"), "push the adapter: --to folder"),
         (
             ("--to", "gguf", "--type", "q4_k_m", "--llama-quantize", "/none"),
             "--llama-quantize PROG",
