@@ -113,7 +113,7 @@ test-exports: ## exports of every family, loaded by plain transformers 5 and 4 (
 	$(IN_VENV) "$$PYTHON" -m benchmarks.exports
 
 export-tools: ## converter to GGUF and llama.cpp for `python -m launch export`, in .cache/export_tools; 110 MB
-	$(IN_VENV) scripts/export_tools/make_venv.sh
+	$(subst LOWMEM_DEV=1,,$(IN_VENV)) scripts/export_tools/make_venv.sh
 
 test-export-tools: export-tools ## exports to GGUF and Ollama, asked by llama.cpp; a pretrained model of 93 MB is fetched once; ten minutes
 	$(IN_VENV) $(PYTEST) tests/export_tools

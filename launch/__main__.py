@@ -62,7 +62,7 @@ VERBS = {
     "samples": ("runs", "show that a run has trained each row once an epoch"),
     "merge": ("model.merge", "merge a LoRA adapter into its base: one ordinary model folder"),
     "download": ("model.download", "download a model or a data set, or its newest files"),
-    "export": ("model.export", "write a trained model for other programs: merged, GGUF, Ollama"),
+    "export": ("model.export", "write a model for other programs: merged, packed, GGUF, Ollama"),
     "evaluate": (
         "model.evaluate",
         "loss, exact match, BLEU and ROUGE-L of a finished model on the rows of a file",

@@ -1,5 +1,6 @@
-"""`python -m launch export`: a trained model for other programs, merged into one ordinary folder or
-as a GGUF file whose answers are compared, with a Modelfile for Ollama."""
+"""`python -m launch export`: a trained model for other programs, merged into one ordinary folder,
+beside its base in 4 bits, or as a GGUF file whose answers are compared, with a Modelfile for
+Ollama."""
 
 from __future__ import annotations
 
