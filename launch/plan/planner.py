@@ -17,7 +17,7 @@ from launch.data import sources
 from launch.data.token_cache import TokenCache
 from launch.plan import candidates, explain, relax, savings
 from launch.plan import facts as plan_facts
-from launch.plan.search import most_frugal, search, table_order
+from launch.plan.search import judge_most_frugal, search, table_order
 from launch.plan.ways_to_fit import (
     MAX_WAYS,
     does_not_fit_message,
@@ -157,7 +157,7 @@ def _excess(judged: Judged) -> float:
 
 def _with_step(facts: Facts, candidate: Strategy) -> Judged:
     smallest = list(candidates.splits(facts, candidate))[-1]
-    return most_frugal(facts, smallest)
+    return judge_most_frugal(facts, smallest)
 
 
 def _choose_for(facts: Facts) -> Choice:

@@ -94,7 +94,7 @@ def fastest(
     return chosen
 
 
-def most_frugal(facts: Facts, candidate: Candidate) -> Judged:
+def judge_most_frugal(facts: Facts, candidate: Candidate) -> Judged:
     """The candidate with every open lever at the value that saves most on a card, judged by the
     least that its step holds; of the host, by the least of no more streamed layers than it has."""
     frugal = candidates.most_frugal(facts, candidate)
@@ -208,7 +208,7 @@ class _Front:
         on_card = lost.candidate.device == "cuda"
         if on_card and budgets.misses_host(facts, lost.candidate, lost.memory):
             return False
-        least = most_frugal(facts, front.candidate)
+        least = judge_most_frugal(facts, front.candidate)
         if least.misses and least.candidate not in self._open:
             self._lost[least.candidate] = least
         return not least.misses

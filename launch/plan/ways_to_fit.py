@@ -191,8 +191,12 @@ def _most_frugal_fit(facts: Facts, recipe: Recipe) -> Judged | None:
     if facts.traces is not None:
         smallest = [list(candidates.splits(facts, each))[-1] for each in possible]
         frugal = [candidates.most_frugal(facts, each) for each in smallest]
+        # the search turns on itself what costs RAM of the host
         possible = [
-            each.with_levers(activation_offloading=least.levers.activation_offloading)
+            each.with_levers(
+                activation_offloading=least.levers.activation_offloading,
+                streamed_layers=least.levers.streamed_layers,
+            )
             for each, least in zip(frugal, smallest, strict=True)
         ]
     return fastest(facts, possible, [])

@@ -298,6 +298,16 @@ def test_a_kill_for_memory_is_written_down_also_where_systemd_then_stops_the_uni
 HOG = "import os, time; [os.fork() for _ in range(3)]; held = b'x' * (200 << 20); time.sleep(600)"
 
 
+def until_others_take(child: stopping.Child, inside: str) -> None:
+    """Take the memory of a run's cgroup until it ends for that. `inside`: a shell's words that
+    start Python there."""
+    with subprocess.Popen(["bash", "-c", f'{inside} -c "{HOG}"'], start_new_session=True) as hog:
+        try:
+            assert child.wait(within_s=300) == 6, child.said()
+        finally:
+            os.killpg(hog.pid, signal.SIGKILL)
+
+
 def test_what_another_process_took_does_not_keep_the_run_from_going_on(tmp_path, cgroup):
     """Processes that are smaller than a rank, which the kernel therefore ends, take most of the
     cgroup, and end."""
@@ -310,13 +320,7 @@ def test_what_another_process_took_does_not_keep_the_run_from_going_on(tmp_path,
         stopping.Child(tmp_path, argv, tmp_path / "workspace", tmp_path / "out")
     ) as child:
         child.until("a checkpoint", child.committed, within_s=300)
-        with subprocess.Popen(
-            ["bash", "-c", f'{inside} -c "{HOG}"'], start_new_session=True
-        ) as hog:
-            try:
-                assert child.wait(within_s=300) == 6, child.said()
-            finally:
-                os.killpg(hog.pid, signal.SIGKILL)
+        until_others_take(child, inside)
     assert "the cgroup's oom_kill counter grew by" in child.said()
     assert "other programs took the memory" in child.said()
     assert "fix    other programs hold the memory: when they have ended" in child.said()

@@ -3,9 +3,7 @@ with its cause and its checkpoints."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import builders, stopping
-from tests.faults.test_out_of_memory import CUDA, HOG
+from tests.faults.test_out_of_memory import CUDA, until_others_take
 from tests.faults.test_restart import KILL
 
 
@@ -114,13 +112,7 @@ def test_where_others_take_the_host_the_ranks_end_and_their_buffer_goes(tmp_path
         stopping.Child(tmp_path, argv, tmp_path / "workspace", tmp_path / "out")
     ) as child:
         child.until("a checkpoint", child.committed, within_s=300)
-        with subprocess.Popen(
-            ["bash", "-c", f'{inside} -c "{HOG}"'], start_new_session=True
-        ) as hog:
-            try:
-                assert child.wait(within_s=300) == 6, child.said()
-            finally:
-                os.killpg(hog.pid, signal.SIGKILL)
+        until_others_take(child, inside)
         assert "other programs took the memory" in child.said()
         assert child.left() == []
         (saved,) = child.committed()[-1:]

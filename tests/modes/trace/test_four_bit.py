@@ -295,7 +295,7 @@ def test_the_7b_model_of_the_guide_fits_a_16_gib_card_in_4_bits_and_in_16_bits_i
     keys = "activation_checkpointing_kwargs", "num_output_chunks", "streamed_layers"
     without = " ".join(rf"training\.{key}" for key in keys)
     assert re.search(
-        rf"  without {without} \(single_gpu, \d\.\d+ GiB, at most .* a step\)",
+        rf"  without {without} \(single_gpu, \d+\.\d+ GiB, at most .* a step\)",
         refused.stderr,
     )
     assert re.search(r"checkpointing: short by .* on the card: 15\.", refused.stderr)
