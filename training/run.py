@@ -438,6 +438,9 @@ def _export(
             )
     except ExportError as error:
         export.write_check(folder, f"{layout.NOT_CHECKED}: {error}")
+        error.fix = (
+            "do not use this folder; the same line again exports the last step, and checks it again"
+        )
         raise
     export.write_check(folder, checked)
     logger.info("checked: %s", checked)

@@ -27,6 +27,7 @@ def test_a_damaged_export_ends_with_its_code_and_the_same_line_writes_and_checks
     done = builders.launch(tmp_path / "workspace", "run", str(recipe), **faults)
     assert done.returncode == ExportError.exit_code, done.stdout
     assert "its logits of a row differ from those of the trained model" in done.stdout
+    assert "fix    do not use this folder; the same line again exports" in done.stdout
     said = json.loads((tmp_path / "model" / "lowmem.json").read_text())["check"]
     assert said.startswith("not checked: ") and "logits of a row" in said
     again = builders.launch(tmp_path / "workspace", "run", str(recipe), **faults)
