@@ -14,6 +14,7 @@ class LaunchError(Exception):
     expected and what to do."""
 
     exit_code = 1
+    fix = ""  # what to do, where a verdict says it in a line of its own
 
 
 class ConfigError(LaunchError):
