@@ -36,10 +36,10 @@ def find(source: Path) -> FinishedModel:
         model_config.check_adapter(folder)
     model_config.check_folder(base)
     tokenizer = folder if (folder / "tokenizer_config.json").is_file() else base
-    exported = files.read_or_none(folder / "lowmem.json", ExportedModel)
-    trained = exported.dtype if exported and folder != base else None
-    dtype = trained or _dtype(base)
-    return FinishedModel(folder, base, tokenizer, dtype, _quantization(folder, base, dtype))
+    is_adapter = folder != base
+    adapter = files.read_or_none(folder / "lowmem.json", ExportedModel) if is_adapter else None
+    dtype = (adapter.dtype if adapter else None) or _dtype(base)
+    return FinishedModel(folder, base, tokenizer, dtype, _quantization(base, dtype, adapter))
 
 
 def _dtype(base: Path) -> Any:
@@ -52,12 +52,13 @@ def _dtype(base: Path) -> Any:
     return next(each for each in types if each in DTYPE_BYTES)
 
 
-def _quantization(folder: Path, base: Path, dtype: str) -> Mapping[str, Any] | None:
+def _quantization(
+    base: Path, dtype: str, adapter: ExportedModel | None
+) -> Mapping[str, Any] | None:
     """The section of the recipe if the base of an adapter was quantised in training; that of the
     base if its weights are packed."""
-    exported = files.read_or_none(folder / "lowmem.json", ExportedModel)
-    if folder != base and exported and exported.quantization:
-        return exported.quantization
+    if adapter and adapter.quantization:
+        return adapter.quantization
     packing = weight_files.packing(base)
     if packing is None:
         return None

@@ -129,5 +129,5 @@ def test_fewer_streamed_layers_than_all_are_tried_where_the_host_is_small(tmp_pa
     assert done.returncode == 0, done.stderr
     streamed = re.search(r"streamed_layers 0 -> (\d+)", done.stdout)
     assert streamed and 3 <= int(streamed[1]) < 80
-    whole = builders.launch(tmp_path / "workspace", *words, "--training.streamed_layers=80")
-    assert whole.returncode == 3 and "of host RAM" in whole.stderr
+    refused = builders.launch(tmp_path / "workspace", *words, "--training.streamed_layers=80")
+    assert refused.returncode == 3 and "of host RAM" in refused.stderr

@@ -135,10 +135,10 @@ def train_on(base: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_packed_export_is_its_adapter_on_the_base_of_its_training(packed_export, finished):
-    whole = packed_export.parent / "model"
+    original = packed_export.parent / "model"
     assert (
         packed_export.joinpath("adapter_model.safetensors").read_bytes()
-        == (whole / "adapter_model.safetensors").read_bytes()
+        == (original / "adapter_model.safetensors").read_bytes()
     )
     base = packed_export / "base"
     assert json.loads((packed_export / "adapter_config.json").read_bytes())[
@@ -158,20 +158,22 @@ def test_a_packed_export_is_its_adapter_on_the_base_of_its_training(packed_expor
     logits = [
         PeftModel.from_pretrained(model, folder)(input_ids=row).logits
         for model, folder in (
-            (packing, whole),
+            (packing, original),
             (AutoModelForCausalLM.from_pretrained(base), packed_export),
         )
     ]
     assert torch.equal(*logits)
-    again = builders.launch(whole.parent / "workspace", "export", str(whole), "--to", "packed")
+    again = builders.launch(
+        original.parent / "workspace", "export", str(original), "--to", "packed"
+    )
     assert again.returncode == 0 and "written already" in again.stdout
     for source, words in (
         (finished[0] / "model/adapter", "was not trained on weights of 4 bits"),
         (packed_export, "has 4 bits already; use both as they are"),
     ):
-        out = str(whole.parent / "refused")
+        out = str(original.parent / "refused")
         refused = builders.launch(
-            whole.parent / "workspace", "export", str(source), "--to", "packed", "--out", out
+            original.parent / "workspace", "export", str(source), "--to", "packed", "--out", out
         )
         assert refused.returncode == 2 and words in refused.stderr
 

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-DATA = f"{os.path.dirname(__file__)}/../../data/link"  # noqa: PTH120
+DATA = f"{os.path.dirname(__file__)}/../../data/link"  # noqa: PTH120  pathlib takes as long to import
 FLAGS = ["--backend", "--device", "--rank", "--world-size", "--store", "--timeout-s"]
 
 

@@ -226,8 +226,8 @@ def test_a_killed_run_goes_on_and_exports_the_model_of_layers_that_stay(tmp_path
 
 
 def test_layers_of_a_folder_that_is_packed_train_the_adapter_of_its_original(tmp_path):
-    whole = builders.recipe(tmp_path / "base", "gpt2-tiny", training={"max_steps": 1})
-    done = builders.launch(tmp_path / "base", "run", str(whole))
+    of_base = builders.recipe(tmp_path / "base", "gpt2-tiny", training={"max_steps": 1})
+    done = builders.launch(tmp_path / "base", "run", str(of_base))
     assert done.returncode == 0, done.stderr + done.stdout
     original = tmp_path / "base/model"
     packed = builders.packed(original, tmp_path / "packed")
