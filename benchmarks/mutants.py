@@ -66,10 +66,6 @@ EQUIVALENT: Mapping[tuple[str, str], str] = {
         "launch/plan/candidates.py",
         "return 4",
     ): "only the order counts, and any number above 3 is last",
-    (
-        "launch/predict/step/sources.py",
-        "is_in_parts = parts >= LEAST_PARTS and recorded_parts > 0",
-    ): "it is 0 or at least PARTS, of which there are several",
     ("launch/predict/time/timing.py", "@dataclass(frozen=True)"): "nothing assigns to its fields",
     ("launch/queue/admission.py", "@dataclass(frozen=True)"): "nothing assigns to its fields",
     (

@@ -163,7 +163,7 @@ def score(task: Task, model: Path, held_out: Sequence[Mapping[str, str]]) -> flo
     from launch.data.conversation import Conversation
     from launch.data.rows import IGNORED
     from training.data.batches import Collator, Row
-    from training.data.encode import Encoder
+    from training.data.encode import Encoder, EncoderSettings
     from training.levers.logits import target_loss_sum
     from training.loop import evaluate
 
@@ -181,7 +181,7 @@ def score(task: Task, model: Path, held_out: Sequence[Mapping[str, str]]) -> flo
         pairs = [(Conversation(talk[:1]), talk[1]["content"]) for talk in talks]
         found = evaluate.scores(network, cut, pairs, 32, torch.device("cpu"), lambda: None, 100)
         return found["exact_match"]
-    encoder = Encoder(cut, is_t5, "sft", task.source.max_length)
+    encoder = Encoder(cut, EncoderSettings(is_t5, "sft", task.source.max_length))
     encoded = [
         one for many in encoder.encode([Conversation(talk) for talk in talks]) for one in many
     ]

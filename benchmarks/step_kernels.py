@@ -50,9 +50,9 @@ class Sum:
     launches: int = 0
     ms: float = 0.0
 
-    def add(self, moved: float, seconds: float) -> None:
+    def add(self, moved: float, seconds: float, launches: int) -> None:
         self.bytes += moved
-        self.launches += 1
+        self.launches += launches
         self.ms += 1e3 * seconds
 
 
@@ -153,7 +153,7 @@ def row_of(case: Case, folder: Path) -> dict[str, Any]:
     samples = strategy.per_device_train_batch_size
     targets = samples * case.length
     pace = timing.speed_of(strategy, rates.look_up(facts.machine, strategy), None).pace
-    cost_of = operators.cost_of(pace, samples, targets)
+    cost_of = operators.cost_of(pace, samples, targets, 1.0)
     kinds: dict[str, Sum] = {}
     places: dict[tuple[str, str, str], Sum] = {}
     for call, place in zip(recorder.log.calls, recorder.places, strict=True):
@@ -167,7 +167,8 @@ def row_of(case: Case, folder: Path) -> dict[str, Any]:
         if kind in PLACED:
             sums.append(places.setdefault((kind, place, operator.name), Sum()))
         for each in sums:
-            each.add(moved, cost_of(operator).device_s)
+            # the launch of a list is another operator
+            each.add(moved, cost_of(operator).device_s, int(operator.form != "list"))
     longest = sorted(places.items(), key=lambda item: -item[1].ms)
     return {
         "case": case.row,

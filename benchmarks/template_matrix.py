@@ -31,7 +31,7 @@ from launch.base.errors import DataError
 from launch.data.conversation import Conversation, Sample
 from launch.data.rows import IGNORED
 from training.data.batches import Collator, TokenRows
-from training.data.encode import Encoder, write_cache
+from training.data.encode import Encoder, EncoderSettings, write_cache
 from training.data.length_batches import TokenBudget
 from training.data.packing import Packer
 from training.data.sample_order import SampleOrder
@@ -207,7 +207,9 @@ def cell(template: str, kind: str) -> dict[str, str]:
     messages, tools = KINDS[kind]
     made = tokenizer_of(template)
     try:
-        method, *wrong = faults(made, Encoder(made, False, "sft", 1 << 20), messages, tools)
+        method, *wrong = faults(
+            made, Encoder(made, EncoderSettings(False, "sft", 1 << 20)), messages, tools
+        )
     except DataError as error:
         return {"method": "refused", "reason": str(error)}
     return {"method": method, **({"wrong": "; ".join(wrong)} if wrong else {})}
@@ -245,7 +247,7 @@ def batches(way: str, file: Path) -> Iterator[Mapping[str, Any]]:
 
 def wrong_ways(template: str) -> list[str]:
     """The ways to batch whose documents are not the encoded rows of a template."""
-    encoder = Encoder(tokenizer_of(template), False, "sft", 4096)
+    encoder = Encoder(tokenizer_of(template), EncoderSettings(False, "sft", 4096))
     samples: list[Sample] = []
     rows: Counter[Document] = Counter()
     for messages, tools in KINDS.values():

@@ -70,9 +70,8 @@ def run(content: Content, folder: Path, workspace: Path, env: Mapping[str, str] 
 
 def attempt_of(name: str, workspace: Path) -> AttemptDir:
     """The one attempt of the run that was started last."""
-    run = RunDir.newest(workspace / "runs", name)
-    assert run is not None
-    (attempt,) = run.attempts()
+    runs = RunDir.all(workspace / "runs", name)  # the newest first
+    (attempt,) = next(run for run in runs if run.has_trained()).attempts()
     return attempt
 
 

@@ -28,7 +28,7 @@ from launch.base.errors import DataError
 from launch.data.conversation import Conversation
 from launch.data.rows import IGNORED
 from training.data.chat.rendering import has_marks
-from training.data.encode import Encoder
+from training.data.encode import Encoder, EncoderSettings
 
 
 def trl_row(
@@ -78,7 +78,9 @@ def cell(template: str, kind: str, folder: Path) -> str:
     made = tokenizer_of(template)
     made.pad_token = made.eos_token
     try:
-        (rows,) = Encoder(made, False, "sft", 1 << 20).encode([Conversation(messages, tools)])
+        (rows,) = Encoder(made, EncoderSettings(False, "sft", 1 << 20)).encode(
+            [Conversation(messages, tools)]
+        )
     except DataError:
         return "refused"
     return difference(made, rows[0], *trl_row(made, messages, tools, folder))

@@ -19,7 +19,7 @@ if sys.argv[:1] == ["-c"]:
 
 from launch.base.workspace import CODE
 from launch.plan.facts import model_size
-from launch.predict import model_config
+from launch.predict.models import model_config
 from launch.recipe import load
 
 

@@ -14,13 +14,21 @@ import argparse
 import errno
 import importlib
 import os
+import textwrap
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
 from launch.base import processes
-from launch.base.errors import ConfigError, Interrupted, LaunchError, ResourceError, StorageError
-from launch.base.text import nearest, shown
+from launch.base.errors import (
+    EXIT_CODES,
+    ConfigError,
+    Interrupted,
+    LaunchError,
+    ResourceError,
+    StorageError,
+)
+from launch.base.text import did_you_mean, shown
 from launch.base.workspace import CHECKOUT, CODE
 from launch.commands import recipe_arguments
 from launch.hub import names
@@ -71,13 +79,14 @@ VERBS = {
 }
 CLOSED = {errno.EROFS, errno.EACCES}  # errors of places that are closed to writes
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *CLOSED}
-NO_THREAD = "can't start new thread"  # Python's words
+_NO_THREAD = "can't start new thread"  # Python's words
 _PATH_ERRORS = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EEXIST}
-_EXIT_CODES = """
-exit codes: 0 complete; 1 a fault of lowmem; 2 configuration; 3 resources; 4 data; 5 no usable
-            checkpoint; 6 out of host RAM; 7 hang; 8 numbers that are not finite; 9 run in use;
-            10 storage; 11 network; 12 out of GPU memory; 13 the exported model differs; 75 and
-            130 (Ctrl-C) stopped: run again"""
+_EXIT_CODES = textwrap.fill(
+    f"exit codes: {'; '.join(f'{code} {meaning}' for code, meaning in EXIT_CODES.items())}"
+    " (75, 130: the same line continues)",
+    width=92,
+    subsequent_indent=" " * 12,
+)
 
 
 def main(argv: list[str]) -> int:
@@ -109,7 +118,7 @@ def main(argv: list[str]) -> int:
             return _refusal(message, ResourceError.exit_code)
         raise
     except RuntimeError as error:
-        if str(error) != NO_THREAD:
+        if str(error) != _NO_THREAD:
             raise
         message = f"the system refuses another thread; {processes.limit_of_processes()}"
         return _refusal(message, ResourceError.exit_code)
@@ -125,8 +134,9 @@ def _dispatch(argv: list[str]) -> int:
     None for 0."""
     verb = argv[0] if argv else ""
     if verb not in VERBS and verb not in ("-h", "--help", "-V", "--version"):
-        near = "".join(f"; did you mean {name}?" for name in nearest(verb, VERBS))
-        raise ConfigError(f"{verb or 'nothing'}: expected one of {', '.join(VERBS)}{near}")
+        raise ConfigError(
+            f"{verb or 'nothing'}: expected one of {', '.join(VERBS)}{did_you_mean(verb, VERBS)}"
+        )
     parser = recipe_arguments.Parser(
         prog="lowmem" if Path(sys.argv[0]).name == "lowmem" else "python -m launch",
         description="Trains language models inside the memory you have.",
@@ -144,7 +154,9 @@ def _dispatch(argv: list[str]) -> int:
         parser.parse_args(argv)
     module = importlib.import_module(f"launch.commands.{VERBS[verb][0]}")
     parsers[verb].set_defaults(verb=verb)
-    module.add_arguments(parsers[verb])
+    parsers[verb].epilog = getattr(module, "EPILOG", parsers[verb].epilog)
+    # a module of several verbs has the flags of each
+    recipe_arguments.add_flags(parsers[verb], module.FLAGS.get(verb, module.FLAGS))
     arguments, unparsed = parser.parse_known_args(argv)
     if verb in recipe_arguments.USAGES:
         return module.main(arguments, unparsed) or 0

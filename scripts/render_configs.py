@@ -14,7 +14,7 @@ sys.path.insert(0, str(CODE))
 
 from launch.plan import facts as plan_facts  # noqa: E402
 from launch.plan import planner  # noqa: E402
-from launch.predict import model_config  # noqa: E402
+from launch.predict.models import model_config  # noqa: E402
 from launch.predict.traces import Traces  # noqa: E402
 from launch.probe import described  # noqa: E402
 from launch.recipe import load  # noqa: E402

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from launch.base import files
-from launch.predict.model_families import COMMITTED
+from launch.predict.models.model_families import COMMITTED
 from launch.predict.parameters import FAMILIES
 from training.compat import liger_private
 from training.levers import liger

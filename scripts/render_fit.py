@@ -20,7 +20,7 @@ from launch.base.workspace import Workspace  # noqa: E402
 from launch.plan import facts as plan_facts  # noqa: E402
 from launch.plan import fit, planner  # noqa: E402
 from launch.plan.fit import Fit, Method  # noqa: E402
-from launch.predict import model_config  # noqa: E402
+from launch.predict.models import model_config  # noqa: E402
 from launch.predict.traces import Traces  # noqa: E402
 from launch.probe import described  # noqa: E402
 from launch.probe.import_memory import ASSUMED_CUDA  # noqa: E402
@@ -38,7 +38,6 @@ CARDS = {
     "RTX A5000": 64,
     "L40S": 128,
     "RTX A6000": 128,
-    "T4": 64,
     "RTX 5090": 64,
     "A100 80GB": 256,
     "H100 SXM": 256,
@@ -87,7 +86,7 @@ def picture(traces: Path) -> str:
 
 def page(sections: dict[str, str]) -> str:
     """The whole text, with the sections of these cards."""
-    parts = [HEADING, *(f"- {line}\n" for line in fit_table.LEGEND)]
+    parts = [HEADING, *(f"- {line}\n" for line in fit_table.legend(1))]
     for gpu, ram_gib in CARDS.items():
         if gpu in sections:
             parts.append(f"\n## {gpu}, {ram_gib} GiB of RAM\n\n{sections[gpu]}")

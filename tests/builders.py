@@ -27,8 +27,9 @@ from launch.base.workspace import Workspace
 from launch.plan import facts as plan_facts
 from launch.plan import planner
 from launch.plan.planner import Choice
-from launch.predict import model_config, optimizers, trained_parameters
+from launch.predict import optimizers, trained_parameters
 from launch.predict.facts import Facts
+from launch.predict.models import model_config
 from launch.render import write
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import DRY_RUN, AttemptDir, RunDir

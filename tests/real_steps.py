@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from launch.data.rows import IGNORED
@@ -16,7 +19,7 @@ from training.data.sample_order import SampleOrder
 from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
-from training.model import build, varlen_attention
+from training.model import build, four_bit, varlen_attention
 
 
 class Loader(list[dict[str, Any]]):
@@ -63,6 +66,41 @@ def trainer(recipe: Recipe, plan: Plan, length: int, padded: bool, steps: int) -
     )
     found.remove_callback(PrinterCallback)
     return found
+
+
+class _Steps(TrainerCallback):
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        with record_function("step"):
+            pass
+
+
+def peak_bytes(trainer: LowMemTrainer, since_step: int = 0) -> int:
+    """The most that torch's allocator holds while it trains, every allocation counted.
+
+    since_step: the peak of the steps before it is none."""
+    trainer.add_callback(_Steps())
+    network = trainer.model
+    scales = [tensor for one in network.parameters() for tensor in four_bit.scales(one)]
+    there = (*network.parameters(), *network.buffers(), *scales)
+    held = {one.untyped_storage().data_ptr(): one.nbytes for one in there}
+    gc.collect()  # blocks of an earlier count, kept by cycles, would be taken off this one
+    # it packs half-precision factors in buffers of its own
+    without_onednn = torch.backends.mkldnn.flags(enabled=False)
+    with (
+        without_onednn,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
+        trainer.train()
+    events = profiled.profiler.kineto_results.events()
+    start = sorted(event.start_ns() for event in events if event.name() == "step")[since_step]
+    live = highest = sum(held.values())
+    for at, size in sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    ):
+        live += size
+        if at >= start:
+            highest = max(highest, live)
+    return highest
 
 
 def batch(recipe: Recipe, plan: Plan, length: int, padded: bool) -> dict[str, Any]:

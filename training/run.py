@@ -4,80 +4,59 @@ export, outcome."""
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from launch.base import files
-from launch.base.errors import (
-    CheckpointError,
-    ConfigError,
-    ExportError,
-    LaunchError,
-    ResourceError,
-)
+from launch.base.errors import CheckpointError, ConfigError, LaunchError, ResourceError
 from launch.base.text import shown, size
 from launch.data import sources, token_hashes
 from launch.data.conversation import Conversation
-from launch.data.rows import BadRows
-from launch.data.sources import Source
 from launch.run_folder import layout, manifest
 from launch.run_folder.layout import AttemptDir, RankStart, RunDir
 from launch.schema.plan import MULTIPLE, Plan, Strategy
-from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import affected_by, all_keys, leaves
 from launch.schema.result import Answers, Outcome, Scores
 from training.checkpoints import best, commit, convert
-from training.compat import ddp_private, deepspeed_private
-from training.compat.transformers_private import Network
+from training.compat import levers_private
 from training.control.heartbeat import Heartbeat
 from training.control.stop_callback import StopCallback, StopConditions
 from training.control.stop_word import Control, Halted
 from training.data import dataset, prepare
 from training.data import tokenizer as data_tokenizer
 from training.data.batches import Collator
-from training.data.sample_order import SampleOrder
 from training.engines import setup
 from training.levers.compile import eagerly
 from training.levers.streaming import Streaming
+from training.log import logger, start_logging
 from training.loop import (
     arguments,
     evaluate,
     export,
-    export_check,
+    export_run,
     nan_guard,
     sample_answers,
     trackers,
 )
-from training.loop.callbacks import Reporter, StepMeter, start_logging
-from training.loop.early_stopping import EarlyStopping
-from training.loop.export_check import Trained
-from training.loop.last_step import LastStep, NothingLeft
+from training.loop.callbacks import Reporter, StepMeter
+from training.loop.last_step import EarlyStopping, LastStep, NothingLeft
 from training.loop.memory_peaks import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
 from training.model import build, four_bit
 
-logger = logging.getLogger("lowmem")
 _SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
 
 
@@ -173,7 +152,7 @@ def _tokens(start: RankStart) -> Path:
     folder = used.folder if used else None
     if folder and folder.exists() and (start.supervised or not token_hashes.fault(folder)):
         return folder
-    prepare.ensure(start.tokens, print, processes=start.tokenising_processes)
+    prepare.ensure(start.tokens, print, num_processes=start.tokenising_processes)
     return start.tokens.folder
 
 
@@ -181,12 +160,9 @@ def _tokens(start: RankStart) -> Path:
 class Parts:
     """The objects that an attempt trains with on this rank."""
 
-    tokenizer: PreTrainedTokenizerBase
     trainer: LowMemTrainer
-    order: SampleOrder
     reporter: Reporter
     heartbeat: Heartbeat
-    stop_callback: StopCallback
     control: Control
     early_stopping: EarlyStopping | None
 
@@ -199,8 +175,8 @@ def _hold_to_free_memory(plan: Plan, device: torch.device) -> None:
     share = plan.allocator_fraction * free_bytes / total_bytes
     if plan.allocator_limit_bytes is not None:
         share = min(share, plan.allocator_limit_bytes / total_bytes)
-    limit = min(share, torch.cuda.get_per_process_memory_fraction(device))
-    torch.cuda.set_per_process_memory_fraction(limit, device)
+    share = min(share, torch.cuda.get_per_process_memory_fraction(device))
+    torch.cuda.set_per_process_memory_fraction(share, device)
 
 
 def _check_pinned_memory(
@@ -287,13 +263,16 @@ def build_parts(
     setup.unify_trained(network, plan.strategy)
     streams = bool(plan.strategy.levers.streamed_layers)
     if streams or (plan.strategy.keeps_frozen_apart and recipe.model.path is not None):
-        ddp_private.leave_out_frozen(network)
+        levers_private.leave_out_frozen(network)
     _check_counts(network, plan)
-    streaming = None
-    if streams:
-        of_place = plan.strategy.levers, args.device, plan.strategy.pin_memory
-        beside = args.local_process_index, plan.strategy.processes_per_machine
-        streaming = Streaming(network, *of_place, *beside)
+    streaming = (
+        Streaming(
+            *(network, plan.strategy.levers, args.device, plan.strategy.pin_memory),
+            *(args.local_process_index, plan.strategy.processes_per_machine),
+        )
+        if streams
+        else None
+    )
     patience = recipe.training.early_stopping_patience
     early_stopping = EarlyStopping(patience) if patience else None
     sent = trackers.callbacks(recipe.training.report_to, run, start.workspace.root, args)
@@ -346,9 +325,7 @@ def build_parts(
         if quantization:
             four_bit.divide(trainer.accelerator)
     trainer.remove_callback(PrinterCallback)  # the log has the same figures already
-    return Parts(
-        *(tokenizer, trainer, order, reporter, heartbeat, stop_callback, control, early_stopping)
-    )
+    return Parts(trainer, reporter, heartbeat, control, early_stopping)
 
 
 def _attempt(
@@ -357,20 +334,24 @@ def _attempt(
     """Score, resume, train, score, export; the collective parts on every rank at the same point."""
     began = time.monotonic()
     trainer, args = parts.trainer, parts.trainer.args
-    scores = vars(files.read(run.evaluation_file, Scores) or Scores()).copy()
-    pairs = _questions(start, parts.tokenizer, start.recipe.evaluation.exact_match_rows)
+    num_scored = start.recipe.evaluation.exact_match_rows
+    pairs = _questions(start, trainer, num_scored)
+    if start.recipe.data.holds_out and len(pairs) < num_scored:
+        logger.info(
+            "evaluation.exact_match_rows %d: %d are scored, all held-out rows with an answer",
+            *(num_scored, len(pairs)),
+        )
     number = sample_answers.count(start.recipe, start.plan)
     if number and start.recipe.data.holds_out:
         _answer_samples(start, run, attempt, parts, number)
-    if pairs and scores["exact_match_before"] is None:
-        trainer.add_callback(_ScoreBefore(parts, start.recipe, pairs, scores, run.evaluation_file))
-    resume = _agreed(args, lambda: _resume_point(start, run, parts))
-    if resume is not None:
-        trainer.verified.add(Path(resume.checkpoint).name)
-        trainer.is_converted = resume.is_converted
+    scoring = _Scoring(trainer, start.recipe.evaluation.max_new_tokens, pairs, run.evaluation_file)
+    trainer.add_callback(scoring)
+    checkpoint, folder = _agreed(args, lambda: _resume_point(start, run, parts))
+    if checkpoint is not None:
+        trainer.verified.add(Path(checkpoint).name)
+        trainer.is_converted = folder != checkpoint
     with parts.control.deferred(), parts.heartbeat:
-        folder, config = resume.folder if resume else None, start.plan.shape.config
-        metrics = _trained(parts, start.recipe, config, pairs, scores, folder)
+        metrics = _trained(start, parts, scoring, folder)
         is_last = trainer.state.global_step >= trainer.state.max_steps
         stopped_early = bool(parts.early_stopping and parts.early_stopping.has_stopped)
         is_complete = (is_last or stopped_early) and not parts.control.agreed
@@ -380,24 +361,24 @@ def _attempt(
         usable = [name for name in names if name in trainer.verified]
         outcome = Outcome(
             **_measured(start.plan.strategy, parts),
-            **scores,
+            **scoring.scores,
             complete=is_complete,
             ended=ending if is_complete else "preempted",
             checkpoint=usable[-1] if usable else None,
-            resumed_from=resume.checkpoint if resume else None,
+            resumed_from=checkpoint,
             train_seconds=metrics.get("train_runtime"),
             save_seconds=trainer.save_s,
             model_dir=start.recipe.output_dir,
         )
-        trained = full_model = None
+        collected = None
         if is_complete:
             parts.heartbeat.beat("export")
             questions = [question for question, _ in pairs]
-            trained = export_check.trained(start, trainer, tokens, questions)
-            if start.plan.strategy.launch_mode.shards_parameters:
-                full_model = _full_model(start, parts)
-    if trained is not None and args.process_index == 0:
-        outcome = replace(outcome, export_check=_export(start, run, parts, trained, full_model))
+            collected = export_run.collect(start, trainer, tokens, questions)
+    if collected is not None:
+        host, deferred = parts.reporter.host, parts.control.deferred
+        checked = export_run.write(start, run.run_id, trainer, collected, host, deferred)
+        outcome = replace(outcome, export_check=checked)
     for folder in _outcome_folders(start, attempt, args):
         seconds, host_bytes = time.monotonic() - began, parts.reporter.host.highest()
         files.write_json(
@@ -405,76 +386,75 @@ def _attempt(
         )
 
 
-def _export(
-    start: RankStart, run: RunDir, parts: Parts, trained: Trained, full_model: Network | None
-) -> str:
-    """Write the model and check its folder; a sentence on what was compared.
+class _Scoring(TrainerCallback):
+    """Scores of answers to held-out questions, which are also asked before the first step: by then
+    the model is on its device, sharded or not."""
 
-    `full_model`: a copy with all weights, if ranks hold parts of them. Raises ExportError."""
-    trainer, folder = parts.trainer, Path(start.recipe.output_dir)
-    network: Network = full_model
-    if full_model is None:
-        network = trainer.accelerator.unwrap_model(trainer.model)
-    if trainer.streaming is not None and start.recipe.model.path is None:
-        trainer.streaming.give_back()  # the adapter is merged
-        network.to("cpu")
-    content = export.write(
-        network,
-        trainer,
-        parts.tokenizer,
-        start.recipe,
-        start.plan,
-        run.run_id,
-        parts.control.deferred,
-    )
-    logger.info("model: %s (%s)", folder, content)
-    free_bytes = export_check.close_engine(
-        trainer, start.plan.estimate.host_bytes, parts.reporter.host.read()
-    )
-    try:
-        with setup.whole_weights(start.plan.strategy):
-            checked = export_check.check(
-                *(folder, start.recipe, trainer.accelerator, network, trained, free_bytes)
+    def __init__(
+        self, trainer: LowMemTrainer, max_new_tokens: int, pairs: Pairs, file: Path
+    ) -> None:
+        """`file` keeps the scores before the first step for later attempts."""
+        self._trainer, self._max_new_tokens = trainer, max_new_tokens
+        self._pairs, self._file = pairs, file
+        self.scores = vars(files.read(file, Scores) or Scores()).copy()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # a run that goes on has no initial weights
+        if state.global_step or self.scores["exact_match_before"] is not None:
+            return
+        self.score("before")
+        if self._pairs and args.process_index == 0:
+            files.write_json(self._file, self.scores)
+
+    def score(self, when: str) -> None:
+        """Answer the questions, if there are any, and add the scores. The batch is that of an
+        evaluation, whose logits take more memory than the keys and values of answers."""
+        if not self._pairs:
+            return
+        trainer = self._trainer
+        empty_cache()
+        # Accelerate puts autocast around the forward of the model that it prepares; PEFT's
+        # generate() calls that of the base model
+        with trainer.accelerator.autocast(), trainer.peaks.within("generation"):
+            new = evaluate.scores(
+                *(trainer.model, trainer.processing_class, self._pairs, self._max_new_tokens),
+                trainer.args.device,
+                trainer.stop_callback.between_batches,
+                trainer.args.per_device_eval_batch_size,
             )
-    except ExportError as error:
-        export.write_check(folder, f"{layout.NOT_CHECKED}: {error}")
-        error.fix = (
-            "do not use this folder; the same line again exports the last step, and checks it again"
+            empty_cache()
+        self.scores |= {f"{name}_{when}": score for name, score in new.items()}
+        logger.info(
+            "exact match %s training: %.1f %% of %d held-out rows, BLEU %.1f",
+            *(when, 100 * new["exact_match"], len(self._pairs), 100 * new["bleu"]),
         )
-        raise
-    export.write_check(folder, checked)
-    logger.info("checked: %s", checked)
-    return checked
 
 
 def _trained(
-    parts: Parts,
-    recipe: Recipe,
-    config: Mapping[str, Any],
-    pairs: Pairs,
-    scores: dict[str, Any],
-    resume: str | None,
+    start: RankStart, parts: Parts, scoring: _Scoring, resume: str | None
 ) -> dict[str, float]:
     """Train, then score what is exported, unless the ranks agree to stop. Returns Trainer's
     metrics."""
+    trainer, recipe = parts.trainer, start.recipe
     metrics: dict[str, float] = {}
     try:
         try:
-            metrics = parts.trainer.train(resume_from_checkpoint=resume).metrics
+            metrics = trainer.train(resume_from_checkpoint=resume).metrics
         except NothingLeft as why:
             metrics = {"train_runtime": 0.0}
             logger.info("%s", why)
-        if recipe.training.load_best_model_at_end and not parts.control.agreed:
+        if parts.control.agreed:
+            return metrics
+        if recipe.training.load_best_model_at_end:
             parts.heartbeat.beat("export")
-            best.take(parts.trainer, Path(str(parts.trainer.args.output_dir)))
-            scores["exported_step"] = parts.trainer.state.best_global_step
-            scores["exported_eval_loss"] = parts.trainer.state.best_metric
-        if not parts.control.agreed:
-            export.round_weights(parts.trainer.model, recipe, config)
-        if pairs and not parts.control.agreed:
-            _score(parts, recipe, pairs, "after", scores)
-        if not parts.control.agreed:
-            parts.control.agree()
+            best.take(trainer, Path(str(trainer.args.output_dir)))
+            scoring.scores["exported_step"] = trainer.state.best_global_step
+            scoring.scores["exported_eval_loss"] = trainer.state.best_metric
+        export.round_weights(trainer.model, recipe, start.plan.shape.config)
+        scoring.score("after")
+        parts.control.agree()
     except Halted:
         assert parts.control.agreed
     return metrics
@@ -489,61 +469,6 @@ def _outcome_folders(
         return [attempt]
     is_own = start.attempt is not None and start.attempt.root != attempt.root
     return [start.attempt] if start.attempt and is_own and not args.local_process_index else []
-
-
-def _full_model(start: RankStart, parts: Parts) -> Network | None:
-    """The model on rank 0's host, with the weights of all ranks, gathered one at a time; None on
-    another rank. Collective."""
-    recipe, plan, trainer = start.recipe, start.plan, parts.trainer
-    trained: Network = trainer.accelerator.unwrap_model(trainer.model)
-    quantization = recipe.quantized(plan.strategy.mixed_precision)
-    if quantization and recipe.model.path is not None:  # the folder has the weights of 4 bits
-        four_bit.gather_trained(trained, trainer.args.process_index == 0)
-        return trained
-    network, copies = None, {}
-    if trainer.args.process_index == 0:
-        with setup.whole_weights(plan.strategy):
-            network = build.build(
-                recipe.model,
-                plan.shape,
-                recipe.lora,
-                plan.lora_targets,
-                parts.tokenizer,
-                recipe.training.seed,
-                quantization,
-                keeps_ids=recipe.keeps_ids,
-            )
-        copies = dict(network.named_parameters())
-    packed = {f"{name}.weight" for name, _ in four_bit.layers(trained)} if quantization else set()
-    for name, parameter in trained.named_parameters():
-        if name in packed:  # of the same seed
-            copies.pop(name, None)
-            continue
-        with deepspeed_private.gathered([parameter]), torch.no_grad():
-            full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            if network is not None:
-                copies.pop(name).copy_(full)
-    assert not copies, f"not gathered: {sorted(copies)}"
-    return network
-
-
-class _ScoreBefore(TrainerCallback):
-    """Scores before the first step; by then the model is on its device, sharded or not."""
-
-    def __init__(
-        self, parts: Parts, recipe: Recipe, pairs: Pairs, scores: dict[str, Any], file: Path
-    ) -> None:
-        self._parts, self._recipe, self._pairs = parts, recipe, pairs
-        self._scores, self._file = scores, file
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if state.global_step:  # resumed: these are not the initial weights
-            return
-        _score(self._parts, self._recipe, self._pairs, "before", self._scores)
-        if args.process_index == 0:
-            files.write_json(self._file, self._scores)
 
 
 def _measured(strategy: Strategy, parts: Parts) -> dict[str, Any]:
@@ -575,34 +500,6 @@ def _say(args: TrainingArguments, line: str) -> None:
         print(f"{shown(line)}\n", end="", flush=True)  # in one write: ranks share the terminal
 
 
-def _score(parts: Parts, recipe: Recipe, pairs: Pairs, when: str, scores: dict[str, Any]) -> None:
-    """Answer held-out questions and add the scores. The batch is that of an evaluation, whose
-    logits take more memory than the keys and values of answers."""
-    trainer = parts.trainer
-    empty_cache()
-    # Accelerate puts autocast around the forward of the model that it prepares; PEFT's generate()
-    # calls that of the base model
-    with trainer.accelerator.autocast(), trainer.peaks.within("generation"):
-        new = evaluate.scores(
-            trainer.model,
-            parts.tokenizer,
-            pairs,
-            recipe.evaluation.max_new_tokens,
-            trainer.args.device,
-            parts.stop_callback.between_batches,
-            trainer.args.per_device_eval_batch_size,
-        )
-        empty_cache()
-    scores.update({f"{name}_{when}": score for name, score in new.items()})
-    logger.info(
-        "exact match %s training: %.1f %% of %d held-out rows, BLEU %.1f",
-        when,
-        100 * new["exact_match"],
-        len(pairs),
-        100 * new["bleu"],
-    )
-
-
 def _answer_samples(
     start: RankStart, run: RunDir, attempt: AttemptDir, parts: Parts, number: int
 ) -> None:
@@ -613,16 +510,17 @@ def _answer_samples(
     if rank and not plan.strategy.launch_mode.shards_parameters:
         return
     asked = sample_answers.SampleAnswers(
-        _questions(start, parts.tokenizer, sample_answers.MOST_READ),
-        parts.tokenizer,
+        _questions(start, trainer, sample_answers.MOST_READ),
+        trainer.processing_class,
         number,
         recipe.evaluation.max_new_tokens,
         row_tokens=plan.lengths[0],
         all_tokens=sample_answers.most_tokens(plan, trainer.model),
         is_pair=plan.shape.is_encoder_decoder,
     )
+    if asked.shortfall:
+        logger.info("%s", asked.shortfall)
     if not len(asked):
-        logger.info("no held-out question is short enough for sample answers")
         return
 
     def reply() -> None:
@@ -636,7 +534,7 @@ def _answer_samples(
             texts = asked.replies(trainer.model, trainer.args.device)
         step = trainer.state.global_step
         if rank == 0:
-            asked.write(run, attempt, Answers(step, parts.order.samples_seen(step), texts))
+            asked.write(run, attempt, Answers(step, trainer.order.samples_seen(step), texts))
 
     trainer.answer_samples = reply
 
@@ -656,16 +554,15 @@ def _check_counts(network: torch.nn.Module, plan: Plan) -> None:
     logger.info("%s: %s parameters, %s trainable", plan.shape.name, f"{total:,}", f"{trainable:,}")
 
 
-def _questions(start: RankStart, tokenizer: PreTrainedTokenizerBase, limit: int) -> Pairs:
+def _questions(start: RankStart, trainer: LowMemTrainer, limit: int) -> Pairs:
     data = start.recipe.data
     if not limit or not data.holds_out:
         return []
     counts = start.tokens.row_counts if data.validation_size is not None else None
     held_out = sources.of_part(data, start.plan.data_format, counts, "validation")
-    bad_of_source = [BadRows(data.max_bad_rows) for _ in held_out]
-    dataset_of_part = chain.from_iterable(map(Source.read, held_out, bad_of_source))
+    dataset_of_part = sources.samples_in(held_out, data.max_bad_rows)
     is_pair = start.plan.shape.is_encoder_decoder
-    return evaluate.questions(dataset_of_part, limit, tokenizer, is_pair)
+    return evaluate.questions(dataset_of_part, limit, trainer.processing_class, is_pair)
 
 
 def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:
@@ -683,18 +580,9 @@ def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:
     return decision[0]
 
 
-@dataclass(frozen=True)
-class _Resume:
-    """The checkpoint to go on from, and the folder in which Trainer reads it."""
-
-    folder: str
-    checkpoint: str
-    is_converted: bool
-
-
-def _resume_point(start: RankStart, run: RunDir, parts: Parts) -> _Resume | None:
-    """The newest checkpoint that verifies. Raises CheckpointError if there are checkpoints and none
-    does."""
+def _resume_point(start: RankStart, run: RunDir, parts: Parts) -> tuple[str | None, str | None]:
+    """(the newest checkpoint that verifies, the folder in which Trainer reads it); (None, None) to
+    begin anew. Raises CheckpointError if there are checkpoints and none verifies."""
     allow = start.recipe.resume.allow
     commit.clear_staging(run.checkpoints)
     checkpoint, faults = manifest.newest_valid(run.checkpoints, allow)
@@ -713,9 +601,9 @@ def _resume_point(start: RankStart, run: RunDir, parts: Parts) -> _Resume | None
                 f"{source}: {problem}; give another one with --resume PATH, or"
                 " --resume never starts over"
             )
-        checkpoint = commit.rebase(source, run.checkpoints, parts.order)
+        checkpoint = commit.rebase(source, run.checkpoints, parts.trainer.order)
     if checkpoint is None:
-        return None
+        return None, None
     facts, strategy = manifest.read(checkpoint), start.plan.strategy
     logger.info("resuming from %s: %s samples seen", checkpoint.name, f"{facts['samples_seen']:,}")
     if facts["world_size"] != strategy.num_processes:
@@ -724,7 +612,7 @@ def _resume_point(start: RankStart, run: RunDir, parts: Parts) -> _Resume | None
             facts["world_size"],
         )
     if not convert.is_needed(facts, strategy):
-        return _Resume(str(checkpoint), str(checkpoint), False)
+        return str(checkpoint), str(checkpoint)
     logger.info(
         "converting it from %s with %d rank(s) for %s with %d",
         facts["mode"],
@@ -733,4 +621,4 @@ def _resume_point(start: RankStart, run: RunDir, parts: Parts) -> _Resume | None
         strategy.num_processes,
     )
     write = partial(convert.write, checkpoint, facts, parts.trainer)
-    return _Resume(str(commit.converted(checkpoint, write)), str(checkpoint), True)
+    return str(checkpoint), str(commit.converted(checkpoint, write))

@@ -23,8 +23,8 @@ from pydantic import TypeAdapter
 from launch.base import modules, processes
 from launch.base.errors import LaunchError, ResourceError
 from launch.base.files import write_atomic
-from launch.data import token_cache, token_hashes, worker
-from launch.data.token_cache import TokenCache
+from launch.data import token_hashes, worker
+from launch.data.token_cache import TokenCache, token_files
 from launch.schema.machine import CoreFigures, cudnn_is_last
 from launch.schema.plan import DataFormat, MemoryEstimate, Plan
 from launch.schema.recorded_step import STEP, dumped
@@ -115,7 +115,7 @@ def _largest(request: worker.FindLargest) -> list[LargestMicroBatches]:
     from training.data import largest_batches
 
     rows = {
-        part: largest_batches.row_sizes(token_cache.token_files(request.folder, part))
+        part: largest_batches.row_sizes(token_files(request.folder, part))
         for part in {division.part for division in request.divisions}
     }
     return [largest_batches.largest(rows[each.part], each) for each in request.divisions]
@@ -153,9 +153,9 @@ def _record(request: worker.RecordSteps) -> None:
     from training.trace import cuda_semantics, step
 
     recipe = request.recipe
-    is_last = cudnn_is_last(recipe.data.packing, os.environ)
-    cudnn = 0 if is_last else torch.backends.cudnn.version() or cuda_semantics.CUDNN
     for name, each in request.steps.items():
+        is_last = cudnn_is_last(each.few_shapes, os.environ)
+        cudnn = 0 if is_last else torch.backends.cudnn.version() or cuda_semantics.CUDNN
         plan = Plan(
             recipe_name=recipe.name,
             strategy=each.strategy,

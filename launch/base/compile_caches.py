@@ -47,15 +47,17 @@ def settle(environ: MutableMapping[str, str] = os.environ) -> None:
     environ["TMPDIR"] = tempfile.tempdir = str(private_folder)
 
 
-def refuse_noexec(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise ResourceError for one of the settled folders from which nothing may be run."""
+def noexec(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The reason why code that is compiled into the settled folders cannot be run there; None: it
+    can."""
     for variable in ("TMPDIR", *FOLDERS):
-        if os.statvfs(environ[variable]).f_flag & os.ST_NOEXEC:
-            raise ResourceError(
-                f"{variable} {environ[variable]}: its file system is mounted noexec, and this run"
-                f" compiles code and runs it there; set {variable} to a folder elsewhere, or mount"
-                " it with exec (docker: --tmpfs /tmp:exec)"
+        folder = environ.get(variable)
+        if folder and os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            return (
+                f"{variable} {folder} is mounted noexec; set {variable} to a folder"
+                " elsewhere, or mount it with exec (docker: --tmpfs /tmp:exec)"
             )
+    return None
 
 
 def _make_private(folder: Path, variable: str) -> None:

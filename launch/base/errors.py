@@ -6,6 +6,24 @@ from __future__ import annotations
 import signal
 import sys
 
+EXIT_CODES = {
+    0: "complete",
+    1: "a fault of lowmem",
+    2: "configuration",
+    3: "resources",
+    4: "data",
+    5: "no usable checkpoint",
+    6: "out of host RAM",
+    7: "hang",
+    8: "numbers that are not finite",
+    9: "run in use",
+    10: "storage",
+    11: "network",
+    12: "out of GPU memory",
+    13: "the exported model differs",
+    75: "stopped by a signal",
+    130: "stopped by Ctrl-C",
+}
 _WITHOUT_RANKS = ("merge", "download", "export", "evaluate")  # verbs that start none
 
 
@@ -14,7 +32,10 @@ class LaunchError(Exception):
     expected and what to do."""
 
     exit_code = 1
-    fix = ""  # what to do, where a verdict says it in a line of its own
+
+    def __init__(self, message: str, fix: str = "") -> None:
+        super().__init__(message)
+        self.fix = fix  # what to do, where a verdict says it in a line of its own
 
 
 class ConfigError(LaunchError):
@@ -51,10 +72,6 @@ class NonFinite(LaunchError):
 
     exit_code = 8
 
-    def __init__(self, message: str, fix: str = "") -> None:
-        super().__init__(message)
-        self.fix = fix
-
 
 class LockHeld(LaunchError):
     """Another process is using the run folder."""
@@ -90,8 +107,9 @@ class Stopped(LaunchError):
 
 def stopped_by(number: int) -> str:
     """The line of a command that a signal has ended."""
-    no_rank = "" if sys.argv[1:2] and sys.argv[1] in _WITHOUT_RANKS else " while no rank ran"
-    return f"stopped by {signal.Signals(number).name}{no_rank}"
+    has_ranks = not (sys.argv[1:2] and sys.argv[1] in _WITHOUT_RANKS)
+    stands = " while no rank ran; what is tokenised and saved stays" if has_ranks else ""
+    return f"stopped by {signal.Signals(number).name}{stands}; run the same line again"
 
 
 class Interrupted(BaseException):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -46,6 +47,15 @@ def lines_of_text(path: Path) -> list[str]:
     return filled
 
 
+def system_text(path: Path) -> str:
+    """The text of a file of /proc or /sys; "" where it cannot be read, because kernels and
+    containers leave out many of them."""
+    try:
+        return path.read_text(encoding="utf-8", errors="surrogateescape").strip()
+    except OSError:
+        return ""
+
+
 @contextmanager
 def descriptor(path: Path | str, flags: int, mode: int = 0o777) -> Iterator[int]:
     """An open file as the system's number, closed at the end. Raises OSError."""
@@ -54,6 +64,18 @@ def descriptor(path: Path | str, flags: int, mode: int = 0o777) -> Iterator[int]
         yield file
     finally:
         os.close(file)
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """A folder of that name that is made now; beside one of that name, with a number behind it.
+    Raises OSError."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError("no end")
 
 
 def sync(path: Path) -> None:
@@ -167,6 +189,11 @@ def damaged_file(path: Path, reason: str) -> CheckpointError:
     )
 
 
+def digest(facts: Any) -> str:
+    """The beginning of the hash of a JSON value, which names a file in a cache."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -186,16 +213,17 @@ def expanded(path: str | Path) -> Path:
 def free_bytes(path: Path) -> int:
     """Bytes that this user may still write on the disk of a folder, or of its nearest parent that
     exists."""
-    disk = os.statvfs(_there(path))
+    disk = os.statvfs(existing(path))
     return disk.f_bavail * disk.f_frsize
 
 
 def disk(path: Path) -> int:
     """The device of a folder, or of its nearest parent that exists."""
-    return _there(path).stat().st_dev
+    return existing(path).stat().st_dev
 
 
-def _there(path: Path) -> Path:
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
@@ -236,7 +264,7 @@ def _faults_of_output(folder: Path) -> Iterator[str]:
     """Yield what is wrong with a folder for a model, and what to do."""
     has_model = (folder / "lowmem.json").exists()
     before = folder.parent / f"{folder.name}.previous"
-    parent = next(filter(Path.exists, folder.parents), folder)  # of the root itself
+    parent = next(filter(Path.exists, folder.parents), folder)  # the root itself has none
     another = "choose another folder"
     if folder.is_symlink():
         yield f"is a symbolic link, to {folder.resolve()}; give that folder itself"

@@ -9,12 +9,12 @@ import socket
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from launch.base import files, processes
 from launch.base.errors import LockHeld, ResourceError
@@ -35,9 +35,6 @@ class _Holder:
     namespace: str  # the PID namespace in which `pid` counts
     since: str
     times: str = ""  # the namespace of its clocks
-
-
-_HOLDER = TypeAdapter(_Holder)
 
 
 class NoLocks(ResourceError):
@@ -64,11 +61,8 @@ def lock(path: Path, label: str) -> Iterator[None]:
 def holder_pid(path: Path) -> int | None:
     """The process that holds a lock, for readers; 0: in another container, or on another machine;
     None if no living process does. The lock of a holder that is here is not touched."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
+    # OSError: there is no such file, or none of ours
+    with suppress(OSError), files.descriptor(path, os.O_RDONLY | os.O_NONBLOCK) as file:
         holder = _holder(file)
         if not holder or _is_dead(holder):
             return None
@@ -78,11 +72,7 @@ def holder_pid(path: Path) -> int | None:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return 0
-        return None
-    except OSError:  # no file of ours
-        return None
-    finally:
-        os.close(file)
+    return None
 
 
 def _taken(path: Path, label: str) -> int:
@@ -98,7 +88,7 @@ def _taken(path: Path, label: str) -> int:
                 return _replace(path, label)
             time.sleep(_RETRY_S)
             continue
-        if _is_same(file, path):
+        if is_same(file, path):
             _check_ours(file, path)
             _sign(file)
             return file
@@ -184,13 +174,13 @@ def _sign(file: int) -> None:
         _namespace("time"),
     )
     os.ftruncate(file, 0)
-    os.pwrite(file, _HOLDER.dump_json(holder, by_alias=True), 0)
+    os.pwrite(file, files.adapter(_Holder).dump_json(holder, by_alias=True), 0)
 
 
 def _holder(file: int) -> _Holder | None:
     """The facts that the holder wrote; None while it is writing, or if it could not write."""
     try:
-        return _HOLDER.validate_json(os.pread(file, 4096, 0))
+        return files.adapter(_Holder).validate_json(os.pread(file, 4096, 0))
     except ValueError:
         return None
 
@@ -218,8 +208,9 @@ def _namespace(kind: str) -> str:
     return str(Path(f"/proc/self/ns/{kind}").readlink())
 
 
-def _is_same(file: int, path: Path) -> bool:
+def is_same(file: int, path: Path) -> bool:
+    """True if the name still leads to the open file."""
     try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
+        return os.path.samestat(os.fstat(file), path.lstat())
+    except OSError:
         return False

@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from launch.base.errors import LaunchError, ResourceError
+from launch.base.files import system_text
 from launch.base.text import shown
 
 POLL_S = 0.2  # pause between two checks of a run
@@ -68,12 +69,14 @@ def tagged(tag: str) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter()
-        if process.pid != os.getpid() and is_tagged(process, tag)
+        if process.pid != os.getpid() and is_tagged(process.pid, tag)
     ]
 
 
-def is_tagged(process: psutil.Process, tag: str) -> bool:
+def is_tagged(pid: int, tag: str) -> bool:
+    """True if a process that is there has the run's tag in its environment."""
     try:
+        process = psutil.Process(pid)
         return (
             process.environ().get("LOWMEM_RUN") == tag and process.status() != psutil.STATUS_ZOMBIE
         )
@@ -127,11 +130,8 @@ def scheduled() -> dict[str, tuple[int, int]]:
 def _busy_s() -> float:
     """The seconds that cores which this process may use have been busy since the system started,
     with any program but this. Where the system does not say, nothing was."""
-    ticks, lines = 0, list[str]()
-    with suppress(OSError):
-        lines = Path("/proc/stat").read_text(encoding="utf-8").splitlines()
-    usable = {f"cpu{number}" for number in os.sched_getaffinity(0)}
-    for line in lines:
+    ticks, usable = 0, {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    for line in system_text(Path("/proc/stat")).splitlines():
         name, *fields = line.split()
         if name in usable:
             user, nice, system, _, _, interrupt, soft_interrupt, stolen = map(int, fields[:8])

@@ -71,14 +71,10 @@ def _secrets() -> re.Pattern[str]:
             .read_text(encoding="utf-8")
             .strip()
         )
-    long = sorted((value for value in values if _is_long(value)), key=len, reverse=True)
-    return re.compile("|".join([*map(re.escape, long), SECRET_VALUE.pattern]))
-
-
-def _is_long(value: str) -> bool:
-    """False for values that occur in harmless texts: short ones, and paths, which name the place of
-    a secret."""
-    return len(value) >= _LEAST_SECRET and not value.startswith("/")
+    # shorter values occur in harmless texts, and a path names the place of a secret
+    secret = [value for value in values if len(value) >= _LEAST_SECRET and value[0] != "/"]
+    longest_first = sorted(map(re.escape, secret), key=len, reverse=True)
+    return re.compile("|".join([*longest_first, SECRET_VALUE.pattern]))
 
 
 def holds_secret(text: str) -> bool:

@@ -58,6 +58,14 @@ def nearest(name: str, names: Iterable[str], count: int = 1, cutoff: float = 0.6
     return [by_lower[lower] for lower in near]
 
 
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of an error that leads from a wrong name to the nearest, by all of it or by its first
+    word (adamm: adamw_torch); "" without one."""
+    by_name = {right: right for right in names}
+    by_name = {right.partition("_")[0]: right for right in reversed(by_name)} | by_name
+    return "".join(f"; did you mean {by_name[near]}?" for near in nearest(name, by_name))
+
+
 def suggestion(name: str, names: Sequence[str]) -> str:
     """The part of an error that leads from a wrong name to the right names."""
     near = nearest(name, names, 3)

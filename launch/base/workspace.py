@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from launch.base.errors import ConfigError
@@ -13,6 +15,15 @@ CODE = Path(__file__).resolve().parents[2]  # launch/, training/ and train_low_m
 CHECKOUT = (CODE / "configs" / "recipes").is_dir()
 # configs/, config/ and scripts/; pyproject.toml installs them into launch/
 FILES = CODE if CHECKOUT else CODE / "launch" / "_files"
+
+
+@cache
+def code_digest(*places: str) -> str:
+    """A hash of the code in these folders and files, by which what other code has made is told."""
+    modules: list[Path] = []
+    for path in (CODE / place for place in places):
+        modules += [path] if path.is_file() else sorted(path.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in modules)).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def from_request(request: Request) -> RankStart:
     choice = planner.choose(facts)
     if choice.plan.strategy.device == "cuda":  # PyTorch reads these at its first attention
         chosen = choice.machine.gpus[: choice.plan.strategy.processes_per_machine]
-        for key, value in architectures.environment(chosen, choice.plan.packing).items():
+        for key, value in architectures.environment(chosen, choice.plan.few_shapes).items():
             os.environ.setdefault(key, value)
         if choice.plan.strategy.num_processes == 1:  # CUDA reads these once; no torch is here yet
             os.environ.update(gpus.visible_devices(choice.machine, 1))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache
 
+from launch.base import files, locks
 from launch.base.errors import DoesNotFit, Interrupted
 from launch.base.workspace import Workspace
 from launch.plan import facts as plan_facts
@@ -21,10 +23,12 @@ from launch.predict.history.calibration import Comparison
 from launch.predict.oom_history import NO_OOM_HISTORY, OomEvent, OomHistory
 from launch.probe import network
 from launch.queue import admission
+from launch.recipe import load
 from launch.render import command, write
 from launch.report import plan_lines
 from launch.run_folder import layout
 from launch.run_folder.layout import AttemptDir, RunDir
+from launch.schema import levers
 from launch.schema.machine import Machine
 from launch.schema.plan import Command
 from launch.schema.result import Failure, RunResult, SecondStep
@@ -35,6 +39,9 @@ from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 
 MAX_PLANS = 3  # plans that a start makes at most, each with more evidence than the one before
+_AGAIN_LATER = (
+    "other programs hold the memory: when they have ended, run the same line again to continue"
+)
 _SEE_NO_OTHER_PLAN = 'see the line "no other plan" above: it says what would fit'
 
 
@@ -50,6 +57,7 @@ class LaunchContext:
     end_s: float | None  # latest end of training, on the monotonic clock
     oom_history: OomHistory = NO_OOM_HISTORY
     lease: RunLease = field(init=False)
+    _new_runs: list[RunDir] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.lease = RunLease(self.workspace.root, self.screen.say, self.locks)
@@ -74,10 +82,21 @@ class LaunchContext:
             run = (
                 RunDir.dry_run(runs, name) if dry_run else RunDir.create(runs, name, datetime.now())
             )
+            self.hold(run)  # `runs` and `watch` see that it is in use
             self.locks.callback(run.remove_if_unused)
+            self._new_runs.append(run)
             return run
 
         return make
+
+    def hold(self, run: RunDir) -> None:
+        """Lock the folder of the run that goes on, until the start ends. Another new one, in which
+        rows were tokenised alone, is no run then."""
+        if locks.holder_pid(run.lock_file) != os.getpid():
+            self.locks.enter_context(layout.run_lock(run))
+        for other in self._new_runs:
+            if other.root != run.root and not other.plan_file.exists():
+                shutil.rmtree(other.root / "attempts", ignore_errors=True)
 
     def choose(self, facts: Facts) -> Choice:
         """Choose a plan with what attempts have shown so far. Raises Interrupted at a stop."""
@@ -95,8 +114,10 @@ class LaunchContext:
         while True:
             assert facts.rows.tokens is not None
             if not self.signals.interrupting(tokenising.are_there)(facts.rows.tokens):
+                run = new_run()
+                files.write_atomic(run.recipe_yaml, load.dump(facts.recipe))
                 try:
-                    tokenising.until_done(facts, new_run(), self.screen.say, self.signals)
+                    tokenising.until_done(facts, run, self.screen.say, self.signals)
                 finally:
                     self.screen.stop()
                 facts = replace(facts, rows=plan_facts.with_counts(facts.rows))
@@ -187,21 +208,16 @@ class Attempts:
                 start.oom_history, comparison, choice.plan, choice.machine, self.run
             )
         )
-        try:
-            self.choice = start.choose(start.facts)
-        except Interrupted:
-            return self._stopped(result)
-        except DoesNotFit as error:
-            self._screen.say(f"no other plan: {error}")
-            of_host = "host" in comparison.needs
-            failure = Failure(
-                "host_oom" if of_host else "device_oom",
-                6 if of_host else 12,
-                f"the plan needs more memory than there is: {comparison.over}",
-                "what step 2 took",
-                _SEE_NO_OTHER_PLAN,
-            )
-            return _failed(result, failure)
+        of_host = "host" in comparison.needs
+        failure = Failure(
+            "host_oom" if of_host else "device_oom",
+            6 if of_host else 12,
+            f"the plan needs more memory than there is: {comparison.over}",
+            "what step 2 took",
+            _SEE_NO_OTHER_PLAN,
+        )
+        if end := self._replan(lambda: start.choose(start.facts), result, failure):
+            return end
         self._screen.say(*plan_lines.lines(plan_lines.planned_again(self.choice)))
         return None
 
@@ -211,6 +227,8 @@ class Attempts:
         """Restart, or plan again when memory ran out; the end where neither would help."""
         start, choice, launch = self.start, self.choice, self.choice.recipe.launch
         shortage = None
+        if failure.kind in restarts.KERNELS and self._chose_kernels():
+            return self._without_kernels(result, failure)
         if failure.kind == "pinned_oom" and not choice.plan.strategy.pin_memory:
             return result  # a plan has nothing more that it could leave unpinned
         if failure.kind in restarts.MEMORY:
@@ -240,7 +258,25 @@ class Attempts:
         self._screen.say(
             f"out of memory at step {result.last_step}: {failure.cause} ({failure.proof})"
         )
-        return self._plan_again(result, failure, shortage)
+        return self._plan_again(result, failure, shortage.is_own)
+
+    def _chose_kernels(self) -> bool:
+        """True if the plan chose kernels that are compiled here."""
+        runs, recipe = self.choice.plan.strategy.levers, self.choice.recipe
+        built = (levers.ROWS[name] for name in ("torch_compile", "use_liger_kernel"))
+        return any(row.read(runs) and not row.requested(recipe) for row in built)
+
+    def _without_kernels(self, result: RunResult, failure: Failure) -> RunResult | None:
+        """Plan again without kernels that are compiled here."""
+        facts, reason = self.start.facts, f"failed in this start: {failure.cause}"
+        installed = replace(facts.installed, no_compiler=reason, no_liger=reason)
+        self.start.facts = replace(facts, installed=installed)
+        self._screen.say(
+            f"{failure.cause} ({failure.proof}): planning again without the compiled kernels that"
+            " the plan chose"
+        )
+        self._count_plan(self.start.oom_history)
+        return self._plan_again(result, failure)
 
     def _count_plan(self, oom_history: OomHistory, is_own: bool = True) -> None:
         """Take the history for the next plan; a shortage that others caused costs none of ours."""
@@ -272,31 +308,19 @@ class Attempts:
             start.oom_history = replace(start.oom_history, spent=spent)
 
     def _plan_again(
-        self, result: RunResult, failure: Failure, shortage: OomEvent
+        self, result: RunResult, failure: Failure, is_own: bool = True
     ) -> RunResult | None:
-        """Plan for less memory, and start over where the recipe's relaxations change the result;
-        the end where no plan is left."""
+        """Plan by what is known now, and start over where the recipe's relaxations change the
+        result; the end where no plan is left."""
         start, before, committed = self.start, self.choice, self.run.last_step()
         new_run = start.new_run()
-        try:
-            self.choice = start.plan(new_run)
-        except tokenising.Failed as failed:
-            return failed.result
-        except Interrupted:
-            return self._stopped(result)
-        except DoesNotFit as error:
-            self._screen.say(f"no other plan: {error}")
-            fix = _SEE_NO_OTHER_PLAN
-            if not shortage.is_own:
-                fix = (
-                    "other programs hold the memory: when they have ended, run the same line again"
-                    " to continue"
-                )
-            return replace(result, failure=replace(failure, fix=fix))
+        fix = _SEE_NO_OTHER_PLAN if is_own else _AGAIN_LATER
+        if end := self._replan(lambda: start.plan(new_run), result, replace(failure, fix=fix)):
+            return end
         self._say_planned_again(before, committed)
         if self.choice.recipe != before.recipe:
             self.run, self._num_plans = new_run(), 1
-            start.locks.enter_context(layout.run_lock(self.run))
+            start.hold(self.run)
             oom_record.write(self.run, start.oom_history.ran_out)
             self._screen.say(
                 f"starting over in {self.run.run_id}: the relaxed settings change the result"
@@ -314,13 +338,19 @@ class Attempts:
             *plan_lines.lines(plan_lines.planned_again(self.choice)),
         )
 
-    def _stopped(self, result: RunResult) -> RunResult:
-        """The end of a start that was stopped while the plan after an attempt was made."""
-        assert self.start.signals.stop is not None
-        stop = failures.stopped(self.start.signals.stop, " while a plan was made again")
-        return _failed(result, stop)
-
-
-def _failed(result: RunResult, failure: Failure) -> RunResult:
-    """The result of an attempt, as the end of a start that failed after it."""
-    return replace(result, exit_code=failure.exit_code, failure=failure, plan_again=False)
+    def _replan(
+        self, plan: Callable[[], Choice], result: RunResult, failure: Failure
+    ) -> RunResult | None:
+        """Take another plan; the end where there is none, or where a stop came first."""
+        try:
+            self.choice = plan()
+        except tokenising.Failed as failed:
+            return failed.result
+        except Interrupted:
+            assert self.start.signals.stop is not None
+            failure = failures.stopped(self.start.signals.stop, " while a plan was made again")
+        except DoesNotFit as error:
+            self._screen.say(f"no other plan: {error}")
+        else:
+            return None
+        return replace(result, exit_code=failure.exit_code, failure=failure, plan_again=False)

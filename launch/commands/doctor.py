@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ _MIN_HOST_BYTES = GIB  # torch and a data loader alone take two thirds of it
 _SHM_BYTES = GIB
 _SHM_BYTES_PER_RANK = 64 << 20  # docker's default is this much for all of them
 _MIN_OPEN_FILES = 1024
+FLAGS = recipe_arguments.MACHINE_FLAGS
 _COOLER = (
     "see its fans, air flow, power cables and power limit; `nvidia-smi -q -d PERFORMANCE,POWER`"
     " shows the reasons"
@@ -75,10 +76,8 @@ def _examine(
                 f" {size(memory.agent_bytes)}, shared libraries {size(memory.mapped_bytes)} of"
                 " host RAM; plans count this memory"
             )
-            if not machine.gpus:
-                with WORKER:
-                    folder = Workspace.here().traces
-                    say(_cores(core_figures.measure(folder, machine.cpu_count)))
+            with WORKER:
+                say(_cores(core_figures.measure(Workspace.here().traces, machine.cpu_count)))
             if card := memory.card.context_bytes and memory.card:
                 say(
                     f"context: a rank takes {size(card.context_bytes)} of its {card.name} outside"
@@ -94,11 +93,11 @@ def _cores(measured: Sequence[CoreFigures]) -> str:
     """A line on the rates of the cores, by which plans predict seconds."""
     if not measured:
         return "cores: not measured, because other programs have them; plans assume rates"
-    rates = measured[-1].flops_per_s
+    rates, memory = measured[-1].flops_per_s, measured[-1].bytes_per_s["large"]
     return (
         f"cores: products at {rates['float32'] / 1e9:,.0f} GFLOP/s in float32,"
-        f" {rates['bfloat16'] / 1e9:,.0f} in bfloat16; plans predict seconds by these and 13 kinds"
-        " of kernels"
+        f" {rates['bfloat16'] / 1e9:,.0f} in bfloat16, memory at {memory / 1e9:,.0f} GB/s; plans"
+        " predict seconds by these and 12 kinds of kernels, with a card by the memory alone"
     )
 
 
@@ -175,10 +174,6 @@ def import_problem(error: ResourceError) -> _Problem:
     return _Problem(
         str(error), "install the packages anew: make clean, then start again", stops=True
     )
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    recipe_arguments.add_flags(parser, recipe_arguments.MACHINE_FLAGS)
 
 
 def main(arguments: Namespace) -> int:

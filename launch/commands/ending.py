@@ -45,8 +45,9 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
     is_complete = not result.failure and result.summary.get("complete")
     if choice.plan.estimate.peak and is_complete and has_measured:
         steady = parts[attempts[-1].root].steady  # an earlier attempt may have had another plan
-        measurement = _measurement(choice, run, result, steady, screen)
-        Ledger(workspace.ledger_file, screen.say).record(measurement)
+        Ledger(workspace.ledger_file, screen.say).record(
+            _measurement(choice, run, result, steady, screen)
+        )
     score = result.summary.get("exact_match_after")
     chat = [chat_command(recipe.output_dir), *sample_lines(recipe.data.sources[0].path, score)]
     screen.say(*text.result_lines(recipe, machine, plan, result, chat))

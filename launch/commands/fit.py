@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.files import to_json
-from launch.base.text import columns, suggestion
+from launch.base.text import columns, size, suggestion
 from launch.base.workspace import FILES, Workspace
 from launch.commands import recipe_arguments
 from launch.plan import fit
@@ -15,41 +16,32 @@ from launch.probe import import_memory
 from launch.probe import machine as probe_machine
 from launch.recipe.strict_yaml import show
 
-_MOST_TOKENS = 1 << 20  # of --length
+_MOST_TOKENS = 1 << 20  # limit of --length
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    recipe_arguments.add_flags(
-        parser,
-        {
-            **recipe_arguments.MACHINE_FLAGS,
-            "--model": {
-                "action": "append",
-                "metavar": "SHAPE",
-                "help": "a shape of configs/models, may be repeated (default:"
-                f" {', '.join(fit.MODELS)})",
-            },
-            "--length": {
-                "action": "append",
-                "metavar": "TOKENS",
-                "help": "tokens of a row, may be repeated (default:"
-                f" {', '.join(map(str, fit.LENGTHS))})",
-            },
-        },
-    )
-    recipe_arguments.add_flags(
-        parser.add_mutually_exclusive_group(),
-        {
-            "--json": {"action": "store_true", "help": "print the table for scripts"},
-            "--lines": {
-                "action": "store_true",
-                "help": "print the line that trains each row that fits",
-            },
-        },
-    )
+FLAGS = {
+    **recipe_arguments.MACHINE_FLAGS,
+    "--model": {
+        "action": "append",
+        "metavar": "SHAPE",
+        "help": f"a shape of configs/models, may be repeated (default: {', '.join(fit.MODELS)})",
+    },
+    "--length": {
+        "action": "append",
+        "metavar": "TOKENS",
+        "help": f"tokens of a row, may be repeated (default: {', '.join(map(str, fit.LENGTHS))})",
+    },
+    "--json": {"action": "store_true", "help": "print the table for scripts"},
+    "--lines": {
+        "action": "store_true",
+        "help": "print the line that trains each row that fits",
+    },
+}
 
 
 def main(arguments: Namespace) -> None:
+    if arguments.json and arguments.lines:
+        raise ConfigError("--json and --lines: expected one of them; --json has each line, too")
     models = [_model_name(name) for name in arguments.model or fit.MODELS]
     expected = f"tokens from 8 to {_MOST_TOKENS:,}"
     lengths = [
@@ -70,11 +62,8 @@ def main(arguments: Namespace) -> None:
     total = len(models) * len(fit.METHODS) * len(lengths)
     for each in traced:
         answers.append(each)
-        if sys.stderr.isatty():
-            line = f"{len(answers)} of {total}: {each.model} {each.method} {each.length}"
-            print(f"\r{line:<60}", end="", file=sys.stderr, flush=True)
-    if sys.stderr.isatty():
-        print(f"\r{'':<60}\r", end="", file=sys.stderr)
+        _say(f"{len(answers)} of {total}: {each.model} {each.method} {each.length}")
+    _say("")
     from launch.report import fit_table
 
     if arguments.json:
@@ -85,15 +74,19 @@ def main(arguments: Namespace) -> None:
         from rich.console import Console
 
         console = Console(width=columns(), highlight=False)
-        console.print(fit_table.table(answers, f"{machine.name}: what fits"))
+        title = f"{machine.name}, {size(machine.host_limit_bytes)} of RAM: what fits"
+        console.print(fit_table.table(answers, title))
         assumed = [f"Assumed: {machine.assumed}."] if machine.assumed else []
-        console.print(*assumed, fit_table.margin_line(answers), *fit_table.LEGEND, sep="\n")
+        console.print(
+            *assumed, fit_table.margin_line(answers), *fit_table.legend(len(machine.gpus)), sep="\n"
+        )
 
 
 def _say(line: str) -> None:
-    """A line of progress beside the table."""
-    if not sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
+    """Show progress in the place of the last line on a terminal, and none in a file or a pipe."""
+    if sys.stderr.isatty():
+        line = line[: shutil.get_terminal_size().columns - 1]
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _model_name(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -20,31 +20,30 @@ from launch.queue import admission
 from launch.report import first_screen, plan_lines
 from launch.schema.machine import NOT_LEASED
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    recipe_arguments.add_flags(
-        parser,
-        {
-            **recipe_arguments.RECIPE_FLAGS,
-            **recipe_arguments.EXPLAIN,
-            "--json": {
-                "action": "store_true",
-                "help": "print the plan for scripts, as plan.json in a run (docs/plan_json.md)",
-            },
-            **recipe_arguments.MACHINE_FLAGS,
-            "--rows-of": {
-                "metavar": "TOKENS",
-                "help": "plan for rows that are all this long, so that none is padded; nothing is"
-                " tokenised",
-            },
-        },
-    )
+FLAGS = {
+    **recipe_arguments.RECIPE_FLAGS,
+    **recipe_arguments.EXPLAIN,
+    "--json": {
+        "action": "store_true",
+        "help": "print the plan for scripts, as plan.json in a run (docs/plan_json.md)",
+    },
+    **recipe_arguments.MACHINE_FLAGS,
+    "--rows-of": {
+        "metavar": "TOKENS",
+        "help": "plan for rows that are all this long, so that none is padded; nothing is"
+        " tokenised",
+    },
+}
 
 
 def main(arguments: Namespace, unparsed: Sequence[str]) -> None:
     if arguments.json and arguments.explain:
         raise ConfigError("--json and --explain: expected one of them; --json has the whole plan")
     typed = recipe_arguments.read(arguments, unparsed)
+    expected = "a number of tokens from 1 to data.max_length, such as --rows-of 512"
+    rows_of = arguments.rows_of
+    if rows_of is not None:
+        rows_of = recipe_arguments.whole_number("--rows-of", rows_of, 1, math.inf, expected)
     compile_caches.settle()
     described = recipe_arguments.described_machine(arguments)
     choice = resolve(
@@ -54,7 +53,7 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> None:
         typed.wishes,
         NOT_LEASED if described else admission.leased_now(),
         partial(print, file=sys.stderr) if typed.download else lambda line: None,
-        rows_of=_tokens(arguments.rows_of),
+        rows_of=rows_of,
         as_folder=True,
         download=typed.download,
     )
@@ -67,11 +66,3 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> None:
     else:
         screen = first_screen.lines(recipe, machine, plan, datetime.now(), columns=columns())
         print(shown("\n".join(screen)))
-
-
-def _tokens(text: str | None) -> int | None:
-    """The number of --rows-of; None if it was not typed. Raises ConfigError."""
-    if text is None:
-        return None
-    expected = "a number of tokens from 1 to data.max_length, such as --rows-of 512"
-    return recipe_arguments.whole_number("--rows-of", text, 1, math.inf, expected)

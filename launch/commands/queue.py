@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +17,6 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.base.files import to_json
 from launch.base.text import shown, size
 from launch.base.workspace import Workspace
-from launch.commands import recipe_arguments
 from launch.commands.submit import crontab, job
 from launch.queue import admission, leases, starts
 from launch.queue.leases import Asked, Lease
@@ -25,21 +24,6 @@ from launch.queue.leases import Asked, Lease
 STATES = {"granted": "runs", "waiting": "waits", "blocked": "blocked"}
 ROW = "{:>4}  {:<10} {:>8}  {:<8} {:>8}  {:>11}  {:<16} {:<12} {}"
 HEAD = ("run", "user", "process", "state", "priority", "host RAM", "VRAM", "since", "recipe")
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    recipe_arguments.add_flags(
-        parser,
-        {
-            "action": {"nargs": "?", "choices": tuple(_ACTIONS), "help": "none: list them"},
-            "numbers": {
-                "nargs": "*",
-                "metavar": "RUN",
-                "help": "its number; move A B: run A comes before run B",
-            },
-            "--json": {"action": "store_true", "help": "list them for scripts"},
-        },
-    )
 
 
 def main(arguments: Namespace) -> None:
@@ -201,4 +185,13 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "release": partial(_ask, is_held=False),
     "move": _move,
     "yield": _yield,
+}
+FLAGS = {
+    "action": {"nargs": "?", "choices": tuple(_ACTIONS), "help": "none: list them"},
+    "numbers": {
+        "nargs": "*",
+        "metavar": "RUN",
+        "help": "its number; move A B: run A comes before run B",
+    },
+    "--json": {"action": "store_true", "help": "list them for scripts"},
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 
 from launch.base.errors import ConfigError
 from launch.base.secrets import holds_secret
-from launch.base.text import nearest, shown
+from launch.base.text import did_you_mean, nearest, shown
 from launch.base.workspace import FILES
 from launch.commands import foreign_launcher
 from launch.predict.facts import Wishes
@@ -30,6 +31,9 @@ _BATCH_KEY = "per_device_train_batch_size"
 _BARE_KEY = "launch.wait"  # true without a value, and it never takes the next argument
 SWITCHES = ("assume_fits", "exact_batch")  # flags that are short for a key of launch:
 _MOST_GPUS, _MOST_RAM_GIB = 64, 65_536  # limits for --gpus and --ram
+# several cards, as a plan writes them (2x RTX 3090), or with the number behind (RTX 3090 x2); the x
+# of RTX counts none
+_SEVERAL = re.compile(r"(\d{1,3}) ?[xX*×] ?(.+)|(.+?) ?(?<![A-Za-z])[xX*×] ?(\d{1,3})")
 _ALIKE = 0.8  # difflib's ratio for a flag without a section, which could be a key of any
 EPILOG = """RECIPE is a name in configs/recipes/, or a file. BATCH is per_device_train_batch_size,
 or auto: the fastest, found by short trials unless an earlier start has found it.
@@ -71,8 +75,8 @@ MACHINE_FLAGS: Flags = {
     },
     "--gpu": {
         "metavar": "NAME",
-        "help": 'a machine with this card instead, such as "RTX 3090" (configs/cards.yaml has'
-        " them)",
+        "help": 'a machine with this card instead, such as "RTX 3090" or "2x RTX 3090"'
+        " (configs/cards.yaml has them)",
     },
     "--gpus": {"metavar": "N", "help": "how many of that card (default 1)"},
     "--ram": {"metavar": "GIB", "help": "that machine's RAM in GiB"},
@@ -100,7 +104,10 @@ class Parser(ArgumentParser):
     """Raises ConfigError with one line instead of printing the usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+        wrong = re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message)
+        choices = wrong[2].replace("'", "").split(", ") if wrong else ()
+        near = did_you_mean(wrong[1], choices) if wrong else ""
+        raise ConfigError(f"{self.prog}: {message}{near}; see {self.prog} --help")
 
 
 def add_parser(subparsers: Any, verb: str, description: str) -> Parser:
@@ -120,8 +127,8 @@ def add_parser(subparsers: Any, verb: str, description: str) -> Parser:
     )
 
 
-def add_flags(parser: ArgumentParser | Any, flags: Flags) -> None:
-    """Add flags to a parser, or to a group of it."""
+def add_flags(parser: ArgumentParser, flags: Flags) -> None:
+    """Add flags to a parser."""
     for name, options in flags.items():
         parser.add_argument(name, **options)
 
@@ -142,8 +149,14 @@ def described_machine(arguments: Namespace) -> Machine | None:
     if flags["gpu"] is None or flags["ram"] is None:
         missing = "--gpu NAME" if flags["gpu"] is None else "--ram GIB"
         raise ConfigError(f"{typed[0]}: expected {missing} beside it")
+    several, flag = _SEVERAL.fullmatch(flags["gpu"]), "--gpus"
+    if several:
+        if flags["gpus"] is not None:
+            raise ConfigError(f"--gpus {flags['gpus']}: --gpu has a number too; leave one out")
+        count, name = several[1] or several[4], several[2] or several[3]
+        flag, flags = "--gpu", {**flags, "gpus": count, "gpu": name}
     expected = f"a number from 1 to {_MOST_GPUS}"
-    count = whole_number("--gpus", flags["gpus"] or "1", 1, _MOST_GPUS, expected)
+    count = whole_number(flag, flags["gpus"] or "1", 1, _MOST_GPUS, expected)
     try:
         ram_gib = float(flags["ram"])
     except ValueError:
@@ -225,12 +238,13 @@ def _split(arguments: Namespace, unparsed: Sequence[str]) -> tuple[list[str], li
     Raises ConfigError for a flag that is no key."""
     key_flags: list[str] = []
     names: list[str] = []
+    problems: list[str] = []
     queue = list(unparsed)
     while queue:
         word = queue.pop(0)
         if not word.startswith("--"):
             if word.startswith("-") and not word[1:].isdigit():
-                raise _one_dash(arguments, word)
+                problems.append(str(_one_dash(arguments, word)))
             names.append(word)
             continue
         name, equals, value = word.partition("=")
@@ -241,8 +255,10 @@ def _split(arguments: Namespace, unparsed: Sequence[str]) -> tuple[list[str], li
             value = queue.pop(0)
         is_key = "." in plain or (plain in Recipe.model_fields and plain not in SECTIONS)
         if not is_key or not (equals or value):
-            raise ConfigError(_advice(arguments, name, plain, value, is_key))
+            problems.append(_advice(arguments, name, plain, value, is_key))
         key_flags.append(f"{name}={value}")
+    if problems:
+        raise ConfigError("\n".join(problems))
     return key_flags, names
 
 
@@ -264,7 +280,7 @@ def _advice(arguments: Namespace, name: str, plain: str, value: str, is_key: boo
     if plain == "model" and (FILES / "configs" / "models" / f"{value}.yaml").is_file():
         key = "model.shape"
     if key is None and flag is None and not section:
-        last_parts = key_reference.by_last_part()
+        last_parts = {**key_reference.ALIASES, **key_reference.by_last_part()}
         key = next((last_parts[near] for near in nearest(plain, last_parts, cutoff=_ALIKE)), None)
     instead = flag or (_typed(key, types[key], value) if key else None)
     if instead:

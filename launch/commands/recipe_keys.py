@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
@@ -14,8 +14,7 @@ from launch.schema.recipe_keys import SECTIONS
 WIDTH = 100  # columns
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("section", nargs="?", help="of this section alone, or this key alone")
+FLAGS = {"section": {"nargs": "?", "help": "of this section alone, or this key alone"}}
 
 
 def main(arguments: Namespace) -> None:

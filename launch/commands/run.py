@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -37,34 +37,22 @@ from launch.run_folder import disk_space, layout, manifest
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RunDir
 from launch.schema.result import RunResult
-from launch.supervise import (
-    failures,
-    oom_record,
-    run_lease,
-    show_rows,
-    stop_signals,
-    tokenising,
-)
+from launch.supervise import failures, oom_record, show_rows, stop_signals, tokenising
 from launch.supervise.screen import Screen
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    recipe_arguments.add_flags(
-        parser,
-        {
-            **recipe_arguments.RECIPE_FLAGS,
-            **recipe_arguments.EXPLAIN,
-            "--dry-run": {"action": "store_true", "help": "everything but the last call"},
-            "--from-environment": {
-                "action": "store_true",
-                "help": f"{', '.join(gpt2_variables.NAMES)} set keys of the recipe",
-            },
-            "--resume": {
-                "default": "auto",
-                "help": "auto (default), never, or a run or checkpoint folder",
-            },
-        },
-    )
+FLAGS = {
+    **recipe_arguments.RECIPE_FLAGS,
+    **recipe_arguments.EXPLAIN,
+    "--dry-run": {"action": "store_true", "help": "everything but the last call"},
+    "--from-environment": {
+        "action": "store_true",
+        "help": f"{', '.join(gpt2_variables.NAMES)} set keys of the recipe",
+    },
+    "--resume": {
+        "default": "auto",
+        "help": "auto (default), never, or a run or checkpoint folder",
+    },
+}
 
 
 def main(
@@ -142,8 +130,9 @@ def run(
             raise DoesNotFit(f"{error}. {shortages}") from error
         opened = _open(start, choice, resume, new_run)
         if recipe.launch.waits and not (dry_run or opened.complete):
-            wait = start.signals.interrupting(_wait)
-            choice, opened = wait(start, choice, opened, resume, new_run)
+            choice, opened = start.signals.interrupting(_wait)(
+                start, choice, opened, resume, new_run
+            )
         logs = layout.log_files(workspace.root, opened.run, recipe)
         _show_plan(start, choice, opened, None if dry_run or opened.complete else logs[0], explain)
         if opened.complete:
@@ -152,7 +141,7 @@ def run(
             _finish_dry_run(start, choice, new_run(), resume)
             return 0
         choice, opened = _with_lease(start, choice, opened, resume, new_run)
-        locks.enter_context(layout.run_lock(opened.run))
+        start.hold(opened.run)
         leftovers.sweep(opened.run.root)
         # the shortages of a run that this one takes over
         if start.oom_history.ran_out and not opened.run.evidence_file.exists():
@@ -177,13 +166,11 @@ def _train(
             return attempts.choice, result
         start.screen.say(result.failure.cause)
         resumed_path = str(run.root) if run.last_step() else resume
-        wait = start.signals.interrupting(_wait)
-        choice, opened = wait(
+        choice, opened = start.signals.interrupting(_wait)(
             start, attempts.choice, replace(opened, run=run), resumed_path, new_run
         )
         start.screen.say(*plan_lines.lines(plan_lines.planned_again(choice)), opened.line)
-        if opened.run.root != run.root:
-            start.locks.enter_context(layout.run_lock(opened.run))
+        start.hold(opened.run)
 
 
 def _end_s(time_limit_s: float | None, began: float, environ: Mapping[str, str]) -> float | None:
@@ -330,8 +317,6 @@ def _show_plan(
     environment.check(os.environ, plan.strategy.backend)
     if plan.strategy.launch_mode.engine != "plain":
         environment.check_loopback(plan.strategy.num_machines)
-    if plan.strategy.compiles:
-        compile_caches.refuse_noexec()
     if names := environment.of_another_launcher(os.environ):
         screen.say(f"not passed to the ranks, they are of MPI's own: {', '.join(names)}")
     passed, trackers = recipe.launch.pass_env, recipe.training.report_to
@@ -344,7 +329,8 @@ def _show_plan(
                 f"not passed to {whom}: {', '.join(names)};"
                 f" --launch.pass_env='[{', '.join([*passed, *names])}]' passes it"
             )
-    leased_bytes = run_lease.leased_disk_bytes(opened.run.root, leases.granted())
+    device = opened.run.root.stat().st_dev
+    leased_bytes = admission.untaken_disk_bytes(leases.granted(), device)
     screen.say(*disk_space.check(opened.run, recipe, plan, leased_bytes))
 
 

@@ -6,7 +6,8 @@ import json
 import shlex
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +15,6 @@ from launch.base import files
 from launch.base.errors import ConfigError, Interrupted, ResourceError
 from launch.base.text import columns, shown, size
 from launch.base.workspace import Workspace
-from launch.commands import recipe_arguments
 from launch.predict.history.ledger import Ledger
 from launch.run_folder import cleanup, sample_audit
 from launch.run_folder.layout import RunDir
@@ -22,9 +22,9 @@ from launch.run_folder.layout import RunDir
 _INTERVAL_S = 2.0  # pause between two looks of `watch`
 _KEEP = 5  # runs of each recipe that `runs clean` leaves their checkpoints
 _RUN_HELP = "a recipe (its newest run), a run's name, or its folder"
-_FLAGS: dict[str, recipe_arguments.Flags] = {
+FLAGS = {  # the flags of each verb
     "watch": {
-        "run": {"nargs": "?", "help": "a recipe (its newest run) or a run's folder"},
+        "run": {"nargs": "?", "help": _RUN_HELP},
         "--once": {"action": "store_true", "help": "print the screen once"},
         "--json": {"action": "store_true", "help": "print one JSON object"},
     },
@@ -45,7 +45,7 @@ _FLAGS: dict[str, recipe_arguments.Flags] = {
             "help": "clean: only say what would be removed",
         },
     },
-    "report": {  # one of them
+    "report": {
         "run": {"nargs": "?", "help": _RUN_HELP},
         "--calibration": {
             "action": "store_true",
@@ -64,42 +64,39 @@ _FLAGS: dict[str, recipe_arguments.Flags] = {
 }
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    verb = parser.get_default("verb")
-    is_report = verb == "report"
-    group = parser.add_mutually_exclusive_group(required=True) if is_report else parser
-    recipe_arguments.add_flags(group, _FLAGS[verb])
-
-
 def main(arguments: Namespace) -> int | None:
-    workspace = Workspace.here()
-    if arguments.verb == "watch":
-        return _watch(workspace, arguments)
-    if arguments.verb == "runs":
-        return _clean(workspace, arguments) if arguments.action else _list(workspace, arguments)
-    if arguments.verb == "compare":
-        from launch.report import compare  # rich's tables
-
-        return compare.run(workspace, arguments.first, arguments.second, arguments.anyway)
-    if arguments.verb == "report" and arguments.run:
-        lines = [f"page: {shown(str(_page(workspace, arguments.run)))}"]
-    elif arguments.verb == "report":
-        lines = Ledger(workspace.ledger_file, print).calibration_lines()
-    else:
-        lines = sample_audit.lines(RunDir(arguments.run))
-    print("\n".join(lines))
+    return _VERBS[arguments.verb](Workspace.here(), arguments)
 
 
-def _page(workspace: Workspace, name: str) -> Path:
+def _runs(workspace: Workspace, arguments: Namespace) -> None:
+    return (_clean if arguments.action else _list)(workspace, arguments)
+
+
+def _compare(workspace: Workspace, arguments: Namespace) -> None:
+    from launch.report import compare  # rich's tables
+
+    compare.run(workspace, arguments.first, arguments.second, arguments.anyway)
+
+
+def _audit(workspace: Workspace, arguments: Namespace) -> None:
+    print("\n".join(sample_audit.lines(RunDir(arguments.run))))
+
+
+def _report(workspace: Workspace, arguments: Namespace) -> None:
+    if (arguments.run is None) != arguments.calibration:
+        raise ConfigError("report: expected either a run or --calibration, which is of all runs")
+    if arguments.calibration:
+        print("\n".join(Ledger(workspace.ledger_file, print).calibration_lines()))
+        return
     from launch.report import comparable
 
-    run = comparable.find(workspace, name)
-    if not run.report_file.is_file():
+    page = comparable.find(workspace, arguments.run).report_file
+    if not page.is_file():
         raise ResourceError(
-            f"{run.report_file}: not there, as it is written when a start ends by itself; python -m"
-            f" launch watch {shlex.quote(name)} shows the run now"
+            f"{page}: not there, as it is written when a start ends by itself; python -m launch"
+            f" watch {shlex.quote(arguments.run)} shows the run now"
         )
-    return run.report_file
+    print(shown(f"page: {page}"))
 
 
 def _list(workspace: Workspace, arguments: Namespace) -> None:
@@ -117,8 +114,11 @@ def _list(workspace: Workspace, arguments: Namespace) -> None:
         from rich.console import Console
 
         console = Console(highlight=False)
-        console.width = max(columns(console.width), table.least_columns(rows))
-        console.print(table.table(rows))
+        console.width = columns(console.width)
+        for line in table.lines(rows, console.width):
+            console.print(line, crop=False)
+        for line in table.next_lines(rows):
+            print(line)
     else:
         print(shown(f"no runs in {workspace.runs} yet"))
 
@@ -170,7 +170,16 @@ def _watch(workspace: Workspace, arguments: Namespace) -> int | None:
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
-                live.update(watcher.page(console.size), refresh=True)
+                live.update(watcher.page(console), refresh=True)
                 time.sleep(_INTERVAL_S)
     except Interrupted as stopped:  # Ctrl-C is how one leaves it
         return stopped.exit_code
+
+
+_VERBS: dict[str, Callable[[Workspace, Namespace], int | None]] = {
+    "watch": _watch,
+    "runs": _runs,
+    "report": _report,
+    "compare": _compare,
+    "samples": _audit,
+}

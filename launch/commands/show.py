@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,28 +20,24 @@ _ANY = 1_000_000_000  # bad rows
 ROWS = 5
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    recipe_arguments.add_flags(
-        parser,
-        {
-            **recipe_arguments.RECIPE_FLAGS,
-            "--rows": {
-                "type": _positive,
-                "help": f"the first rows of each source (default {ROWS})",
-            },
-            "--file": {
-                "help": "a file of data.train_file or data.validation_file (default: the first of"
-                " each source of data.train_file; with --line the first)"
-            },
-            "--line": {"type": _positive, "help": "the row at this line of the file alone"},
-        },
-    )
-
-
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"found {text}, expected a number from 1")
     return int(text)
+
+
+FLAGS = {
+    **recipe_arguments.RECIPE_FLAGS,
+    "--rows": {
+        "type": _positive,
+        "help": f"the first rows of each source (default {ROWS})",
+    },
+    "--file": {
+        "help": "a file of data.train_file or data.validation_file (default: the first of"
+        " each source of data.train_file; with --line the first)"
+    },
+    "--line": {"type": _positive, "help": "the row at this line of the file alone"},
+}
 
 
 def main(arguments: Namespace, unparsed: Sequence[str]) -> None:

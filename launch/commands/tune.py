@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -75,14 +75,10 @@ class Outcome:
     why: str = ""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    recipe_arguments.add_flags(
-        parser,
-        {
-            **recipe_arguments.RECIPE_FLAGS,
-            "--forget": {"action": "store_true", "help": "forget the tuned batch, and do not tune"},
-        },
-    )
+FLAGS = {
+    **recipe_arguments.RECIPE_FLAGS,
+    "--forget": {"action": "store_true", "help": "forget the tuned batch, and do not tune"},
+}
 
 
 def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
@@ -156,13 +152,12 @@ def tune(facts: Facts, say: Say) -> Tuned:
         for strategy, outcome in fits
         if outcome.step_s and outcome.step_s <= fastest_s * AS_FAST
     )
-    why = f"fastest of {len(trials.done)} trial(s): {step_s:.3g} s a step"
     tuned = Tuned(
         kind="tuned",
         time=time.time(),
         **_ledger_keys(facts),
         strategy=best,
-        why=why,
+        why=f"fastest of {len(trials.done)} trial(s): {step_s:.3g} s a step",
         step_s=step_s,
     )
     ledger.remember(tuned)

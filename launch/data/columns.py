@@ -16,10 +16,8 @@ from launch.base.text import nearest
 from launch.data import column_advice, sniff, sources, untrained
 from launch.data.column_advice import Origin
 from launch.data.files import delimited, folders, json_array, shards
-from launch.data.files.shards import MAX_ROW_BYTES, FileFacts
 from launch.data.normalise import FIELDS, MESSAGE_ID, OPENAI, PARENT_ID, SHAREGPT, RowReader
 from launch.data.rows import BadRows, Slice, samples_of
-from launch.data.sniff import FileColumns
 from launch.schema.data_section import DataSection, short_names
 from launch.schema.plan import DataFormat
 
@@ -60,7 +58,7 @@ LINE = re.compile(r" in (?:line|element) (\d+)$")
 def detect(
     data: DataSection,
     base: Path,
-    facts: FileFacts | None = None,
+    facts: shards.FileFacts | None = None,
     unread_keys: Collection[str] = (),
 ) -> DataFormat:
     """The columns of the training file that make a sample; its other shards and the validation file
@@ -71,7 +69,7 @@ def detect(
     """
     # the rows that validation_size holds out are not known yet
     bad = BadRows(data.max_bad_rows, num_parts=1 if data.validation_size is None else 2)
-    reading = _Reading(base, facts or FileFacts(), unread_keys, bad)
+    reading = _Reading(base, facts or shards.FileFacts(), unread_keys, bad)
     data_format = (
         _of_sources(data, reading) if data.is_mixed else _of_files(data, reading, Origin())
     )
@@ -89,7 +87,7 @@ class _Reading:
     """The settings with which all files of a recipe are read."""
 
     base: Path
-    facts: FileFacts
+    facts: shards.FileFacts
     unread_keys: Collection[str]
     bad: BadRows  # bad rows of all training files
 
@@ -109,11 +107,11 @@ def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataForma
     held_out = (
         shards.list_shards(base / data.validation_file) if data.validation_file is not None else ()
     )
-    files: list[FileColumns] = []
-    training: DataFormat | None = None
+    files: list[sniff.FileColumns] = []
+    formats: list[DataFormat] = []
     for number, path in enumerate((*paths, *held_out)):
-        if number == len(paths) and training:
-            origin = replace(_of_held_out(training), train_file=data.sources[0].path)
+        if number == len(paths):
+            origin = replace(_of_held_out(formats[0]), train_file=data.sources[0].path)
             reading = reading.of_held_out()
         try:
             files.append(
@@ -126,21 +124,20 @@ def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataForma
                     file_type=folders.TEXT_TYPES[data.text_rows],
                     reason=f"text: {data.text_rows} of {origin.key} (data.text_rows)",
                 )
-            training = training or data_format
-            _check_same(training, data_format, paths[0], path, origin)
+            formats.append(data_format)
+            _check_same(formats[0], data_format, paths[0], path, origin)
             _check_first_rows(path, data_format, reading.bad, facts, is_corpus=len(paths) > 1)
         except DataError as error:
             error.args = (f"{error}{_without(path, paths)}",)
             raise
-    assert training is not None
     facts.keep()
     left_out = [
         f"not read of {path}: {_shortened(names)}"
         for path in (base / name for name in data.paths)
         if (names := folders.left_out(path, shards.list_shards(path)))
     ]
-    notes = (*left_out, *_notes(files, training, reading.unread_keys))
-    return replace(training, notes=notes, num_files=len(paths))
+    notes = (*left_out, *_notes(files, formats[0], reading.unread_keys))
+    return replace(formats[0], notes=notes, num_files=len(paths))
 
 
 def _without(path: Path, paths: Sequence[Path]) -> str:
@@ -181,25 +178,27 @@ def _of_held_out(training: DataFormat) -> Origin:
 
 
 def _read(
-    path: Path, bad: BadRows, facts: FileFacts, is_corpus: bool, messages_column: str | None
-) -> FileColumns:
+    path: Path, bad: BadRows, facts: shards.FileFacts, is_corpus: bool, messages_column: str | None
+) -> sniff.FileColumns:
     """The columns of a file; those of a corpus are remembered."""
     names = (messages_column,) if messages_column else ("messages", "conversations")
     if not is_corpus or bad.limit or not path.exists():
         return sniff.read(path, bad, names)
     label = f"columns and messages in {messages_column}" if messages_column else "columns"
-    return FileColumns(
+    return sniff.FileColumns(
         path, *facts.get(path, label, lambda: astuple(sniff.read(path, None, names))[1:])
     )
 
 
 def _check_first_rows(
-    path: Path, data_format: DataFormat, bad: BadRows, facts: FileFacts, is_corpus: bool
+    path: Path, data_format: DataFormat, bad: BadRows, facts: shards.FileFacts, is_corpus: bool
 ) -> None:
     """Raises DataError for one of the first rows that training would not read."""
 
     def check() -> bool:
-        end = sniff.SAMPLE_GROUPS if data_format.file_type in shards.TABLES else MAX_ROW_BYTES
+        end = (
+            sniff.SAMPLE_GROUPS if data_format.file_type in shards.TABLES else shards.MAX_ROW_BYTES
+        )
         deque(samples_of(Slice(path, end=end), data_format, bad, sniff.SAMPLE_ROWS), maxlen=0)
         return True
 
@@ -211,9 +210,9 @@ def _check_first_rows(
         facts.get(path, f"rows as {data_format.columns} without {data_format.ignored}", check)
 
 
-def row_count(path: Path, facts: FileFacts | None = None) -> int | None:
+def row_count(path: Path, facts: shards.FileFacts | None = None) -> int | None:
     """Rows of what detect() accepts: exact, or None where counting would mean reading too much."""
-    files, facts = shards.list_shards(path), facts or FileFacts()
+    files, facts = shards.list_shards(path), facts or shards.FileFacts()
     if len(files) == 1:
         return _row_count(files[0])
     if sniff.file_type_of(files[0]) not in ("parquet", "arrow") and (
@@ -276,7 +275,7 @@ def _explicit(data: DataSection, origin: Origin) -> tuple[Kind, dict[str, str]] 
 
 
 def _format(
-    file: FileColumns,
+    file: sniff.FileColumns,
     explicit: tuple[Kind, dict[str, str]] | None,
     ignored: Sequence[str],
     origin: Origin,
@@ -311,7 +310,7 @@ def _format(
 
 
 def _notes(
-    files: Sequence[FileColumns], data_format: DataFormat, unread_keys: Collection[str]
+    files: Sequence[sniff.FileColumns], data_format: DataFormat, unread_keys: Collection[str]
 ) -> Iterator[str]:
     """Lines of the plan on what is not read."""
     reader, ignored, trained_columns = (
@@ -354,13 +353,14 @@ def _notes(
 
 
 def _chosen(
-    file: FileColumns,
+    file: sniff.FileColumns,
     explicit: tuple[Kind, dict[str, str]] | None,
     origin: Origin,
 ) -> tuple[Kind, dict[str, str], str]:
     """(kind, role -> column, reason)."""
     if explicit is not None:
         kind, columns = explicit
+        problems: list[str] = []
         for role, column in columns.items():
             if column not in file.columns:
                 hint = (
@@ -368,10 +368,12 @@ def _chosen(
                     if origin.is_source and not origin.names_columns
                     else "".join(f"; nearest: {near}" for near in nearest(column, file.columns))
                 )
-                raise DataError(
+                problems.append(
                     f"{file.path}: has no column {column!r} ({origin.key_of(role)}); found columns"
-                    f" {_listed(file)}{hint}"
+                    f" {_shortened([*file.columns])}{hint}"
                 )
+        if problems:
+            raise DataError("\n".join(problems))
         return kind, dict(columns), f"the recipe names {', '.join(columns.values())}"
     exact = {name: name for name in file.columns}
     for by_name in (exact, {name.lower(): name for name in file.columns} | exact):
@@ -400,12 +402,12 @@ def _chosen(
     formats += f", or one of {', '.join(column_advice.PROMPT_NAMES)} beside one of"
     formats += f" {', '.join(column_advice.ANSWER_NAMES)}"
     raise DataError(
-        f"{file.path}: its columns are of no known format; found columns {_listed(file)};"
-        f" {column_advice.likely(file, origin)}. Known: {formats}"
+        f"{file.path}: its columns are of no known format; found columns"
+        f" {_shortened([*file.columns])}; {column_advice.likely(file, origin)}. Known: {formats}"
     )
 
 
-def _pair(file: FileColumns, origin: Origin) -> dict[str, str]:
+def _pair(file: sniff.FileColumns, origin: Origin) -> dict[str, str]:
     """The columns of a question and its answer, by the names that they have in most data sets; none
     if either is missing. Raises DataError where several columns may be either."""
     names_of_roles = {
@@ -453,10 +455,6 @@ def _check_same(
 
 def _summary(data_format: DataFormat) -> str:
     return f"{data_format.kind} with columns {', '.join(data_format.columns.values())}"
-
-
-def _listed(file: FileColumns) -> str:
-    return _shortened(list(file.columns))
 
 
 def _shortened(names: Sequence[str]) -> str:

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 from launch.base.errors import DataError
+from launch.base.text import did_you_mean
 from launch.data import untrained
 from launch.data.conversation import Conversation, Message, Sample
 from launch.data.files.shards import TABLES
-from launch.data.untrained import is_empty
 from launch.schema.plan import DataFormat
 
 SPEAKERS = {  # name of a speaker in lower case -> role
@@ -31,16 +31,18 @@ FIELDS = {  # other keys of a message, in lower case -> the key of a Message
 _ROLES_OF_FIELDS = {  # other roles that have such a key are mistakes
     **{"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"},
 }
+# keys that link the messages of a tree in the oasst format
+MESSAGE_ID, PARENT_ID = "message_id", "parent_id"
 _OPTIONAL_COLUMNS = {
     "system": ("system", "system_prompt", "system_message"),
     "history": ("history",),
     "tools": untrained.TOOLS,
+    **{MESSAGE_ID: (MESSAGE_ID,), PARENT_ID: (PARENT_ID,)},
 }
-# keys that link the messages of a tree in the oasst format
-MESSAGE_ID, PARENT_ID = "message_id", "parent_id"
 _OPTIONAL_OF = {  # kind -> what its rows may have besides their columns
     "messages": ("system", "tools"),
     "prompt_response": ("system", "history", "tools"),
+    "oasst": (MESSAGE_ID, PARENT_ID),
 }
 
 
@@ -57,8 +59,6 @@ class RowReader:
             part: [name for name in _OPTIONAL_COLUMNS[part] if name not in used]
             for part in _OPTIONAL_OF.get(self.kind, ())
         }
-        if self.kind == "oasst":
-            self.optional = {name: [name] for name in (MESSAGE_ID, PARENT_ID)}
         self._optional_names = frozenset().union(*self.optional.values())
         # columns that are no reason to refuse a row; the score of a text is its quality
         self.passed = used.union(*self.optional.values(), ["score"] if self.kind == "text" else [])
@@ -90,7 +90,9 @@ class RowReader:
 
     def _optional(self, row: dict[str, Any], part: str) -> tuple[Any, str] | None:
         """(value, column) of an optional column that has content."""
-        names = [name for name in self.optional.get(part, ()) if not is_empty(row.get(name))]
+        names = [
+            name for name in self.optional.get(part, ()) if not untrained.is_empty(row.get(name))
+        ]
         if len(names) > 1:
             raise DataError(
                 f"columns {', '.join(map(repr, names))} both have content, but a row has one"
@@ -101,10 +103,9 @@ class RowReader:
     def _prompt(self, row: dict[str, Any]) -> list[Message]:
         column = self.columns["prompt"]
         if isinstance(row.get(column), list):  # its answers are no targets
-            messages = self._messages(row[column], column)
             return [
                 {**message, "weight": 0} if message["role"] == "assistant" else message
-                for message in messages
+                for message in self._messages(row[column], column)
             ]
         prompt, context = text(row, column), self.columns.get("context")
         if context is not None and row.get(context):
@@ -126,11 +127,10 @@ class RowReader:
             for pair in pairs
         ):
             raise DataError(f"column '{column}': expected a list of [question, answer], all text")
-        roles = ("user", "assistant")
         return [
             {"role": role, "content": turn_text}
             for pair in pairs
-            for role, turn_text in zip(roles, pair, strict=True)
+            for role, turn_text in zip(("user", "assistant"), pair, strict=True)
         ]
 
     def _tools(self, value: Any, where: str) -> list[dict[str, Any]]:
@@ -182,9 +182,10 @@ class RowReader:
         name = speaker.lower()
         role = "tool" if name in RESULTS else "assistant" if name in CALLS else SPEAKERS.get(name)
         if role is None:
+            roles = (*SPEAKERS, *sorted(RESULTS), *sorted(CALLS))
             raise DataError(
                 f"column '{column}': found a message of role {speaker[:40]!r}, expected one of"
-                f" {', '.join((*SPEAKERS, *sorted(RESULTS), *sorted(CALLS)))}"
+                f" {', '.join(roles)}{did_you_mean(speaker, roles)}"
             )
         where = f"column '{column}': a message of role {speaker!r}"
         message: Message = {"role": role, "content": None}
@@ -194,7 +195,7 @@ class RowReader:
             message["content"] = self._content(content, column, where)
         refused = []
         for key, value in turn.items():
-            if key in pair or key in self.ignored or is_empty(value):
+            if key in pair or key in self.ignored or untrained.is_empty(value):
                 continue
             if key in other:
                 raise DataError(f"{where} has {pair[1]} and {key}; keep one of the two")
@@ -370,7 +371,9 @@ def _is_text_part(part: Any) -> bool:
         isinstance(part, dict)
         and part.get("type") == "text"
         and isinstance(part.get("text"), str)
-        and all(is_empty(value) for key, value in part.items() if key not in ("type", "text"))
+        and all(
+            untrained.is_empty(value) for key, value in part.items() if key not in ("type", "text")
+        )
     )
 
 

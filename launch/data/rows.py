@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.errors import DataError, ResourceError
-from launch.base.processes import limit_of_processes
 from launch.data import threads, untrained
 from launch.data.conversation import Sample
 from launch.data.files import delimited, folders, json_array, shards, utf8
-from launch.data.files.shards import MAX_ROW_BYTES
 from launch.data.normalise import OPENAI, SHAREGPT, RowReader, unique_keys
 from launch.schema.plan import DataFormat
 
 _ROWS_AT_ONCE = 1000  # rows read from a table in one batch
 UNLIMITED = 1 << 60  # bad rows
-NO_THREAD = "Resource temporarily unavailable"  # EAGAIN of pthread_create(3)
+_AT_BEGIN = "cannot be read after row 0"  # fault of a table that cannot be opened
 _JSON_KINDS = {
     **{str: "string", type(None): "null", bool: "true or false", dict: "an object"},
     **dict.fromkeys((int, float), "a number"),
@@ -99,15 +97,6 @@ _ColumnChoice = Callable[[Any], list[str]]  # the Arrow schema of a table -> the
 
 
 def read_rows(
-    of: Slice, file_type: str, bad: BadRows, choice: _ColumnChoice, at_once: int = _ROWS_AT_ONCE
-) -> Rows:
-    """(place, columns) of the rows of a slice. Of a table, `at_once` rows are in memory at a time,
-    and only the columns of `choice` are read."""
-    numbered = _numbered_rows(of, file_type, bad, choice, at_once)
-    return ((place, row) for _, place, row in numbered)
-
-
-def _numbered_rows(
     of: Slice,
     file_type: str,
     bad: BadRows,
@@ -115,7 +104,9 @@ def _numbered_rows(
     at_once: int = _ROWS_AT_ONCE,
     takes: Takes | None = None,
 ) -> NumberedRows:
-    """read_rows() with the number of each row in the slice, from 0; bad rows have a number too.
+    """(number in the slice from 0, place, columns) of the rows of a slice; bad rows have a number
+    too. Of a table, `at_once` rows are in memory at a time, and only the columns of `choice` are
+    read.
 
     Rows that `takes` does not take are passed over, also as bad rows."""
     items = (item for item in _items(of, file_type, choice, at_once) if item[1] is not None)
@@ -130,16 +121,17 @@ def _numbered_rows(
 
 def _items(of: Slice, file_type: str, choice: _ColumnChoice, at_once: int) -> _Items:
     """The rows of a slice: columns, or the reason why they cannot be read."""
-    if file_type == "parquet":
-        return _parquet_rows(of, choice, at_once)
-    if file_type == "arrow":
-        return _arrow_rows(of, choice, at_once)
+    if file_type in shards.TABLES:
+        return _table_rows(of, file_type, choice, at_once)
     if file_type == "webdataset":
         return ((Place(of, key), row) for key, row in shards.tar_samples(of.path))
     if file_type in delimited.DELIMITERS:
-        return _delimited_rows(of, file_type)
+        lines = delimited.read(of.path, file_type, partial(_cells, of))
+        return _unpacked(of, ((Place(of, number, is_line=True), row) for number, row in lines))
     if file_type == "json":
-        return _array_rows(of)
+        elements = json_array.elements(of.path, of.end)
+        rows = ((n, _object(each, f"{of.path}: element {n}")) for n, each in elements)
+        return _unpacked(of, ((Place(of, number), row) for number, row in rows))
     if file_type in ("paragraphs", "whole_text"):
         return _texts(of, file_type == "paragraphs")
     return ((place, _line_row(place, line, file_type)) for place, line, _ in _lines(of))
@@ -149,11 +141,11 @@ def count(of: Slice, data_format: DataFormat, goes_on: Callable[[], None] = lamb
     """The number of rows that placed_samples() numbers in a slice. `goes_on` is called every
     thousand rows."""
     file_type = data_format.file_type
-    items: Iterator[Any]
     if data_format.kind == "oasst":  # several rows make a sample
         items = samples_of(of, data_format, BadRows(UNLIMITED))
     elif file_type in shards.TABLES:
-        return _table_rows(of, file_type)
+        with shards.opened_table(of.path, file_type, _AT_BEGIN) as (_, groups):
+            return sum(group.num_rows for group in islice(groups, of.start, of.end))
     elif file_type in ("jsonl", "text"):
         items = (line for place, line, _ in _lines(of) if not _is_blank(place, line))
     else:
@@ -163,21 +155,6 @@ def count(of: Slice, data_format: DataFormat, goes_on: Callable[[], None] = lamb
         if number % _ROWS_AT_ONCE == 0:
             goes_on()
     return number
-
-
-def _table_rows(of: Slice, file_type: str) -> int:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        if file_type == "arrow":
-            with shards.arrow_batches(of.path) as (_, batches):
-                return sum(batch.num_rows for batch in islice(batches, of.start, of.end))
-        with pq.ParquetFile(of.path) as file:
-            groups = range(file.metadata.num_row_groups)[of.start : of.end]
-            return sum(file.metadata.row_group(group).num_rows for group in groups)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(of.path, 0, error) from error
 
 
 def _is_blank(place: Place, line: bytes) -> bool:
@@ -224,64 +201,32 @@ def _object(value: Any, where: object) -> dict[str, Any] | DataError:
 # ---------------------------------------------------------------------------
 
 
-def _parquet_rows(of: Slice, choice: _ColumnChoice, at_once: int) -> Rows:
+def _table_rows(of: Slice, file_type: str, choice: _ColumnChoice, at_once: int) -> Rows:
     import pyarrow as pa  # not at the top: a plan needs none of it
-    import pyarrow.parquet as pq
 
-    # whole row groups are not buffered: one of pictures may be larger than memory
-    opened = partial(pq.ParquetFile, of.path, pre_buffer=False, buffer_size=1 << 20)
-    number = 0
-    try:
-        with opened() as file:
-            columns = choice(file.schema_arrow)
-            numbers = range(file.metadata.num_row_groups)[: of.end]
-            number = sum(file.metadata.row_group(i).num_rows for i in numbers[: of.start])
-            for group in numbers[of.start :]:
-                rows = file.metadata.row_group(group)
-                size = _rows_at_once(rows.num_rows, rows.total_byte_size, at_once)
-                batches = file.iter_batches(size, row_groups=[group], columns=columns)
-                for row in _table_rows_of(of.path, number, batches):
+    with shards.opened_table(of.path, file_type, _AT_BEGIN) as (schema, groups):
+        columns = choice(schema)
+        number = sum(group.num_rows for group in islice(groups, of.start))
+        try:
+            for group in islice(groups, None if of.end is None else of.end - of.start):
+                # rows that are Python objects at a time
+                most = shards.BATCH_BYTES * group.num_rows // max(group.num_bytes, 1)
+                parts = group.parts(columns, max(min(most, at_once), 1))
+                for row in _rows_of_parts(of.path, number, parts):
                     number += 1
                     yield Place(of, number), row
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _unreadable(of.path, number, error) from error
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise _unreadable(of, number, error) from error
 
 
-def _arrow_rows(of: Slice, choice: _ColumnChoice, at_once: int) -> Rows:
-    """Rows of shards that datasets.save_to_disk has written, mapped into memory."""
-    import pyarrow as pa
-
-    number = 0
-    try:
-        with shards.arrow_batches(of.path) as (schema, batches):
-            columns = choice(schema)
-            number = sum(batch.num_rows for batch in islice(batches, of.start))
-            last = None if of.end is None else of.end - of.start
-            for batch in islice(batches, last):
-                size = _rows_at_once(batch.num_rows, batch.nbytes, at_once)
-                batch.validate(full=True)  # wrong offsets would end the process
-                rows = batch.select(columns)
-                parts = (rows.slice(begin, size) for begin in range(0, batch.num_rows, size))
-                for row in _table_rows_of(of.path, number, parts):
-                    number += 1
-                    yield Place(of, number), row
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _unreadable(of.path, number, error) from error
-
-
-def _rows_at_once(num_rows: int, num_bytes: int, most: int) -> int:
-    """The rows of a table that are Python objects at a time."""
-    return max(min(shards.BATCH_BYTES * num_rows // max(num_bytes, 1), most), 1)
-
-
-def _table_rows_of(path: Path, number: int, parts: Iterator[Any]) -> Iterator[dict[str, Any]]:
+def _rows_of_parts(path: Path, number: int, parts: Iterator[Any]) -> Iterator[dict[str, Any]]:
     """The rows of parts of a table, of which the first is behind row `number`. Raises DataError for
     a row that is longer than MAX_ROW_BYTES."""
 
     def lists() -> Iterator[list[dict[str, Any]]]:
         first = number
         for part in parts:
-            if part.nbytes > MAX_ROW_BYTES:
+            if part.nbytes > shards.MAX_ROW_BYTES:
                 for row in range(part.num_rows):
                     num_bytes = sum(
                         # a slice of a dictionary column contains the whole dictionary; the row is
@@ -289,10 +234,10 @@ def _table_rows_of(path: Path, number: int, parts: Iterator[Any]) -> Iterator[di
                         (each.dictionary_decode() if hasattr(each, "dictionary") else each).nbytes
                         for each in part.slice(row, 1).columns
                     )
-                    if num_bytes > MAX_ROW_BYTES:
+                    if num_bytes > shards.MAX_ROW_BYTES:
                         raise DataError(
                             f"{path}: row {first + row + 1:,} has {num_bytes:,} bytes, over"
-                            f" {MAX_ROW_BYTES >> 20} MiB; write shorter rows"
+                            f" {shards.MAX_ROW_BYTES >> 20} MiB; write shorter rows"
                         )
             first += part.num_rows
             yield part.to_pylist()
@@ -300,43 +245,31 @@ def _table_rows_of(path: Path, number: int, parts: Iterator[Any]) -> Iterator[di
     return chain.from_iterable(shards.within_memory(path, lists()))
 
 
-def _unreadable(path: Path, number: int, error: Exception) -> DataError | ResourceError:
-    """The error of a file that is cut or damaged, or of a thread that pyarrow may not start."""
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-    after = f"{path}: cannot be read after row {number:,} ({reason})"
-    if NO_THREAD in reason:
-        return ResourceError(f"{after}; {limit_of_processes()}")
-    return DataError(f"{after}; write or copy it again")
+def _unreadable(of: Slice, number: int, error: Exception) -> DataError | ResourceError:
+    return shards.unreadable(of.path, f"cannot be read after row {number:,}", error)
 
 
 # ---- CSV, JSON and text
 # ---------------------------------------------------------------------------
 
 
-def _delimited_rows(
-    of: Slice, file_type: str
-) -> Iterator[tuple[Place, dict[str, Any] | DataError]]:
-    def decode(number: int, raw: bytes) -> str:
-        line = utf8.decoded(Place(of, number), raw, is_first=number == 1)
-        if isinstance(line, DataError):
-            raise line
-        return line
-
+def _unpacked(of: Slice, items: _Items) -> _Items:
+    """The rows of a file that may be packed, and cut."""
     number = 0
     try:
-        for number, row in delimited.read(of.path, file_type, decode):
-            yield Place(of, number, is_line=True), row
-    except OSError as error:  # packed, and cut
-        raise _unreadable(of.path, number, error) from error
+        for place, row in items:
+            number = int(place.number)
+            yield place, row
+    except OSError as error:
+        raise _unreadable(of, number, error) from error
 
 
-def _array_rows(of: Slice) -> Iterator[tuple[Place, dict[str, Any] | DataError]]:
-    number = 0
-    try:
-        for number, element in json_array.elements(of.path, of.end):
-            yield Place(of, number), _object(element, f"{of.path}: element {number}")
-    except OSError as error:  # packed, and cut
-        raise _unreadable(of.path, number, error) from error
+def _cells(of: Slice, number: int, raw: bytes) -> str:
+    """The text of a line of cells. Raises DataError."""
+    line = utf8.decoded(Place(of, number), raw, is_first=number == 1)
+    if isinstance(line, DataError):
+        raise line
+    return line
 
 
 def _lines(of: Slice, goes_on: bool = False) -> Iterator[tuple[Place, bytes, bool]]:
@@ -349,19 +282,20 @@ def _lines(of: Slice, goes_on: bool = False) -> Iterator[tuple[Place, bytes, boo
             if offset:
                 file.seek(offset - 1)
                 # A line that begins before the slice belongs to the slice before.
-                offset += len(file.readline(MAX_ROW_BYTES)) - 1
+                offset += len(file.readline(shards.MAX_ROW_BYTES)) - 1
             while (is_inside := of.end is None or offset < of.end) or goes_on:
-                if not (raw := file.readline(MAX_ROW_BYTES)):
+                if not (raw := file.readline(shards.MAX_ROW_BYTES)):
                     return
                 number, offset = number + 1, offset + len(raw)
                 place = Place(of, number, is_line=True)
-                if len(raw) == MAX_ROW_BYTES and not raw.endswith(b"\n"):
+                if len(raw) == shards.MAX_ROW_BYTES and not raw.endswith(b"\n"):
                     raise DataError(
-                        f"{place}: longer than {MAX_ROW_BYTES >> 20} MiB; write one row a line"
+                        f"{place}: longer than {shards.MAX_ROW_BYTES >> 20} MiB; write one row a"
+                        " line"
                     )
                 yield place, raw, is_inside
     except OSError as error:  # packed, and cut
-        raise _unreadable(of.path, number, error) from error
+        raise _unreadable(of, number, error) from error
 
 
 def _texts(of: Slice, are_paragraphs: bool) -> _Items:
@@ -380,10 +314,10 @@ def _texts(of: Slice, are_paragraphs: bool) -> _Items:
             first = first if raws else place
             raws.append(raw)
             num_bytes += len(raw)
-            if num_bytes > MAX_ROW_BYTES:
+            if num_bytes > shards.MAX_ROW_BYTES:
                 raise DataError(
-                    f"{first}: a text longer than {MAX_ROW_BYTES >> 20} MiB, the most of a row;"
-                    " divide it, e.g. with blank lines and data.text_rows: paragraphs"
+                    f"{first}: a text longer than {shards.MAX_ROW_BYTES >> 20} MiB, the most of a"
+                    " row; divide it, e.g. with blank lines and data.text_rows: paragraphs"
                 )
 
 
@@ -459,7 +393,7 @@ def placed_samples(
 
     used = list(columns.values())
     is_threaded = data_format.kind == "oasst"
-    rows = _numbered_rows(
+    rows = read_rows(
         *(of, data_format.file_type, bad, choice, num_rows or _ROWS_AT_ONCE),
         takes=None if is_threaded else takes,
     )

@@ -16,13 +16,10 @@ from typing import Any
 
 from launch.base.errors import DataError
 from launch.base.text import nearest
-from launch.data import rows as data_rows
 from launch.data.files import folders, shards
 from launch.data.files.delimited import DELIMITERS
-from launch.data.files.folders import SUFFIXES
-from launch.data.files.shards import MAX_ROW_BYTES, TABLES
 from launch.data.normalise import OPENAI, SHAREGPT
-from launch.data.rows import BadRows, Slice, json_kind
+from launch.data.rows import BadRows, NumberedRows, Slice, json_kind, read_rows
 from launch.schema.plan import FileType
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for another
@@ -63,21 +60,25 @@ def read(
                 raise DataError(
                     f"{path}: is a Git LFS pointer, not the data; fetch the data with git lfs pull"
                 )
-        num_rows, columns = table(path, file_type) if file_type in TABLES else (None, {})
+        num_rows, columns = table(path, file_type) if file_type in shards.TABLES else (None, {})
         if num_rows == 0:
             raise DataError(
                 f"{path}: 0 rows: the file has columns ({', '.join(columns) or 'none'}) but no data"
             )
-        beginning = Slice(path, end=SAMPLE_GROUPS if file_type in TABLES else MAX_ROW_BYTES)
+        beginning = Slice(
+            path, end=SAMPLE_GROUPS if file_type in shards.TABLES else shards.MAX_ROW_BYTES
+        )
         choice = partial(_columns_of_messages, names=messages_columns)
-        rows = data_rows.read_rows(beginning, file_type, bad, choice, SAMPLE_ROWS)
-        rows = itertools.islice(rows, 1 if file_type == "text" else SAMPLE_ROWS)
-        kinds, message_keys = _sampled(rows, file_type in TABLES, messages_columns)
+        rows = itertools.islice(
+            read_rows(beginning, file_type, bad, choice, SAMPLE_ROWS),
+            1 if file_type == "text" else SAMPLE_ROWS,
+        )
+        kinds, message_keys = _sampled(rows, file_type in shards.TABLES, messages_columns)
     except OSError as error:
         # the reason of the system, or of a decompressor
         reason = error.strerror or f"{error}; write or copy it again"
         raise DataError(f"{path}: cannot be read: {reason}") from error
-    if not kinds and file_type not in TABLES:
+    if not kinds and file_type not in shards.TABLES:
         raise DataError(f"{path}: 0 rows: {_NO_ROWS.get(file_type, 'every line is blank')}")
     most_bad = bad.limit * bad.num_parts
     columns = columns or _columns_of(kinds, _ROW_NAMES.get(file_type, "line"), most_bad)
@@ -85,13 +86,13 @@ def read(
 
 
 def _sampled(
-    rows: data_rows.Rows, is_table: bool, messages_columns: Collection[str]
+    rows: NumberedRows, is_table: bool, messages_columns: Collection[str]
 ) -> tuple[list[_RowKinds], set[tuple[str, str]]]:
     """The kinds of values in rows, and (column, key) of their messages; of a table the keys
     alone."""
     kinds: list[_RowKinds] = []
     message_keys: set[tuple[str, str]] = set()
-    for place, row in rows:
+    for _, place, row in rows:
         of_row = {} if is_table else {column: json_kind(value) for column, value in row.items()}
         kinds.append((place.number, of_row))
         message_keys.update(
@@ -131,11 +132,11 @@ def file_type_of(path: Path) -> FileType:
     if not stat.S_ISREG(mode):
         mode_name = "a folder" if stat.S_ISDIR(mode) else "not an ordinary file"
         raise DataError(f"{path}: is {mode_name}; give a file")
-    file_type = SUFFIXES.get(folders.suffix(path))
+    file_type = folders.SUFFIXES.get(folders.suffix(path))
     if file_type is None:
         raise DataError(
             f"{path}: {path.suffix or 'no ending'} is not a known file type; known:"
-            f" {', '.join(SUFFIXES)}"
+            f" {', '.join(folders.SUFFIXES)}"
         )
     if path.suffix.lower() in folders.COMPRESSIONS and file_type not in _PACKABLE:
         raise DataError(f"{path}: a {file_type} file is not read from {path.suffix}; unpack it")
@@ -148,7 +149,7 @@ def _neighbours(path: Path) -> str:
         if not folder.is_dir():
             return f"; nor is there a folder {folder}"
         names = sorted(
-            entry.name for entry in folder.iterdir() if folders.suffix(entry) in SUFFIXES
+            entry.name for entry in folder.iterdir() if folders.suffix(entry) in folders.SUFFIXES
         )
     except OSError:
         return ""  # a folder that may not be listed: nothing to suggest
@@ -168,22 +169,9 @@ def _neighbours(path: Path) -> str:
 
 def table(path: Path, file_type: FileType) -> tuple[int, dict[str, str]]:
     """(rows, columns) of a parquet file, from its footer, or of an Arrow file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        if file_type == "arrow":
-            with shards.arrow_batches(path) as (schema, batches):
-                num_rows = sum(batch.num_rows for batch in batches)
-        else:
-            with pq.ParquetFile(path) as file:
-                num_rows, schema = file.metadata.num_rows, file.schema_arrow
+    with shards.opened_table(path, file_type) as (schema, groups):
+        num_rows = sum(group.num_rows for group in groups)
         fields = [(column.name, column.type) for column in schema]
-    except (pa.ArrowException, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(
-            f"{path}: is cut, damaged or no {file_type} file ({reason}); write or copy it again"
-        ) from error
     counts = Counter(name for name, _ in fields)
     return num_rows, {
         name: "two columns of this name" if counts[name] > 1 else _arrow_kind(kind)
@@ -245,8 +233,9 @@ def _columns_of(rows: Sequence[_RowKinds], row_name: str, max_bad_rows: int) -> 
         first_of: dict[str, int | str] = {}  # kind -> the number of the first row that has it
         for number, row in rows:
             first_of.setdefault(row.get(column, "nothing"), number)
-        odd = [kind for kind in first_of if kind not in ("string", "messages", "null", "nothing")]
-        odd = odd or [kind for kind in first_of if kind in ("null", "nothing")]
+        odd = [
+            kind for kind in first_of if kind not in ("string", "messages", "null", "nothing")
+        ] or [kind for kind in first_of if kind in ("null", "nothing")]
         most_common, count = Counter(row.get(column, "null") for _, row in rows).most_common(1)[0]
         if most_common in ("string", "messages") and len(rows) - count <= max_bad_rows:
             columns[column] = most_common

@@ -12,9 +12,6 @@ from launch.base.errors import DataError
 from launch.data import row_choice, rows
 from launch.data.conversation import Sample
 from launch.data.files import shards
-from launch.data.files.shards import FileFacts
-from launch.data.row_choice import EvenChoice, Part, RowChoice
-from launch.data.rows import BadRows, Slice
 from launch.schema.data_section import DataSection, DataSource, short_names
 from launch.schema.plan import DataFormat, SourceRows
 
@@ -29,22 +26,28 @@ class Source:
 
     path: Path
     data_format: DataFormat
-    choice: RowChoice | None = None  # None: every row
+    choice: row_choice.RowChoice | None = None  # None: every row
     row_offsets: tuple[int, ...] = ()  # with a choice: the number of the first row of each file
     is_repeat: bool = False  # its rows are in an earlier pass too, which counts its bad rows
 
-    def read(self, bad: BadRows) -> Iterator[Sample]:
+    def read(self, bad: rows.BadRows) -> Iterator[Sample]:
         """The samples that the part takes, in order."""
         for index, file in enumerate(shards.list_shards(self.path)):
             first = self.row_offsets[index] if self.row_offsets else 0
-            yield from samples_of(Slice(file), first, self, bad)
+            yield from samples_of(rows.Slice(file), first, self, bad)
 
 
-def samples_of(of: Slice, first: int, source: Source, bad: BadRows) -> Iterator[Sample]:
+def samples_of(of: rows.Slice, first: int, source: Source, bad: rows.BadRows) -> Iterator[Sample]:
     """The samples of a slice that a part takes. `first` is the number of its first row."""
     choice = source.choice
     takes = None if choice is None else lambda number: choice.takes(first + number)
     return rows.samples_of(of, source.data_format, bad, takes=takes)
+
+
+def samples_in(of: Sequence[Source], max_bad_rows: int) -> Iterator[Sample]:
+    """The samples of sources, of which so many bad rows each are left out."""
+    for source in of:
+        yield from source.read(rows.BadRows(max_bad_rows))
 
 
 def name(sources: Sequence[Source]) -> str:
@@ -63,7 +66,7 @@ def are_counted(data: DataSection) -> bool:
     return data.validation_size is not None or data.is_mixed
 
 
-def count_rows(data: DataSection, data_format: DataFormat, facts: FileFacts) -> RowCounts:
+def count_rows(data: DataSection, data_format: DataFormat, facts: shards.FileFacts) -> RowCounts:
     """The number of rows in each file of data.train_file. They are read once, and remembered."""
     counts = []
     for index, source in enumerate(data.sources):
@@ -72,7 +75,7 @@ def count_rows(data: DataSection, data_format: DataFormat, facts: FileFacts) -> 
         what = f"numbered {own.file_type}" if own.file_type in SEVERAL_LINES else what
         counts.append(
             tuple(
-                facts.get(file, what, partial(rows.count, Slice(file), own))
+                facts.get(file, what, partial(rows.count, rows.Slice(file), own))
                 for file in shards.list_shards(Path(source.path))
             )
         )
@@ -81,7 +84,7 @@ def count_rows(data: DataSection, data_format: DataFormat, facts: FileFacts) -> 
 
 
 def of_part(
-    data: DataSection, data_format: DataFormat, counts: RowCounts | None, part: Part
+    data: DataSection, data_format: DataFormat, counts: RowCounts | None, part: row_choice.Part
 ) -> tuple[Source, ...]:
     """The sources of a part, none if nothing is held out. `counts` are those of count_rows(), if
     are_counted().
@@ -95,11 +98,17 @@ def of_part(
     held_out, of_all = _held_out(data, counts), list[Source]()
     for index, (source, offsets, num_held_out, num_trained) in enumerate(_divided(data, counts)):
         own, path = data_format.of_source(index), Path(source.path)
-        passes: list[EvenChoice | None] = [None] if num_held_out else []
+        passes: list[row_choice.EvenChoice | None] = [None] if num_held_out else []
         if part == "train":
             passes = row_choice.shares(source.weight, num_trained, path)
         of_all += [
-            Source(path, own, RowChoice(held_out, part, offsets[0], share), offsets, number > 0)
+            Source(
+                path,
+                own,
+                row_choice.RowChoice(held_out, part, offsets[0], share),
+                offsets,
+                number > 0,
+            )
             for number, share in enumerate(passes)
         ]
     return tuple(of_all)
@@ -119,10 +128,10 @@ def _divided(
         begin = end
 
 
-def _held_out(data: DataSection, counts: RowCounts) -> EvenChoice:
+def _held_out(data: DataSection, counts: RowCounts) -> row_choice.EvenChoice:
     total = sum(map(sum, counts))
     if data.validation_size is None:
-        return EvenChoice(0, total, "held out")
+        return row_choice.EvenChoice(0, total, "held out")
     return row_choice.held_out(data.validation_size, total, data.train_names)
 
 

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from launch.base.errors import DataError
+from launch.base.text import did_you_mean
 from launch.data.conversation import Conversation, Message
 from launch.data.normalise import MESSAGE_ID, PARENT_ID, SPEAKERS, text
 
@@ -45,17 +46,15 @@ def _turns(rows: Rows, columns: Mapping[str, str], refuse: Refuse) -> Iterator[_
         message = None
         try:
             speaker, content = text(row, columns["role"]), text(row, columns["text"])
-            message = {"role": _role(speaker), "content": content}
+            if (name := speaker.lower()) not in SPEAKERS:
+                raise DataError(
+                    f"found role {speaker!r}, expected one of {', '.join(SPEAKERS)}"
+                    f"{did_you_mean(speaker, SPEAKERS)}"
+                )
+            message = {"role": SPEAKERS[name], "content": content}
         except DataError as error:
             refuse(DataError(f"{place}: {error}"))
         yield _Turn(message, place, *ids)
-
-
-def _role(speaker: str) -> str:
-    """Raises DataError for an unknown speaker."""
-    if speaker.lower() not in SPEAKERS:
-        raise DataError(f"found role {speaker!r}, expected one of {', '.join(SPEAKERS)}")
-    return SPEAKERS[speaker.lower()]
 
 
 def _pairs(turns: Iterator[_Turn], refuse: Refuse) -> Iterator[Conversation]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from launch.data import chat_templates, sources
 from launch.data.files import shards
+from launch.data.row_choice import Part
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
@@ -54,6 +55,10 @@ class TokenCache:
     folder: Path
     rows: int | None = None  # trained rows; None: not counted
     row_counts: sources.RowCounts | None = None  # None: every row is trained once
+
+    def of_part(self, part: Part) -> tuple[sources.Source, ...]:
+        """The sources of a part, none if nothing is held out."""
+        return sources.of_part(self.recipe.data, self.data_format, self.row_counts, part)
 
 
 def token_cache(

@@ -46,9 +46,8 @@ def fault(folder: Path, goes_on: Callable[[], None] = lambda: None) -> str | Non
             status = (folder / name).stat()
             if not stat.S_ISREG(status.st_mode):
                 return f"{name} is not a regular file"
-            found_bytes = status.st_size
-            if found_bytes != expected_bytes:
-                return f"{name} has {found_bytes} bytes, expected {expected_bytes}"
+            if status.st_size != expected_bytes:
+                return f"{name} has {status.st_size} bytes, expected {expected_bytes}"
         digests = _digests([folder / name for name in files], goes_on)
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
@@ -63,18 +62,12 @@ def fault(folder: Path, goes_on: Callable[[], None] = lambda: None) -> str | Non
 def counts(folder: Path) -> dict[str, Any] | None:
     """Counts of the rows of a token cache, for planning; None where there is no cache, or this part
     of it is damaged."""
-    files = _read(folder)
-    if files is None:
-        return None
+    _, expected = (_read(folder) or {}).get(token_cache.TOKENS_READY, (0, ""))
     try:
         content = base_files.regular_bytes(folder / token_cache.TOKENS_READY)
     except OSError:
         return None
-    return (
-        json.loads(content)
-        if hashlib.sha256(content).hexdigest() == files[token_cache.TOKENS_READY][1]
-        else None
-    )
+    return json.loads(content) if hashlib.sha256(content).hexdigest() == expected else None
 
 
 def _read(folder: Path) -> dict[str, tuple[int, str]] | None:

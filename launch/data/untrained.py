@@ -14,13 +14,7 @@ from launch.base.errors import DataError
 
 _PREFERENCES = "is for another kind of training (preference pairs, as DPO and ORPO use them)"
 LABELS = "is for another kind of training (KTO, classification)"
-_SCORES = "is for another kind of training (reward models)"
-_NOT_YET = "is not trained yet"
-_OTHER_FORMAT = "is not read in this format"
 _NOT_A_COLUMN = "is read as a key of a message, not as a column"
-_NOT_A_KEY = "is read as a column, not as a key of a message"
-_OF_SYSTEM = "is read as a column, or as a key of a system message"
-AMBIGUOUS = "may mean trained or not trained (write weight: 0 for a turn without loss)"
 FILES = (  # endings of a WebDataset's members
     *("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"),
     *("wav", "flac", "mp3", "ogg", "opus", "m4a"),
@@ -31,20 +25,25 @@ TOOLS = ("tools", "functions")
 _OF_BOTH: Mapping[str, str] = {  # name in lower case -> what becomes of its content
     **dict.fromkeys(("chosen", "rejected", "rejected_response"), _PREFERENCES),
     **dict.fromkeys(("label", "kto_tag", "cls"), LABELS),
-    **dict.fromkeys(("image", "images", "audio", "audios", "video", "videos", *FILES), _NOT_YET),
+    **dict.fromkeys(
+        ("image", "images", "audio", "audios", "video", "videos", *FILES), "is not trained yet"
+    ),
 }
 COLUMNS: Mapping[str, str] = {
     **_OF_BOTH,
-    **dict.fromkeys((*_OF_COLUMNS, *TOOLS), _OTHER_FORMAT),
+    **dict.fromkeys((*_OF_COLUMNS, *TOOLS), "is not read in this format"),
     **dict.fromkeys(("tool_calls", "function_call", "weight"), _NOT_A_COLUMN),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _NOT_A_COLUMN),
-    "score": _SCORES,
+    "score": "is for another kind of training (reward models)",
 }
 KEYS: Mapping[str, str] = {  # keys of a message -> why they are refused
     **_OF_BOTH,
-    **dict.fromkeys(_OF_COLUMNS, _NOT_A_KEY),
-    **dict.fromkeys(TOOLS, _OF_SYSTEM),
-    **dict.fromkeys(("mask", "loss"), AMBIGUOUS),
+    **dict.fromkeys(_OF_COLUMNS, "is read as a column, not as a key of a message"),
+    **dict.fromkeys(TOOLS, "is read as a column, or as a key of a system message"),
+    **dict.fromkeys(
+        ("mask", "loss"),
+        "may mean trained or not trained (write weight: 0 for a turn without loss)",
+    ),
 }
 _EMPTY_JSON = ("", "[]", "{}", "null")
 _SHELL_TEXT = re.compile(r"[\w\[\],.=:/@%+-]+", re.ASCII)  # the names that need no quotes, in []

@@ -20,7 +20,6 @@ from pydantic import TypeAdapter
 
 from launch.base import environment, files
 from launch.base.errors import ConfigError, DataError, LaunchError, ResourceError
-from launch.base.files import Noun
 from launch.base.processes import die_with_launcher
 from launch.base.text import shown
 from launch.base.workspace import CODE
@@ -77,6 +76,7 @@ class Step:
     architecture: str
     fused_attention: bool
     documents: int
+    few_shapes: bool
     parts_apart: bool
     all_layers: bool
     is_single: bool
@@ -152,7 +152,9 @@ class Worker:
                 " above: it took all memory, or a file that it reads is damaged"
             ) from None
 
-    def kept_reply(self, file: Path, noun: type[Noun], request: Request, task: str) -> Noun:
+    def kept_reply(
+        self, file: Path, noun: type[files.Noun], request: Request, task: str
+    ) -> files.Noun:
         """The reply that an earlier start kept in `file` of the cache, else a new one, which is
         kept there. Raises as reply() does."""
         if (stored := files.read_or_none(file, noun)) is not None:

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from launch.base.errors import ConfigError, DataError, ResourceError
-from launch.data.files.folders import ABOUT_DATA, SPLITS, SUFFIXES, suffix
+from launch.data.files.folders import SPLITS, SUFFIXES, is_data, suffix
 from launch.hub.names import HubName
 
 WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors")
@@ -46,7 +46,13 @@ def of_data(
 ) -> tuple[str, dict[str, str]]:
     """(configuration, path in the repository by path in a folder) of a split of a data set. Raises
     DataError where there are none, or where it is not clear which are meant."""
-    readable = [path for path in paths if _is_data(path)]
+    readable = [
+        path
+        for path in paths
+        if is_data(Path(path))
+        and not CARD.fullmatch(path)
+        and not any(part[0] in "._" for part in Path(path).parts)
+    ]
     splits: dict[str, dict[str, list[str]]] = {}
     for config, split, path in _described(readable, card) or _by_names(readable):
         splits.setdefault(config, {}).setdefault(split, []).append(path)
@@ -71,13 +77,6 @@ def of_data(
     files = _of_one_type(splits[config][name.split])
     card_file = {".README.md": "README.md"} if "README.md" in paths else {}
     return config, _local(files, is_flat=True) | card_file
-
-
-def _is_data(path: str) -> bool:
-    file = PurePosixPath(path)
-    hidden = any(part[0] in "._" for part in file.parts)
-    plain = not CARD.fullmatch(path) and file.name not in ABOUT_DATA
-    return plain and not hidden and suffix(Path(path)) in SUFFIXES
 
 
 def _described(paths: Sequence[str], card: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -164,16 +164,19 @@ def _connected(answer_s: float = ANSWER_S) -> dict[str, str]:
             request.headers.pop("Authorization", None)
 
     def client() -> httpx2.Client:
-        hooks = {"request": [guard]}
-        seconds = httpx2.Timeout(answer_s, connect=ANSWER_S)
-        return httpx2.Client(event_hooks=hooks, follow_redirects=True, timeout=seconds)
+        return httpx2.Client(
+            event_hooks={"request": [guard]},
+            follow_redirects=True,
+            timeout=httpx2.Timeout(answer_s, connect=ANSWER_S),
+        )
 
     set_client_factory(client)
     constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
     token = get_token() if may_get_token(endpoint()) else None
-    headers = build_hf_headers(token=token or False, library_name="lowmem")
     # a range of compressed bytes would be no range of the file's
-    return headers | {"Accept-Encoding": "identity"}
+    return build_hf_headers(token=token or False, library_name="lowmem") | {
+        "Accept-Encoding": "identity"
+    }
 
 
 def check_network() -> None:

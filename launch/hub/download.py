@@ -14,8 +14,6 @@ from launch.base import files, locks
 from launch.base.errors import DataError, Interrupted, LaunchError, LockHeld, ResourceError
 from launch.base.text import duration, size
 from launch.hub import choice, client, names
-from launch.hub.client import RemoteFile
-from launch.hub.names import HubName
 from launch.schema.result import DOWNLOADED, Downloaded
 
 Say = Callable[[str], None]
@@ -23,7 +21,7 @@ _SPARE = 1.1  # disk space, as a multiple of the bytes to download
 POLL_S = 0.5
 
 
-def find(name: HubName, root: Path, say: Say | None) -> Path:
+def find(name: names.HubName, root: Path, say: Say | None) -> Path:
     """The folder of a name in a recipe. With `say` it is downloaded if it is not here; without, it
     is the folder that a model's name would be as a path. Raises DataError for a data set that is
     not here."""
@@ -40,7 +38,7 @@ def find(name: HubName, root: Path, say: Say | None) -> Path:
     return Path.cwd() / str(name)
 
 
-def folder_of(name: HubName, root: Path, say: Say, refresh: bool = False) -> Path:
+def folder_of(name: names.HubName, root: Path, say: Say, refresh: bool = False) -> Path:
     """The folder of a name's files. They are downloaded if they are not there, or, with `refresh`,
     if the revision has moved on. Of two starts at once one downloads, and the other waits."""
     folder, has_waited = name.folder(root), False
@@ -64,7 +62,7 @@ def folder_of(name: HubName, root: Path, say: Say, refresh: bool = False) -> Pat
         time.sleep(POLL_S)
 
 
-def _newest(name: HubName, root: Path, say: Say) -> Path:
+def _newest(name: names.HubName, root: Path, say: Say) -> Path:
     """The folder of a name's files as they are on the hub."""
     listing, part = client.listing(name), name.part
     if name.is_data:
@@ -94,9 +92,9 @@ def _part(target: Path) -> Path:
 
 
 def _download(
-    name: HubName,
+    name: names.HubName,
     record: Downloaded,
-    chosen: Mapping[str, RemoteFile],
+    chosen: Mapping[str, client.RemoteFile],
     target: Path,
     say: Say,
 ) -> None:
@@ -130,7 +128,11 @@ def _download(
 
 
 def _check_sizes(
-    record: Downloaded, chosen: Sequence[RemoteFile], there_bytes: int, folder: Path, say: Say
+    record: Downloaded,
+    chosen: Sequence[client.RemoteFile],
+    there_bytes: int,
+    folder: Path,
+    say: Say,
 ) -> None:
     """Show what is downloaded. Raises ResourceError for a file that is too large, and for more than
     the disk takes."""

@@ -15,8 +15,7 @@ from launch.base import files
 from launch.base.errors import ConfigError, NetworkError, ResourceError
 from launch.base.text import shown
 from launch.base.workspace import CODE, Workspace
-from launch.hub import client
-from launch.hub.client import endpoint, page
+from launch.hub.client import api_of_hub, check_network, endpoint, may_get_token, page
 from launch.hub.names import HubName
 from launch.schema.result import DOWNLOADED, Downloaded
 
@@ -87,15 +86,15 @@ def check(name: HubName, is_public: bool) -> tuple[HfApi, ModelInfo | None]:
     """The hub and what it has of the repository; None: it is made by push(). Raises errors for a
     missing token, and for a repository that is public where a private one is meant, or the other
     way round."""
-    client.check_network()
-    api = client.api_of_hub(ANSWER_S)
+    check_network()
+    api = api_of_hub(ANSWER_S)
     from huggingface_hub import is_offline_mode
     from huggingface_hub.errors import RepositoryNotFoundError
 
     if is_offline_mode():
         raise ConfigError(f"{name}: HF_HUB_OFFLINE is set, which forbids uploads; unset it")
     if "authorization" not in map(str.lower, api.headers or {}):
-        is_sent = client.may_get_token(endpoint())
+        is_sent = may_get_token(endpoint())
         fix = _LOGIN.format(endpoint()) if is_sent else "set HF_ENDPOINT to an https address"
         raise ResourceError(f"{name}: found no token for {endpoint()}: {fix}")
     with _refusals(name):

@@ -27,6 +27,7 @@ from launch.schema.training_section import Precision
 _MAX_EVAL_BATCH = 64
 # cards of which every smaller number is tried; of more only their divisors
 _MOST_OF_ANY_NUMBER = 4
+MOST_WORKERS = 4  # data workers of a rank, where the recipe names no number
 CANNOT_RUN = " cannot run: "  # words of a refusal whose cause is this machine, which can be changed
 
 
@@ -89,9 +90,7 @@ def _as_asked(facts: Facts) -> Iterator[Candidate]:
                 levers=of_levers,
                 tf32=kernels.tf32(recipe, gpus),
                 pin_memory=facts.history.oom.may_pin,
-                dataloader_num_workers=workers(
-                    recipe, machine, num_processes // launch.nodes, on_gpu
-                ),
+                dataloader_num_workers=workers(facts, num_processes // launch.nodes, on_gpu),
             )
 
 
@@ -108,15 +107,40 @@ def _levers(
         levers.requested(recipe),
         fused_adapters=kernels.fused_adapters(recipe, mode, precision, began),
         logits_at_targets=target_counts.at_targets(recipe, size.family),
-        torch_compile=recipe.training.compiles and installed.no_compiler is None,
+        torch_compile=kernels.compiles(recipe, installed.no_compiler, began),
         attn_implementation=kernels.attention(
-            recipe, size, gpus, precision, *no_packages, attention
+            recipe, size, gpus, precision, *no_packages, attention, facts.has_one_length
         ),
     )
     with_liger = began and began.use_liger_kernel
     for value in kernels.liger(recipe, size.family, mode, gpus, installed.no_liger, with_liger):
         norms = kernels.fused_norms(recipe, size, mode, gpus, value, began)
         yield replace(plain, use_liger_kernel=value, fused_norms=norms)
+
+
+def compiled(facts: Facts, candidate: Candidate) -> Candidate | None:
+    """The candidate with its layers compiled, and with the kernels that this leaves; None: the plan
+    may not choose that."""
+    recipe, family = facts.recipe, facts.model.size.family
+    gpus = facts.machine.gpus if candidate.device == "cuda" else ()
+    no_compiler = facts.installed.no_compiler
+    if (
+        facts.history.began_with
+        or facts.history.tuned
+        or kernels.no_compile(recipe, family, candidate.launch_mode, gpus, no_compiler)
+    ):
+        return None
+    of_levers = replace(
+        candidate.levers,
+        torch_compile=True,
+        use_liger_kernel=False,
+        fused_norms=False,
+        fused_adapters=False,
+        attn_implementation=recipe.model.attn_implementation or "sdpa",
+    )
+    on = (row for row in levers.LEVERS if row.read(of_levers) != row.plain)
+    is_refused = any(row.refusal(of_levers, family) for row in on)
+    return None if is_refused else replace(candidate, levers=of_levers)
 
 
 def _check_checkpointing(recipe: Recipe, installed: Installed, on_gpu: bool) -> None:
@@ -313,6 +337,11 @@ def splits(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
             )
 
 
+def smallest_split(facts: Facts, candidate: Candidate) -> Candidate:
+    """The candidate with the smallest micro-batches that are allowed."""
+    return list(splits(facts, candidate))[-1]
+
+
 def sorted_splits(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
     """Yield the same effective batch in micro-batches of rows of like length: of the recipe's own
     tokens, and of a half, a quarter and an eighth of them. Which rows are alike is known once they
@@ -357,13 +386,13 @@ def preference(facts: Facts, candidate: Candidate, is_own: bool) -> int:
     if tuned and _tunes(tuned, candidate) and _way(tuned) == _way(candidate):
         return 0
     requested, runs = levers.requested(recipe), candidate.levers
-    if runs.activation_offloading and not requested.activation_offloading:
-        return 4
-    if runs.streamed_layers and not requested.streamed_layers:
-        return 4
     # where layers may be streamed, a mode that offloads is no better before its seconds are known
     may_stream = facts.frozen_layers and recipe.training.streamed_layers is None
-    if may_stream and candidate.launch_mode.offloads and recipe.launch.mode == "auto":
+    if (
+        (runs.activation_offloading and not requested.activation_offloading)
+        or (runs.streamed_layers and not requested.streamed_layers)
+        or (may_stream and candidate.launch_mode.offloads and recipe.launch.mode == "auto")
+    ):
         return 4
     if facts.wishes.free_batch and facts.traces is not None:
         return 2 if is_whole else 3
@@ -476,9 +505,18 @@ def _precision(recipe: Recipe, gpus: Sequence[Gpu]) -> Precision:
     return precision
 
 
-def workers(recipe: Recipe, machine: Machine, num_processes: int, on_gpu: bool) -> int:
-    """Number of data workers of a rank: the recipe's, or one for each CPU of its share, at most 4,
-    and none without a GPU."""
-    if recipe.training.dataloader_num_workers is not None:
-        return recipe.training.dataloader_num_workers
-    return max(0, min(4, machine.cpu_count // num_processes - 1)) if on_gpu else 0
+def workers(facts: Facts, num_processes: int, on_gpu: bool) -> int:
+    """Number of data workers of a rank: the recipe's, or as many as are of use, at most
+    MOST_WORKERS, and none without a GPU. `num_processes`: of a machine."""
+    if facts.recipe.training.dataloader_num_workers is not None:
+        return facts.recipe.training.dataloader_num_workers
+    return min(MOST_WORKERS, useful_workers(facts, num_processes)) if on_gpu else 0
+
+
+def useful_workers(facts: Facts, num_processes: int) -> int:
+    """One data worker for each other CPU of a rank's share, and no more than it has batches."""
+    share = max(0, facts.machine.cpu_count // num_processes - 1)
+    if not facts.rows.count:
+        return share
+    batch = facts.recipe.training.per_device_train_batch_size * facts.recipe.launch.nodes
+    return min(share, -(-facts.rows.count // (batch * num_processes)))

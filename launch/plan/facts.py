@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from launch.predict.budgets import host_budget_bytes
 from launch.predict.facts import Facts, Installed, Model, Rows
 from launch.predict.memory import host_memory, stored_weights
 from launch.predict.memory.largest_batches import LargestBatches
-from launch.predict.trained_parameters import COPY
 from launch.schema import levers
 from launch.schema.data_section import DataSection
 from launch.schema.machine import Machine
@@ -36,13 +35,11 @@ def model_size(
 ) -> ModelSize:
     """Count the parameters of a recipe's model."""
     counted = parameters, recipe.model.freeze, recipe.lora, family
-    name = recipe.model.shape or str(recipe.model.path)
-    counts = trained_parameters.count(*counted)
     trainable = trained_parameters.trainable_shapes(*counted)
     size = ModelSize(
-        name,
+        recipe.model.shape or str(recipe.model.path),
         config,
-        *counts,
+        *trained_parameters.count(*counted),
         tensors=len(parameters),
         trained_tensors=len(trainable),
         family=family,
@@ -50,7 +47,11 @@ def model_size(
     if recipe.lora is None:
         return size
     shared = predict_parameters.ties(parameters, family).values()
-    tied = {part: of for part, of in trainable.items() if part.replace(COPY, ".") in shared}
+    tied = {
+        part: of
+        for part, of in trainable.items()
+        if part.replace(trained_parameters.COPY, ".") in shared
+    }
     quantization = recipe.quantized(candidates.asked_precision(recipe))
     lora_bytes, tied_bytes = (
         optimizers.trained_bytes(parts, recipe.lora, recipe.model.dtype, quantization, family)
@@ -78,9 +79,7 @@ def _model(
     parameters: predict_parameters.Shapes,
     family: ModelFamily,
 ) -> Model:
-    _check_length(recipe, config)
-    _check_packing(recipe, family)
-    for line in levers.refused(recipe, family):
+    for line in (*_refused(recipe, config, family), *levers.refused(recipe, family)):
         raise ConfigError(line)
     states = optimizers.model_state(
         parameters,
@@ -91,8 +90,12 @@ def _model(
         recipe.model.dtype,
         recipe.quantized(candidates.asked_precision(recipe)),
     )
-    targets = select_lora_targets(recipe, family, parameters)
-    return Model(model_size(recipe, config, parameters, family), parameters, states, targets)
+    return Model(
+        model_size(recipe, config, parameters, family),
+        parameters,
+        states,
+        select_lora_targets(recipe, family, parameters),
+    )
 
 
 def as_folder(facts: Facts) -> Facts:
@@ -103,10 +106,9 @@ def as_folder(facts: Facts) -> Facts:
         " random weights there first"
     )
     data_format = replace(facts.rows.format, notes=(*facts.rows.format.notes, note))
-    stored = stored_weights.of_shape(facts.model.parameters)
     return replace(
         facts,
-        model=replace(facts.model, stored=stored),
+        model=replace(facts.model, stored=stored_weights.of_shape(facts.model.parameters)),
         rows=replace(facts.rows, format=data_format),
     )
 
@@ -115,8 +117,11 @@ def with_recipe(facts: Facts, recipe: Recipe) -> Facts:
     """The facts for another recipe on the same model and data files, with other adapters,
     precision, launch section or max_length."""
     before, size = facts.model, facts.model.size
-    model = _model(recipe, dict(size.config), before.parameters, size.family)
-    model = replace(model, stored=before.stored, base_fingerprint=before.base_fingerprint)
+    model = replace(
+        _model(recipe, dict(size.config), before.parameters, size.family),
+        stored=before.stored,
+        base_fingerprint=before.base_fingerprint,
+    )
     traces = facts.traces and facts.traces.for_recipe(recipe, model.size, model.lora_targets)
     changed = replace(facts, recipe=recipe, model=model, traces=traces)
     rows = facts.rows
@@ -193,28 +198,28 @@ def of_length(rows: Rows, data: DataSection, tokens: int) -> Rows:
 
 def tokenising_processes(recipe: Recipe, machine: Machine, installed: Installed) -> int:
     """The number of processes that may tokenise the rows side by side."""
-    budget = host_budget_bytes(recipe, machine)
     return host_memory.tokenising_processes(
-        recipe.data, installed.import_memory, machine.cpu_count, budget
+        recipe.data,
+        installed.import_memory,
+        machine.cpu_count,
+        host_budget_bytes(recipe, machine),
     )
 
 
-def _check_length(recipe: Recipe, config: dict[str, Any]) -> None:
+def _refused(recipe: Recipe, config: dict[str, Any], family: ModelFamily) -> Iterator[str]:
+    """The reasons why no candidate can have rows as long as asked for, or packed."""
     positions = config.get("n_positions") or config.get("max_position_embeddings")
     if (
         config["model_type"] not in _RELATIVE_POSITIONS
         and positions is not None
         and recipe.data.max_length > positions
     ):
-        raise ConfigError(
+        yield (
             f"data.max_length {recipe.data.max_length}, but the model has {positions} positions;"
             " lower it, or choose another model"
         )
-
-
-def _check_packing(recipe: Recipe, family: ModelFamily) -> None:
     if recipe.data.packing and family.is_encoder_decoder:
-        raise ConfigError(
+        yield (
             f"data.packing: true, but the model is a {family.model_type}: its encoder attends both"
             " ways and its decoder to all of the encoder's output, and transformers keeps documents"
             " apart in neither; use data.group_by_length or data.batch_by_tokens"

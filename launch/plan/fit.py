@@ -16,14 +16,15 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
 from launch.base.workspace import FILES
 from launch.data.worker import WORKER
-from launch.plan import candidates, planner, ways_to_fit
+from launch.plan import candidates, planner
 from launch.plan import facts as plan_facts
-from launch.plan.scaled_traces import ScaledTraces
+from launch.plan.lines import ways_to_fit
 from launch.plan.search import search
-from launch.predict import model_config, seconds_margins
+from launch.predict import seconds_margins
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts, Installed
-from launch.predict.seconds_margins import SecondsMargin
+from launch.predict.models import model_config
+from launch.predict.scaled_traces import ScaledTraces
 from launch.probe import architectures
 from launch.probe.import_memory import Imports
 from launch.schema.levers import TRIED
@@ -41,8 +42,8 @@ MODELS = (
     *("llama3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama3.1-70b"),
 )
 # The batch that is asked for, by tokens: rows of a micro-batch, whatever their length, and
-# micro-batches of a step.
-MICRO_BATCH_TOKENS, ACCUMULATION = 8192, 4
+# micro-batches of a step on one card.
+MICRO_BATCH_TOKENS, _ACCUMULATION = 8192, 4
 ANY_FORMAT = DataFormat("prompt_response", {}, "jsonl", "any rows")
 Say = Callable[[str], None]
 
@@ -60,7 +61,9 @@ class Fit:
     refused: str = ""
     shortage: str = ""
     fits_with: str = ""  # a key with which it fits, where one is known
-    margin: SecondsMargin | None = None  # measured over predicted seconds on these cards
+    margin: seconds_margins.SecondsMargin | None = (
+        None  # measured over predicted seconds on these cards
+    )
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -92,11 +95,15 @@ class Fit:
         return tuple(name for name, differs in names if differs)
 
 
+def accumulation(gpus: int) -> int:
+    """Micro-batches of a card in a step, which has as many tokens on several cards if that can
+    be."""
+    return max(_ACCUMULATION // gpus, 1)
+
+
 def recipe_of(model: str, method: Method, length: int, half: bool, gpus: int = 1) -> Recipe:
     """The training that is asked for. `half`: all weights are trained in bfloat16."""
     rows = max(MICRO_BATCH_TOKENS // length, 1)
-    # the step has as many tokens on several cards
-    steps = max(ACCUMULATION // gpus, 1)
     return Recipe.model_validate(
         {
             "name": "fit",
@@ -112,7 +119,7 @@ def recipe_of(model: str, method: Method, length: int, half: bool, gpus: int = 1
             "training": {
                 "bf16": True,
                 "per_device_train_batch_size": rows,
-                "gradient_accumulation_steps": steps,
+                "gradient_accumulation_steps": accumulation(gpus),
             },
         }
     )
@@ -129,8 +136,9 @@ def fits(
 ) -> Iterator[Fit]:
     """Yield each training with the planner's choice; `of_imports`: what a job's
     processes hold; `traces`: the folder of stored traces."""
-    expands = architectures.expands_segments(machine.gpus, "")
-    installed = Installed(may_expand=expands, import_memory=of_imports)
+    installed = Installed(
+        may_expand=architectures.expands_segments(machine.gpus, ""), import_memory=of_imports
+    )
     margin = seconds_margins.of_cards(machine.gpus)
     with WORKER:
         for model in models:

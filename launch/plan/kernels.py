@@ -16,8 +16,8 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.predict.facts import Installed
 from launch.predict.time import rates
 from launch.probe import architectures
-from launch.schema.levers import ROWS, TRIED, Levers
-from launch.schema.machine import Gpu
+from launch.schema.levers import ROWS, TRIED, Levers, requested
+from launch.schema.machine import PREFER_CUDNN, Gpu
 from launch.schema.model_sections import AttnImplementation
 from launch.schema.modes import LaunchMode
 from launch.schema.plan import ModelFamily, ModelSize, Strategy, Switch
@@ -33,6 +33,9 @@ _WIDE_HEADS = range(193, 225)
 _LITTLE_SHARED_MEMORY = ("8.6", "8.7", "8.8", "8.9", "12.")
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")  # keys of a config
 EAGER, _ONLY_GPUS = "training.kernels: eager", "its kernels are for GPUs"
+# The first step with compiled layers, two graphs of gpt2-small, took the slow host of an H200 40 s
+# (benchmarks/results/gpu_speed.json, c4-ours-compiled).
+COMPILE_S = 60
 _WORTH_ROUNDING = 1.5  # peak of TF32 over float32's: 8 on an A100, 1 on a GeForce RTX 30
 
 
@@ -47,9 +50,11 @@ def attention(
     no_package: str | None,
     no_torch: str | None = "",
     began: AttnImplementation | None = None,
+    has_one_length: bool = False,
 ) -> AttnImplementation:
     """The implementation that the recipe names, or the first that can run: the one with which the
-    run `began`, flash_attn's, PyTorch's varlen_attn, sdpa.
+    run `began`, flash_attn's, PyTorch's varlen_attn, sdpa. For rows of one length, which need no
+    mask, sdpa comes before where PyTorch prefers cuDNN's kernels.
 
     `gpus`: none on a CPU. `no_package`, `no_torch`: the reason why flash_attn and torch's
     varlen_attn cannot be used; "": the packages of the machine are not known. Raises ConfigError
@@ -72,7 +77,10 @@ def attention(
             f"model.attn_implementation: {requested}, but {reason}; leave it out: what can run is"
             " chosen then"
         )
-    for name in (requested,) if requested else (began, FLASH, VARLEN):
+    prefers_cudnn = bool(gpus) and all(gpu.architecture in PREFER_CUDNN for gpu in gpus)
+    by_cudnn = has_one_length and has_sdpa and prefers_cudnn
+    names = began, "sdpa" if by_cudnn else None, FLASH, VARLEN
+    for name in (requested,) if requested else names:
         if name and obstacles.get(name) is None:
             return name
     return "sdpa" if has_sdpa else "eager"
@@ -239,6 +247,40 @@ def no_liger(
     return next((reason for is_met, reason in obstacles if is_met), no_package)
 
 
+def compiles(recipe: Recipe, no_compiler: str | None, began: Levers | None) -> bool:
+    """True if layers are compiled because the recipe says so, or the run began so."""
+    asked = recipe.training.compiles
+    return not no_compiler and bool(asked if asked is not None else began and began.torch_compile)
+
+
+def no_compile(
+    recipe: Recipe,
+    family: ModelFamily,
+    mode: LaunchMode,
+    gpus: Sequence[Gpu],
+    no_compiler: str | None,
+) -> str | None:
+    """The reason why a plan does not choose torch.compile by itself; None: it may."""
+    training, asked = recipe.training, requested(recipe)
+    has_others = asked.use_liger_kernel or asked.fused_norms or asked.fused_adapters
+    lacking = _lacking(gpus, "varlen_attn")
+    obstacles = (
+        (training.compiles is not None, no_compiler or "not asked for"),
+        (not gpus, "chosen on GPUs only"),
+        (training.kernels, EAGER),
+        (has_others or asked.flattens, "other kernels are asked for"),
+        (training.extras.get("full_determinism"), "training.full_determinism: true"),
+        # benchmarks/results/gpu_speed.md, c3-ours-compiled
+        (recipe.quantization, "4-bit layers of an H200 were not compiled after 130 s"),
+        (family.is_encoder_decoder, "its two kinds of layers want more graphs than torch makes"),
+        (not family.forward.has_sdpa, "not tested without sdpa"),
+        (not mode.is_whole, f"not tested with {mode.engine}"),
+        (lacking, f"chosen on NVIDIA cards from 8.0 on, not on {lacking}"),
+        (no_compiler == "", "whether code can be compiled there is not known"),
+    )
+    return next((reason for is_met, reason in obstacles if is_met), no_compiler)
+
+
 def _open(reason: str | None, began: bool | None) -> tuple[bool, ...]:
     """The values of a switch that the recipe leaves open, with the reason against it if there is
     one."""
@@ -379,8 +421,8 @@ def switches(
     for row in TRIED:
         if row.name == "activation_offloading" and not gpus:
             continue  # a CPU has no other place
-        if row.name in ("batch_by_tokens", "use_liger_kernel"):
-            continue  # said beside the batch, and above
+        if row.name in ("batch_by_tokens", "use_liger_kernel", "torch_compile"):
+            continue  # said beside the batch, above, and below
         requested, value = row.requested(recipe), row.read(chosen.levers)
         if row.name == "streamed_layers" and requested is None and not value:
             continue  # weights are on the device
@@ -393,11 +435,14 @@ def switches(
         ):
             by += f"; {installed.no_every_n_layers}"
         yield Switch(row.switch, row.says(chosen.levers), by)
-    why = (training.compiles and installed.no_compiler) or "not asked for"
-    if chosen.levers.torch_compile:
+    is_on = chosen.levers.torch_compile
+    reason = no_compile(recipe, model.family, mode, gpus, installed.no_compiler)
+    why = reason or as_begun or "not faster"
+    if is_on:
+        planned = f"faster; compiling takes about {COMPILE_S:g} s at the start"
         why = (
-            "asked for: training steps, not evaluations; memory is predicted of steps that are not"
-            " compiled"
+            f"{'asked for' if training.compiles else as_begun or planned}: training steps, not"
+            " evaluations; memory is predicted of steps that are not compiled"
         )
     yield Switch("compile", _on(chosen.levers.torch_compile), why)
 
@@ -477,6 +522,11 @@ def _why_attention(
         return f"{why}; a layer holds its scores, batch x heads x length^2"
     if recipe.model.attn_implementation:
         return "asked for"
-    why = f"PyTorch's own kernels; {without_flash}"
-    is_of_package = no_flash(*facts, None) is None
-    return f"{why}; {no_varlen(*facts, no_torch)}" if is_of_package else why
+    if chosen.levers.torch_compile and recipe.training.compiles is None:
+        return "PyTorch's own kernels: flattened rows would be compiled anew for each length"
+    obstacles = [without_flash]
+    if no_flash(*facts, None) is None:  # the package alone is lacking
+        obstacles.append(no_varlen(*facts, no_torch))
+    if None in obstacles:
+        return "cuDNN's kernels: the rows have one length, and need neither mask nor padding"
+    return "; ".join(["PyTorch's own kernels", *filter(None, obstacles)])

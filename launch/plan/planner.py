@@ -14,22 +14,20 @@ from typing import Any
 from launch.base.errors import DoesNotFit
 from launch.base.text import size
 from launch.data import sources
-from launch.data.token_cache import TokenCache
-from launch.plan import candidates, explain, relax, savings
+from launch.plan import candidates, relax
 from launch.plan import facts as plan_facts
-from launch.plan.search import judge_most_frugal, search, table_order
-from launch.plan.ways_to_fit import (
+from launch.plan.lines import explain, savings
+from launch.plan.lines.ways_to_fit import (
     MAX_WAYS,
     does_not_fit_message,
     smaller_reserve,
     ways_to_fit,
 )
+from launch.plan.search import judge_most_frugal, search, table_order
 from launch.predict import estimate
 from launch.predict.estimate import Judged
-from launch.predict.facts import Facts, Model, Rows
+from launch.predict.facts import Facts
 from launch.predict.oom_history import CLEARLY_BELOW
-from launch.predict.time.timing import TimeEstimate
-from launch.schema.data_section import DataSection
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Change, Plan, Rendezvous, Strategy
 from launch.schema.recipe import Recipe
@@ -91,10 +89,10 @@ def refuse_hopeless(facts: Facts) -> None:
     if facts.recipe.launch.assume_fits:
         return
     contexts = [facts, *(relaxed for relaxed, _ in relaxed_contexts(facts))]
-    if all(_is_hopeless(variant, with_step=False) for variant in contexts):
+    if all(each.misses for variant in contexts for each in at_least(variant, with_step=False)):
         choose(replace(facts, traces=None))
     if facts.rows.counts is None and all(
-        _is_hopeless(variant, with_step=True) for variant in contexts
+        each.misses for variant in contexts for each in at_least(variant)
     ):
         choose(facts)
 
@@ -124,11 +122,6 @@ def relaxed_contexts(facts: Facts) -> Iterator[tuple[Facts, tuple[Change, ...]]]
         yield replace(relaxed, changes=(*facts.changes, *changes)), changes
 
 
-def _is_hopeless(facts: Facts, with_step: bool = True) -> bool:
-    """Return True if every candidate exceeds a budget by what it takes at least."""
-    return all(each.misses for each in at_least(facts, with_step))
-
-
 def at_least(facts: Facts, with_step: bool = True) -> list[Judged]:
     """Judge each candidate by its states; `with_step`: those that fit so by the states and the
     least memory of the smallest allowed micro-batch."""
@@ -136,7 +129,12 @@ def at_least(facts: Facts, with_step: bool = True) -> list[Judged]:
     judged = [_by_states(facts, each) for each in possible]
     if not with_step:
         return judged
-    return [each if each.misses else _with_step(facts, each.candidate) for each in judged]
+    return [
+        each
+        if each.misses
+        else judge_most_frugal(facts, candidates.smallest_split(facts, each.candidate))
+        for each in judged
+    ]
 
 
 def _by_states(facts: Facts, candidate: Strategy) -> Judged:
@@ -147,17 +145,10 @@ def _by_states(facts: Facts, candidate: Strategy) -> Judged:
         missing = estimate.missing_bytes(facts, judged)
         if (streaming := candidates.with_states_that_fit(facts, candidate, missing)) is not None:
             streamed = estimate.by_states(facts, streaming)
-            judged = streamed if not streamed.misses else min(streamed, judged, key=_excess)
+            judged = (
+                min(streamed, judged, key=lambda each: each.excess) if streamed.misses else streamed
+            )
     return judged
-
-
-def _excess(judged: Judged) -> float:
-    return judged.excess
-
-
-def _with_step(facts: Facts, candidate: Strategy) -> Judged:
-    smallest = list(candidates.splits(facts, candidate))[-1]
-    return judge_most_frugal(facts, smallest)
 
 
 def _choose_for(facts: Facts) -> Choice:
@@ -170,8 +161,7 @@ def _choose_for(facts: Facts) -> Choice:
     if recipe.launch.assume_fits and history.oom.ran_out:
         with suppress(DoesNotFit):
             return Choice(facts, _chosen(facts))
-    wishes = replace(facts.wishes, assume_fits=recipe.launch.assume_fits)
-    facts = replace(facts, wishes=wishes)
+    facts = replace(facts, wishes=replace(facts.wishes, assume_fits=recipe.launch.assume_fits))
     return Choice(facts, _chosen(facts))
 
 
@@ -207,9 +197,9 @@ def _chosen(facts: Facts) -> Plan:
         estimate=chosen.memory,
         budget_bytes=chosen.budget_bytes,
         rows=rows if rows is None else min(rows, recipe.data.max_train_samples or rows),
-        **_counted_rows(recipe.data, facts.rows.tokens),
+        **_counted_rows(facts),
         rows_left_out=counts["dropped"] + counts["bad"] if counts else None,
-        target_share=_target_share(facts.rows, facts.model),
+        target_share=_target_share(facts),
         lora_targets=facts.model.lora_targets,
         why=explain.why(facts, chosen, judged),
         switches=explain.switches(facts, candidate),
@@ -223,7 +213,8 @@ def _chosen(facts: Facts) -> Plan:
         ),
         phases=chosen.phases.device,
         host=chosen.phases.host,
-        **_seconds(chosen.time),
+        **_seconds(chosen),
+        seconds_per_evaluation=estimate.evaluation_s(facts, candidate),
         lengths=facts.question(candidate).lengths,
         rows_of=facts.rows.lengths[0] if facts.rows.rows_of is not None else None,
         rendezvous=rendezvous(recipe.launch),
@@ -233,6 +224,7 @@ def _chosen(facts: Facts) -> Plan:
             else None
         ),
         packing=recipe.data.packing,
+        few_shapes=facts.few_shapes,
         padding=facts.padding(candidate),
         base_fingerprint=facts.model.base_fingerprint,
         allocator_fraction=_allocator_fraction(recipe.launch),
@@ -241,29 +233,30 @@ def _chosen(facts: Facts) -> Plan:
     )
 
 
-def _seconds(time: TimeEstimate | None) -> dict[str, Any]:
+def _seconds(chosen: Judged) -> dict[str, Any]:
     """The fields of a plan on its seconds; none where its step was not traced."""
-    if time is None:
+    if chosen.time is None:
         return {}
     return {
-        "seconds_per_step": time.step_s,
-        "seconds_correction": time.correction,
-        "waits_share": time.waits_share,
+        "seconds_per_step": chosen.time.step_s,
+        "seconds_correction": chosen.time.correction,
+        "waits_share": chosen.time.waits_share,
     }
 
 
-def _target_share(rows: Rows, model: Model) -> float | None:
+def _target_share(facts: Facts) -> float | None:
     """The share of the tokens that have a loss; None until the rows are tokenised. Those of a T5's
     answers are counted apart from its inputs."""
-    counts = rows.counts
+    counts = facts.rows.counts
     if not counts:
         return None
     targets = counts["target_tokens"]
-    return targets / (counts["tokens"] + (targets if model.size.is_encoder_decoder else 0))
+    return targets / (counts["tokens"] + (targets if facts.model.size.is_encoder_decoder else 0))
 
 
-def _counted_rows(data: DataSection, tokens: TokenCache | None) -> dict[str, Any]:
+def _counted_rows(facts: Facts) -> dict[str, Any]:
     """The fields of a plan on rows that are held out, and on several sources."""
+    data, tokens = facts.recipe.data, facts.rows.tokens
     if tokens is None or tokens.row_counts is None:
         return {}
     named = sources.trained_rows(data, tokens.row_counts) if data.is_mixed else ()

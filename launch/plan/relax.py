@@ -15,12 +15,6 @@ from launch.schema.modes import LAUNCH_MODES, Mode
 from launch.schema.plan import Change, ModelFamily
 from launch.schema.recipe import Recipe
 
-KEYS = frozenset(
-    {
-        "training.optim",
-        *("quantization.load_in_4bit", "lora.r", "lora.lora_alpha", "data.max_length"),
-    }
-)
 # optimizer -> the same one with states of 8 bits, then with such states in managed memory
 _SMALLER_STATES = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), ("adamw_8bit", "paged_adamw_8bit")),
@@ -57,9 +51,8 @@ def relaxations(
 
 def smaller_states(recipe: Recipe, mode: Mode | Literal["auto"]) -> Sequence[str]:
     """The recipe's optimizer with smaller states; none in a mode that refuses it."""
-    if mode != "auto" and "optimizers of whole tensors" in LAUNCH_MODES[mode].refuses:
-        return ()
-    return _SMALLER_STATES.get(recipe.training.optim, ())
+    is_refused = mode != "auto" and "optimizers of whole tensors" in LAUNCH_MODES[mode].refuses
+    return () if is_refused else _SMALLER_STATES.get(recipe.training.optim, ())
 
 
 def _lowered(
@@ -86,8 +79,10 @@ def _lowered(
             trainable_shapes(tensor_shapes, (), adapter, family), family
         )
     ):
-        four_bit = QuantizationSection(load_in_4bit=True)
-        yield lower({"quantization": four_bit}, ("quantization.load_in_4bit", "false", "true"))
+        yield lower(
+            {"quantization": QuantizationSection(load_in_4bit=True)},
+            ("quantization.load_in_4bit", "false", "true"),
+        )
     while "lora.r" in recipe.allow and adapter and adapter.r >= 2 * _LEAST_R:
         rank, alpha = adapter.r // 2, max(adapter.lora_alpha // 2, 1)  # the same lora_alpha / r
         halved = LoraSection(**{**adapter.model_dump(), "r": rank, "lora_alpha": alpha})

@@ -12,22 +12,21 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from launch.base import environment, files, processes
+from launch.base import compile_caches, environment, files, processes
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES, Workspace
 from launch.data import chat_templates, columns, sources, token_cache, token_hashes
 from launch.hub import download as hub_download
 from launch.hub.names import HubName
+from launch.plan import candidates, planner
 from launch.plan import facts as plan_facts
-from launch.plan import new_tokens, planner
-from launch.plan.new_tokens import ModelFacts
-from launch.plan.planner import Choice
-from launch.predict import budgets, model_config, weight_files
+from launch.predict import budgets
 from launch.predict.facts import Facts, History, Installed, Limits, Wishes
-from launch.predict.history import core_figures
+from launch.predict.history import cache_keys, calibration, core_figures, corrections
 from launch.predict.memory import stored_weights
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
-from launch.predict.memory.stored_weights import StoredWeights
+from launch.predict.models import model_config, new_tokens, weight_files
+from launch.predict.models.new_tokens import ModelFacts
 from launch.predict.traces import Traces
 from launch.probe import architectures, import_memory, link_causes, link_test, packages, torch_build
 from launch.probe import machine as probe_machine
@@ -41,7 +40,7 @@ from launch.recipe.paths import (
     with_downloads,
 )
 from launch.recipe.strict_yaml import show
-from launch.schema.machine import NOT_LEASED, Device, Leased, Link, Machine, OptionalPackage
+from launch.schema.machine import NOT_LEASED, Device, Leased, Link, Machine
 from launch.schema.plan import Change, DataFormat, ModelSize, Strategy
 from launch.schema.recipe import Recipe
 
@@ -62,7 +61,7 @@ def resolve(
     rows_of: int | None = None,
     as_folder: bool = False,
     download: bool = False,
-) -> Choice:
+) -> planner.Choice:
     """Plan a recipe, with the lengths of its rows if they are tokenised, or with max_length.
 
     `rows_of`: with rows that all have this number of tokens. `as_folder`: a shape that cannot be
@@ -111,7 +110,7 @@ def read(
         _refuse_cards(recipe, machine, wishes)
     model, stored = _model(recipe, is_here, workspace)
     recipe = model.recipe
-    if is_here and trace and "cpu" in (device, recipe.launch.device):
+    if is_here and trace:
         cores = core_figures.kept_or_measured(workspace.traces, machine.cpu_count)
         machine = replace(machine, cores=cores)
     _write_sample_data(recipe, workspace, say)
@@ -134,7 +133,7 @@ def read(
     fingerprint = weight_files.weights_fingerprint(adapted) if adapted else None
     if tokens.folder.exists() and token_hashes.counts(tokens.folder) is None:
         say(f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again")
-    return replace(
+    facts = replace(
         facts,
         model=replace(counted, stored=stored, base_fingerprint=fingerprint),
         rows=plan_facts.with_counts(rows),
@@ -149,6 +148,18 @@ def read(
         ),
         changes=(*changes, *model.changes),
     )
+    is_written = load.is_written(recipe_name, overrides, "training.dataloader_num_workers")
+    return facts if is_written else _with_useful_workers(facts)
+
+
+def _with_useful_workers(facts: Facts) -> Facts:
+    """Facts in which a number of data workers that cores or rows leave without use is planned."""
+    recipe, training = facts.recipe, facts.recipe.training
+    ranks = facts.wishes.num_processes or recipe.launch.num_processes or len(facts.machine.gpus)
+    if (training.dataloader_num_workers or 0) <= candidates.useful_workers(facts, ranks or 1):
+        return facts
+    training = training.model_copy(update={"dataloader_num_workers": None})
+    return replace(facts, recipe=recipe.model_copy(update={"training": training}))
 
 
 def _recipe(
@@ -192,7 +203,7 @@ def _available(
 
 def _model(
     recipe: Recipe, is_here: bool, workspace: Workspace
-) -> tuple[ModelFacts, StoredWeights | None]:
+) -> tuple[ModelFacts, stored_weights.StoredWeights | None]:
     """The model with its added tokens and with lines of the plan on it, and the weights of its
     folder. Raises ResourceError for a folder that cannot be read."""
     if recipe.tokenizer.path and not Path(recipe.tokenizer.path).is_dir():
@@ -291,9 +302,16 @@ def _installed(
         installed = replace(installed, allocator=allocator, may_expand=expands)
     if is_here:
         return _with_packages(recipe, installed, workspace, device == "cuda")
-    if machine.packages is not None:
-        return _with_described_packages(installed, machine.packages)
-    return installed
+    if machine.packages is None:
+        return installed
+    no_flash_attn, no_liger = (
+        None if name in machine.packages else f"the package {name} is not installed there"
+        for name in ("flash_attn", "liger_kernel")
+    )
+    no_compiler = None if "triton" in machine.packages else installed.no_compiler
+    return replace(
+        installed, no_flash_attn=no_flash_attn, no_liger=no_liger, no_compiler=no_compiler
+    )
 
 
 def _history(
@@ -307,7 +325,9 @@ def _history(
 ) -> History:
     """Results of runs and trials on this machine."""
     history = _past_runs(workspace, machine, model, device, say) if trace else History()
-    return replace(history, recall=_recall(workspace, machine, say)) if is_here else history
+    return (
+        replace(history, recall=partial(_recall, workspace, machine, say)) if is_here else history
+    )
 
 
 def with_memory_of_now(facts: Facts, leased: Leased, folder: Path) -> Facts:
@@ -320,9 +340,7 @@ def with_memory_of_now(facts: Facts, leased: Leased, folder: Path) -> Facts:
 def _with_template(data_format: DataFormat, recipe: Recipe, is_pair: bool) -> DataFormat:
     """The format with its chat template, and a note on tags that the vocabulary lacks."""
     template = chat_templates.describe(recipe, is_pair, data_format.kind == "text")
-    if template.startswith("none"):
-        return replace(data_format, template=template)
-    missing = chat_templates.missing_tags(recipe)
+    missing = () if template.startswith("none") else chat_templates.missing_tags(recipe)
     if not missing:
         return replace(data_format, template=template)
     template += (
@@ -336,31 +354,21 @@ def _with_packages(
     recipe: Recipe, installed: Installed, workspace: Workspace, has_gpu: bool
 ) -> Installed:
     """Add the packages of this machine: why one that the recipe may use cannot work."""
-    variables = environment.passed(os.environ)
+    variables, noexec = environment.passed(os.environ), compile_caches.noexec()
     installed = replace(
         installed,
         has_deepspeed=find_spec("deepspeed") is not None,
         no_every_n_layers=packages.no_every_n_layers(),
+        no_compiler=packages.no_compiler(has_gpu, variables) or noexec,
     )
-    if recipe.training.compiles:
-        installed = replace(installed, no_compiler=packages.no_compiler(has_gpu, variables))
     if not has_gpu:
         return installed
     is_open = recipe.model.attn_implementation not in ("sdpa", "eager")
     return replace(
         installed,
         no_flash_attn=import_memory.no_flash_attn(workspace.cache) if is_open else None,
-        no_liger=packages.no_liger(variables),
+        no_liger=packages.no_liger(variables) or noexec,
     )
-
-
-def _with_described_packages(installed: Installed, named: Sequence[OptionalPackage]) -> Installed:
-    """Add the packages that a machine's file lists."""
-    no_flash_attn, no_liger = (
-        None if name in named else f"the package {name} is not installed there"
-        for name in ("flash_attn", "liger_kernel")
-    )
-    return replace(installed, no_flash_attn=no_flash_attn, no_liger=no_liger)
 
 
 def _with_one_gpu(machine: Machine) -> Machine:
@@ -398,7 +406,6 @@ def _past_runs(
 ) -> History:
     """The share by which measured memory exceeds a prediction on this machine as a rule, 0 until
     enough runs have been measured; and by how much seconds do."""
-    from launch.predict.history import cache_keys, calibration, corrections
     from launch.predict.history.ledger import Ledger
 
     runs, machine_key = (
@@ -415,21 +422,17 @@ def _past_runs(
 
 
 def _recall(
-    workspace: Workspace, machine: Machine, say: Say
-) -> Callable[[ModelSize, Recipe], Strategy | None]:
-    """A reader of the fastest strategies in trials on this machine."""
-    from launch.predict.history import cache_keys
+    workspace: Workspace, machine: Machine, say: Say, model: ModelSize, recipe: Recipe
+) -> Strategy | None:
+    """The fastest strategy in trials of a recipe on this machine."""
     from launch.predict.history.ledger import Ledger
 
-    def recall(model: ModelSize, recipe: Recipe) -> Strategy | None:
-        tuned = Ledger(workspace.ledger_file, say).recall(
-            cache_keys.machine_key(machine),
-            cache_keys.model_key(model),
-            cache_keys.recipe_key(recipe),
-        )
-        return tuned.strategy if tuned else None
-
-    return recall
+    tuned = Ledger(workspace.ledger_file, say).recall(
+        cache_keys.machine_key(machine),
+        cache_keys.model_key(model),
+        cache_keys.recipe_key(recipe),
+    )
+    return tuned.strategy if tuned else None
 
 
 def _link(

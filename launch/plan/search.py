@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from launch.plan import candidates
+from launch.plan.kernels import COMPILE_S
 from launch.predict import budgets, estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts
@@ -19,6 +20,10 @@ _TABLE_ROWS = 10
 _MOST_RANKED = 8
 
 AS_FAST = 1.05  # smaller ratios of predicted seconds are no difference
+# Compiled layers, of which few trainings were measured (benchmarks/results/seconds_of_cards.md),
+# are chosen where a step without them takes so many times as long. Least share of it that is
+# neither products nor communication.
+_CLEARLY_FASTER, _FUSED_SHARE = 1.15, 0.25
 
 # Least share of a step with checkpointing that remains without it. The repeated forward pass takes
 # a third at most: where backward makes no gradients of weights, it takes as long as forward.
@@ -50,9 +55,26 @@ def search(
         judged += verdicts
         if other is not None and (chosen is None or other.seconds * AS_FAST < chosen.seconds):
             chosen = other
-    if len(counts) > 1 and chosen is not None:
+    compiled = chosen and _compiled(facts, chosen, judged)
+    if chosen is not None and (len(counts) > 1 or compiled):
+        chosen = compiled or chosen
         judged[:] = _verdicts([each for each, _ in judged], chosen)
     return chosen
+
+
+def _compiled(facts: Facts, chosen: Judged, judged: list[tuple[Judged, str]]) -> Judged | None:
+    """The choice with compiled layers, where that is clearly faster and pays within the run. It is
+    looked at where other kernels than products, or the host, take enough of the step."""
+    candidate, time = candidates.compiled(facts, chosen.candidate), chosen.time
+    if not (candidate and time and time.memory_s + time.launch_s > _FUSED_SHARE * time.step_s):
+        return None
+    verdicts: list[tuple[Judged, str]] = []
+    other = fastest(facts, [candidate], verdicts)
+    judged += _verdicts([each for each, _ in verdicts], chosen)
+    if other is None or other.seconds * _CLEARLY_FASTER > chosen.seconds:
+        return None
+    saved_s = facts.num_steps(candidate) * (chosen.seconds - other.seconds)
+    return other if saved_s > COMPILE_S else None
 
 
 def _may_be_faster(machine: Machine, num_processes: int, chosen: Judged) -> bool:
@@ -66,12 +88,12 @@ def _may_be_faster(machine: Machine, num_processes: int, chosen: Judged) -> bool
     return busy_s * chosen.candidate.num_processes / num_processes < chosen.seconds
 
 
-def _verdicts(judged: Sequence[Judged], chosen: Judged) -> Iterator[tuple[Judged, str]]:
+def _verdicts(judged: Sequence[Judged], chosen: Judged | None) -> Iterator[tuple[Judged, str]]:
     for each in judged:
-        if each is chosen:
-            yield each, "chosen"
+        if each.misses or chosen is None:
+            yield each, f"does not fit: {each.misses}"
         else:
-            yield each, f"does not fit: {each.misses}" if each.misses else _behind(each, chosen)
+            yield each, "chosen" if each is chosen else _behind(each, chosen)
 
 
 def fastest(
@@ -86,11 +108,7 @@ def fastest(
     checkpointing and chunks."""
     front = _Front(facts, possible)
     chosen = next(front.fitting(), None)
-    looked_at = front.judged()
-    if chosen is None:
-        judged += [(each, f"does not fit: {each.misses}") for each in looked_at]
-    else:
-        judged += _verdicts(looked_at, chosen)
+    judged += _verdicts(front.judged(), chosen)
     return chosen
 
 
@@ -251,12 +269,8 @@ class _Front:
         facts.fetch([candidate])
         if facts.trace(candidate) is None:
             return front.judged, len(traces.recorded)
-        return self._by_step(candidate), len(traces.recorded)
-
-    def _by_step(self, candidate: Candidate) -> Judged:
-        """Judge a traced candidate without a replay of the allocator."""
-        reduced = _with_fewer_workers(self.facts, _evaluated(self.facts, candidate))
-        return estimate.judge(self.facts, reduced, exact=False)
+        reduced = _with_fewer_workers(facts, _evaluated(facts, candidate))
+        return estimate.judge(facts, reduced, exact=False), len(traces.recorded)
 
 
 def _is_indirect(candidate: Candidate) -> bool:

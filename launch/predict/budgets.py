@@ -146,17 +146,16 @@ def _limited_host(
 def _limited_cards(
     machine: Machine, limit_gib: float, fraction: float, leased: Leased
 ) -> tuple[Machine, str]:
-    gpus, least_limit, most_leased = [], int(limit_gib * GIB), 0
-    for gpu in machine.gpus:
-        of_card = leased.card_bytes.get(gpu.key, 0)
-        limit = max(int(limit_gib * GIB) - of_card, 0)
-        most_free = math.ceil(limit / fraction)  # a plan takes `fraction` of it
-        gpus.append(replace(gpu, free_bytes=min(gpu.free_bytes, most_free)))
-        least_limit, most_leased = min(least_limit, limit), max(most_leased, of_card)
-    limited = replace(machine, gpus=tuple(gpus))
+    leased_bytes = [leased.card_bytes.get(gpu.key, 0) for gpu in machine.gpus]
+    limits = [max(int(limit_gib * GIB) - of_card, 0) for of_card in leased_bytes]
+    gpus = tuple(  # a plan takes `fraction` of what is free
+        replace(gpu, free_bytes=min(gpu.free_bytes, math.ceil(limit / fraction)))
+        for gpu, limit in zip(machine.gpus, limits, strict=True)
+    )
+    limited, least_limit = replace(machine, gpus=gpus), min(limits)
     least = int(min(gpu.free_bytes for gpu in machine.gpus) * fraction)
     free = f"{fraction:g} of what is free (launch.vram_fraction)"
-    name = f"launch.vram_limit_gib {limit_gib:g}" + _less(most_leased)
+    name = f"launch.vram_limit_gib {limit_gib:g}" + _less(max(leased_bytes))
     if limited == machine:
         return machine, f"VRAM: at most {free}, which is less than {name}"
     if least < least_limit:

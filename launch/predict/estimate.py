@@ -8,6 +8,7 @@ alone, and the plan says so.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,14 +21,13 @@ from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import context as memory_context
 from launch.predict.memory import host_job, load_order, traced_steps
 from launch.predict.memory import phases as memory_phases
-from launch.predict.memory.phases import RunEvents
 from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.timing import StepWork, TimeEstimate
 from launch.predict.traces import Trace
 from launch.schema.levers import TRIED
 from launch.schema.machine import NOT_MEASURED, CardFigures, Machine
-from launch.schema.phases import DeviceMemory, DevicePhases, MemoryPhases
+from launch.schema.phases import DeviceMemory, DevicePhases, MemoryPhases, Phase
 from launch.schema.plan import PAGED, MemoryEstimate, Peak, Strategy
 
 # A communicator of two ranks, and of more: github.com/NVIDIA/nccl issue 964, A100.
@@ -74,9 +74,8 @@ def by_states(facts: Facts, candidate: Strategy) -> Judged:
     facts = replace(facts, history=replace(facts.history, oom=oom))
     memory = _states(facts, candidate)
     if facts.traces is not None:
-        fewest = candidate
-        if facts.recipe.training.dataloader_num_workers is None:
-            fewest = replace(candidate, dataloader_num_workers=0)
+        is_open = facts.recipe.training.dataloader_num_workers is None
+        fewest = replace(candidate, dataloader_num_workers=0) if is_open else candidate
         memory, _ = host_job.with_host(facts, fewest, memory, None)
     return _judged(facts, candidate, memory, None)
 
@@ -129,9 +128,9 @@ def _least_activation_bytes(facts: Facts, candidate: Strategy) -> int:
     rows = candidate.per_device_train_batch_size
     most = facts.most_targets(candidate)
     tokens = max(batch.rows for batch in most.batches(rows)) * target
-    positions = int(tokens) // levers.num_output_chunks
-    if levers.logits_at_targets:
-        positions = most.of_part(rows)
+    positions = (
+        most.of_part(rows) if levers.logits_at_targets else int(tokens) // levers.num_output_chunks
+    )
     return int(tokens * of_layers) + positions * config["vocab_size"] * 4
 
 
@@ -183,20 +182,42 @@ def share_of_longest(facts: Facts, candidate: Strategy) -> float:
 def _time(facts: Facts, candidate: Strategy, trace: Trace, split: StepSplit | None) -> TimeEstimate:
     streamed = facts.streamed(candidate)
     copied = tuple(layer.bytes for layer in streamed.layers) if streamed else ()
-    work = StepWork(trace.passes, _update_bytes(facts.model.full_copy), trace.least_share, copied)
-    speed = rates.look_up(facts.machine, candidate)
+    work = StepWork(trace.passes, trace.least_share, copied)
     time = timing.estimate(
         work,
         candidate,
         facts.model.size,
         facts.model.full_copy,
-        speed,
+        rates.look_up(facts.machine, candidate),
         facts.installed.link,
         split,
         card_figures(facts.machine, facts.installed, candidate),
         _mean_targets(facts, candidate, trace, split),
     )
     return time.corrected(facts.history.correction(candidate, time.waits_share))
+
+
+def evaluation_s(facts: Facts, candidate: Strategy) -> float | None:
+    """Predicted seconds of a pass over the held-out rows; None where there are none, or they are
+    not counted, or no step is traced."""
+    trace, rows = facts.trace(candidate), facts.rows
+    if trace is None or rows.eval_counts is None or not rows.held_out:
+        return None
+    # a step of one micro-batch, whose only pass is the evaluation's: it is never compiled
+    alike = replace(
+        candidate.with_levers(torch_compile=False, batch_by_tokens=False),
+        per_device_train_batch_size=rows.evaluated_samples(candidate),
+        gradient_accumulation_steps=1,
+    )
+    facts = replace(facts, rows=replace(rows, counts=rows.eval_counts))
+    passes = replace(trace.passes, micro_steps=[trace.passes.evaluation], update=())
+    trace = replace(trace, passes=passes, targets=trace.eval_targets)
+    time = _time(facts, alike, trace, facts.mean_split(alike))
+    moves = candidate.launch_mode.shards_parameters or candidate.levers.streamed_layers > 0
+    # weights are gathered, or come from the host, in one of the two passes
+    moved_s = moves * (time.communication_s + time.offload_s) / 2
+    batch_s = time.compute_s + time.memory_s + time.launch_s + moved_s
+    return batch_s * math.ceil(rows.held_out / alike.effective_batch_size)
 
 
 def _mean_targets(
@@ -232,10 +253,8 @@ def _judged(
         budgets.host_budget_bytes(facts.recipe, facts.machine), 1
     )
     of_device = memory.device_bytes / max(budget, 1) if candidate.device == "cuda" else 0.0
-    excess = max(of_device, of_host)
-    return Judged(
-        candidate, memory, time, budget, budgets.misses(facts, candidate, memory, budget), excess
-    )
+    misses = budgets.misses(facts, candidate, memory, budget)
+    return Judged(candidate, memory, time, budget, misses, max(of_device, of_host))
 
 
 def _states(facts: Facts, candidate: Strategy) -> MemoryEstimate:
@@ -284,11 +303,13 @@ def _with_peak(
             facts.model.stored,
             facts.streamed(candidate),
         )
-        run = RunEvents(trace, *counts, order)
+        run = memory_phases.RunEvents(trace, *counts, order)
     memory, by_phase = host_job.with_host(facts, candidate, memory, trace, counts, run)
     on_host = memory_phases.on_host(by_phase if exact else {})
     if candidate.device == "cpu":
-        on_device = _on_cpu(candidate, run, by_phase["load"]) if run else DevicePhases()
+        on_device = (
+            _on_cpu(candidate, run.allocated_bytes, by_phase["load"]) if run else DevicePhases()
+        )
         return memory, MemoryPhases(on_device, on_host)
     outside, outside_source = _outside(facts, candidate)
     reserved, of_step = memory.allocated_bytes, memory.step_allocated_bytes
@@ -305,7 +326,6 @@ def _with_peak(
         replays = [replay for _, replay in by_part]
         until_step = replays[: [phase for phase, _ in by_part].index("step") + 1]
         memory = _in_blocks(memory, replays, until_step, paged)
-        memory = replace(memory, gives_cache_back=any(replay.retries for replay in replays))
         reserved = max(replay.peak_reserved_bytes for replay in replays) + paged
         of_step = max(replay.peak_reserved_bytes for replay in until_step)
         on_device = memory_phases.on_device(by_part, outside + paged)
@@ -314,8 +334,8 @@ def _with_peak(
         fragmentation_bytes=max(reserved - memory.allocated_bytes, 0),
         outside_bytes=outside,
         outside_source=outside_source,
+        step_reserved_bytes=max(of_step, memory.step_allocated_bytes),
     )
-    memory = replace(memory, step_reserved_bytes=max(of_step, memory.step_allocated_bytes))
     free = min(gpu.free_bytes for gpu in facts.machine.gpus[: candidate.processes_per_machine])
     # the error bar is part of what planning leaves free
     margin_left_free = int(free * (1 - facts.recipe.launch.vram_fraction))
@@ -355,21 +375,17 @@ def _in_blocks(
         memory,
         peak=replace(memory.peak, parts={**memory.peak.parts, **rounding}),
         step_allocated_bytes=max(replay.peak_allocated_bytes for replay in until_step),
+        gives_cache_back=any(replay.retries for replay in replays),
     )
 
 
-def _on_cpu(candidate: Strategy, run: RunEvents, load: Mapping[str, int]) -> DevicePhases:
+def _on_cpu(
+    candidate: Strategy, live: Mapping[Phase, int], load: Mapping[str, int]
+) -> DevicePhases:
     """The bytes of tensors of a rank on a CPU; while it loads, of what it builds too."""
     built = sum(load.get(cause, 0) for cause in ("weights", "while building"))
     built //= candidate.processes_per_machine
-    return replace(
-        memory_phases.on_cpu(run.allocated_bytes), load=DeviceMemory(built, built, built)
-    )
-
-
-def _update_bytes(full_copy: MemoryEstimate) -> float:
-    """Norm, clipping and update read and write gradients, weights and states."""
-    return 2 * full_copy.optimizer_bytes + 6 * full_copy.gradients_bytes
+    return replace(memory_phases.on_cpu(live), load=DeviceMemory(built, built, built))
 
 
 def missing_bytes(facts: Facts, judged: Judged) -> int:

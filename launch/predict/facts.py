@@ -14,8 +14,7 @@ from launch.data.worker import WORKER, Worker
 from launch.predict import parameters as predict_parameters
 from launch.predict import target_counts
 from launch.predict.history.calibration import NO_MARGIN, Margin
-from launch.predict.memory import allocator as memory_allocator
-from launch.predict.memory.allocator_config import EXPANDABLE
+from launch.predict.memory.allocator_config import EXPANDABLE, TORCH_DEFAULTS, AllocatorConfig
 from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
@@ -45,11 +44,8 @@ from launch.schema.recipe import Recipe
 from launch.schema.rows import Division, LargestMicroBatches, MicroBatchSize
 
 _USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted
+_FEW_SHAPES = 8  # plans that cuDNN's attention may compile
 _MOST_ORDERED = 10_000_000  # rows of all epochs whose order is made while a plan waits, in seconds
-
-
-def _all_targets(batch: MicroBatchSize, flattens: bool) -> MicroBatchSize:
-    return replace(batch, targets=batch.tokens if flattens else batch.rows * batch.target)
 
 
 @dataclass(frozen=True)
@@ -96,12 +92,12 @@ class Installed:
     """Packages, kernels and links of the machine, and what was measured of them."""
 
     link: Link | None = None  # result of the test of this machine's GPUs
-    allocator: memory_allocator.AllocatorConfig = memory_allocator.TORCH_DEFAULTS
+    allocator: AllocatorConfig = TORCH_DEFAULTS
     may_expand: bool = False  # the cards can grow the allocator's segments, and the user names none
     import_memory: Imports = ASSUMED  # memory of the job's processes before there is a model
     has_deepspeed: bool = True  # the package is installed
-    no_compiler: str | None = None  # why torch.compile cannot work here
     # why that package cannot be used; "": the machine's packages are not known
+    no_compiler: str | None = ""  # why torch.compile cannot work here, in the same way
     no_flash_attn: str | None = ""
     no_varlen_attn: str | None = ""  # why torch's cannot be used; "": its version is not known
     no_liger: str | None = ""  # the same of liger-kernel
@@ -190,8 +186,11 @@ class Facts:
         )
         # The length is rounded up to the multiple, or nothing is known of the rows
         rounds_up = self.rows.lengths[0] != source
-        is_padded = rounds_up or (self.rows.is_ragged and candidate.per_device_train_batch_size > 1)
-        is_padded |= self.recipe.data.packing  # masks keep documents apart
+        is_padded = (
+            rounds_up
+            or (self.rows.is_ragged and candidate.per_device_train_batch_size > 1)
+            or self.recipe.data.packing  # masks keep documents apart
+        )
         if candidate.device == "cpu":
             return Question(candidate, (source, target), is_padded)
         card = self.machine.gpus[0]
@@ -203,6 +202,7 @@ class Facts:
             card.architecture,
             is_fused,
             self._documents(candidate, source),
+            self.few_shapes,
         )
 
     def _documents(self, candidate: Strategy, length: int) -> int:
@@ -232,20 +232,49 @@ class Facts:
             return "data.batch_by_tokens divides each step by its own rows"
         if self.history.continues_another:
             return "a run that continues another has the rows that remain"
-        epochs = training.num_train_epochs
-        if training.max_steps > 0:
-            epochs = training.max_steps * candidate.effective_batch_size / self.rows.counts["rows"]
+        epochs = (
+            training.max_steps * candidate.effective_batch_size / self.rows.counts["rows"]
+            if training.max_steps > 0
+            else training.num_train_epochs
+        )
         if self.rows.counts["rows"] * epochs > _MOST_ORDERED:
             return f"an order of more than {_MOST_ORDERED:,} rows is not made in advance"
         return self.rows.largest_batches.failure
 
-    def _divisions(self, candidate: Strategy) -> tuple[Division, list[Division]]:
+    @property
+    def has_one_length(self) -> bool:
+        """True if no row is padded beside another, and each is a document."""
+        return not (self.rows.is_ragged or self.recipe.data.packing)
+
+    @property
+    def few_shapes(self) -> bool:
+        """True if micro-batches have few shapes: packed rows, and rows of about one length. Not of
+        an encoder with a decoder, whose targets have lengths of their own."""
+        if self.model.size.is_encoder_decoder:
+            return False
+        if self.recipe.data.packing or self.has_one_length:
+            return True
+        if self.rows.counts is None:
+            return False
+        spread = self.rows.lengths[0] - self.rows.counts.get("shortest_input", 0)
+        return spread < _FEW_SHAPES * MULTIPLE["cuda"]
+
+    def num_steps(self, candidate: Strategy) -> int:
+        """Optimizer steps of the training; 0 while its rows are not counted."""
+        training, counts = self.recipe.training, self.rows.counts
+        if training.max_steps > 0 or not counts:
+            return max(training.max_steps, 0)
+        return math.ceil(
+            training.num_train_epochs * -(-counts["rows"] // candidate.effective_batch_size)
+        )
+
+    def _divisions(self, candidate: Strategy) -> list[Division]:
         """The divisions of the rows of a training, and of evaluations with its batch and smaller
-        ones, of which a plan may choose one."""
+        ones, of which a plan may choose one; none if the order of rows is not known."""
+        if self.no_order(candidate) is not None:
+            return []
         assert self.rows.counts is not None
         training, data = self.recipe.training, self.recipe.data
-        epoch_steps = -(-self.rows.counts["rows"] // candidate.effective_batch_size)
-        num_steps = math.ceil(training.num_train_epochs * epoch_steps)
         trained = Division(
             "train",
             candidate.per_device_train_batch_size,
@@ -255,12 +284,12 @@ class Facts:
             MULTIPLE[candidate.device],
             candidate.levers.flattens,
             training.seed,
-            training.max_steps if training.max_steps > 0 else num_steps,
+            self.num_steps(candidate),
         )
-        evaluated = []
+        divisions = [trained]
         count = candidate.per_device_eval_batch_size if self.rows.eval_counts else 0
         while count:
-            evaluated.append(
+            divisions.append(
                 replace(
                     trained,
                     part="validation",
@@ -271,25 +300,18 @@ class Facts:
                 )
             )
             count //= 2
-        return trained, evaluated
+        return divisions
 
     def order(self, candidates: Iterable[Strategy]) -> None:
         """Have the largest micro-batches of these candidates found, unless they are stored."""
-        ordered = [each for each in candidates if self.no_order(each) is None]
-        if not ordered:
-            return
-        assert self.rows.largest_batches is not None
-        divisions = (self._divisions(each) for each in ordered)
-        self.rows.largest_batches.fetch(
-            each for trained, evaluated in divisions for each in (trained, *evaluated)
-        )
+        divisions = [division for each in candidates for division in self._divisions(each)]
+        if self.rows.largest_batches is not None:
+            self.rows.largest_batches.fetch(divisions)
 
     def largest(self, candidate: Strategy) -> LargestMicroBatches:
         """The largest micro-batches of a training; without sizes if they are not known."""
-        if self.no_order(candidate) is not None:
-            return LargestMicroBatches()
-        assert self.rows.largest_batches is not None
-        largest = self.rows.largest_batches.get(self._divisions(candidate)[0])
+        divisions, batches = self._divisions(candidate), self.rows.largest_batches
+        largest = batches.get(divisions[0]) if divisions and batches is not None else None
         if largest is None:
             return LargestMicroBatches()
         return LargestMicroBatches(
@@ -302,20 +324,20 @@ class Facts:
         """Micro-batches with the targets that count."""
         if self.rows.counts_targets:
             return [*sizes]
-        return [_all_targets(each, candidate.levers.flattens) for each in sizes]
+        flattens = candidate.levers.flattens
+        return [
+            replace(each, targets=each.tokens if flattens else each.rows * each.target)
+            for each in sizes
+        ]
 
     def _evaluated_sizes(self, candidate: Strategy) -> Mapping[int, Sequence[MicroBatchSize]]:
         """The largest micro-batches of its evaluations, by their rows."""
-        if self.no_order(candidate) is not None:
-            return {}
-        assert self.rows.largest_batches is not None
         sizes: dict[int, Sequence[MicroBatchSize]] = {}
-        for division in self._divisions(candidate)[1]:
-            largest = self.rows.largest_batches.get(division)
-            count = self.rows.evaluated_samples(
-                replace(candidate, per_device_eval_batch_size=division.micro_batch)
-            )
-            if largest:
+        for division in self._divisions(candidate)[1:]:
+            assert self.rows.largest_batches is not None
+            if largest := self.rows.largest_batches.get(division):
+                of_batch = replace(candidate, per_device_eval_batch_size=division.micro_batch)
+                count = self.rows.evaluated_samples(of_batch)
                 sizes[count] = self._counted(candidate, largest.sizes)
         return sizes
 
@@ -348,8 +370,9 @@ class Facts:
         return price and self._of_rows(price, candidate, question)
 
     def _of_rows(self, trace: Trace, candidate: Strategy, question: Question) -> Trace:
-        evaluated = self.evaluated_targets(candidate, question)
-        return with_targets(trace, self.most_targets(candidate), evaluated)
+        return with_targets(
+            trace, self.most_targets(candidate), self.evaluated_targets(candidate, question)
+        )
 
     def most_targets(self, candidate: Strategy) -> MostTargets:
         """The largest training micro-batches."""
@@ -390,9 +413,12 @@ class Facts:
         """The padding of a step; None until the rows are tokenised."""
         if self.rows.counts is None:
             return None
-        lengths = self.question(candidate).lengths
         return time_padding.compute(
-            self.rows.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths
+            self.rows.counts,
+            candidate,
+            MULTIPLE[candidate.device],
+            self.recipe.data,
+            self.question(candidate).lengths,
         )
 
     def mean_split(self, candidate: Strategy) -> StepSplit | None:
@@ -400,7 +426,10 @@ class Facts:
         tokenised, and where they are packed and fill it."""
         if self.rows.counts is None or self.recipe.data.packing:
             return None
-        lengths = self.question(candidate).lengths
         return time_padding.mean_split(
-            self.rows.counts, candidate, MULTIPLE[candidate.device], self.recipe.data, lengths
+            self.rows.counts,
+            candidate,
+            MULTIPLE[candidate.device],
+            self.recipe.data,
+            self.question(candidate).lengths,
         )

@@ -83,16 +83,13 @@ class OomEvent:
                 f"{size(needed_bytes)}, and the last plan of a start takes fewer samples than"
                 f" {at_once}, which ran out"
             )
+        saves_more = fewer_is_less and self._holds_more_samples(candidate)
         if not is_traced:  # states alone do not tell one cut from another
-            is_less = (
-                candidate.per_device_train_batch_size < self.candidate.per_device_train_batch_size
+            saves_more = (
+                candidate.per_device_train_batch_size < at_once
                 or candidate.levers.checkpointed_share > self.candidate.levers.checkpointed_share
-                or needed_bytes < below * self.predicted_bytes
             )
-        else:
-            is_less = needed_bytes < below * self.predicted_bytes
-            is_less |= fewer_is_less and self._holds_more_samples(candidate)
-        if is_less:
+        if saves_more or needed_bytes < below * self.predicted_bytes:
             return None
         where = MEMORIES.get(self.of, "memory")
         if self.measured_bytes:

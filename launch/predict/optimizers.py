@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
@@ -49,14 +50,11 @@ def _bnb_32bit(num_states: int) -> _OptimizerBytes:
     return lambda name, shape, element_bytes: num_states * math.prod(shape) * 4
 
 
-def _bnb_8bit(num_states: int) -> _OptimizerBytes:
-    def state_bytes(name: str, shape: Shape, element_bytes: int) -> int:
-        size = math.prod(shape)
-        if size < _BNB_MIN_8BIT_SIZE or _is_embedding(name):
-            return num_states * size * 4
-        return num_states * (size + 4 * math.ceil(size / _BNB_BLOCK_SIZE))
-
-    return state_bytes
+def _bnb_8bit(num_states: int, name: str, shape: Shape, element_bytes: int) -> int:
+    size = math.prod(shape)
+    if size < _BNB_MIN_8BIT_SIZE or _is_embedding(name):
+        return num_states * size * 4
+    return num_states * (size + 4 * math.ceil(size / _BNB_BLOCK_SIZE))
 
 
 def _is_embedding(name: str) -> bool:
@@ -71,9 +69,8 @@ _8BIT = {
     "paged_adamw_8bit": 2,
     "lion_8bit": 1,
     "paged_lion_8bit": 1,
+    "rmsprop_bnb_8bit": 1,
 }
-
-_8BIT |= {"rmsprop_bnb_8bit": 1}
 
 _32BIT = {
     "paged_adamw_32bit": 2,
@@ -91,7 +88,7 @@ OPTIMIZERS: dict[str, _OptimizerBytes] = {
     "sgd": _torch_states(0),
     "adagrad": _torch_states(1),
     "rmsprop": _torch_states(1),
-    **{name: _bnb_8bit(num_states) for name, num_states in _8BIT.items()},
+    **{name: partial(_bnb_8bit, num_states) for name, num_states in _8BIT.items()},
     **{name: _bnb_32bit(num_states) for name, num_states in _32BIT.items()},
 }
 
@@ -147,8 +144,10 @@ def scales_bytes(
         for name, shape in tensor_shapes.items()
         if name.endswith(".weight") and has_4_bits(name, family)
     )
-    double = section.bnb_4bit_use_double_quant
-    return sum(_four_bit_bytes(size, double) - math.ceil(size / 2) for size in sizes)
+    return sum(
+        _four_bit_bytes(size, section.bnb_4bit_use_double_quant) - math.ceil(size / 2)
+        for size in sizes
+    )
 
 
 def _four_bit_bytes(size: int, double: bool) -> int:

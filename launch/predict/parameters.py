@@ -25,7 +25,7 @@ ALL_LINEAR = "all-linear"
 # the matrix with a row for each token
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|shared|word_embeddings|embed_in)\.weight$")
 # the families that are counted here; a model of another type is built on the meta device
-# (launch.predict.model_families)
+# (launch.predict.models.model_families)
 FAMILIES: dict[str, ModelFamily] = {
     "t5": ModelFamily(
         "t5",

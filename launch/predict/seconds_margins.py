@@ -16,8 +16,8 @@ FILE = FILES / "configs" / "seconds_margins.yaml"
 # names of configs/cards.yaml that make a class
 CLASSES = {
     "GeForce": cards.GEFORCE.pattern,
-    "A100 and A800": r"A100( .*)?",
-    "H100 and newer": r"(H100|H200|B200)( .*)?",
+    "A100 and A800": r"(A100|A800)( .*)?",
+    "H100 and newer": r"(H100|H200|H800|B200)( .*)?",
 }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from launch.base import files, leftovers
 from launch.base.errors import LaunchError, ResourceError
-from launch.base.workspace import CODE
+from launch.base.workspace import code_digest
 from launch.data.worker import WORKER, RecordSteps, Step, WorkerEnded
 from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
@@ -63,8 +63,12 @@ _EVALUATED: tuple[Born, ...] = ("evaluation", "kept")
 _Counts = tuple[BatchCounts, BatchCounts | None]
 _LOGS_IN_RAM = 4  # a deep model's log takes some 20 MB
 TIMEOUT_S = 300  # limit for one request
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
-PACKAGES += ("liger-kernel",)
+# The code that makes a trace: one of other code is another trace
+_CODE = ("training", "launch/predict/step", "launch/schema/recorded_step.py")
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed"),
+    "liger-kernel",
+)
 
 
 @dataclass(frozen=True)
@@ -101,15 +105,13 @@ class Trace:
             count = eval_samples if section == "evaluation" else num_samples
             if count is None:
                 continue
-            for batch in self._largest(section).batches(count):
+            most = self.eval_targets if section == "evaluation" else self.targets
+            for batch in most.batches(count):
                 parts = {name: _grown(sizes, batch) for name, sizes in moment["parts"].items()}
                 peak = Peak(section, moment["op"], parts)
                 if section not in peaks or peak.allocated_bytes > peaks[section].allocated_bytes:
                     peaks[section] = peak
         return peaks
-
-    def _largest(self, section: str) -> MostTargets:
-        return self.eval_targets if section == "evaluation" else self.targets
 
     def highest(self, batches: Sequence[BatchCounts], in_evaluation: bool = False) -> BatchCounts:
         """The micro-batch that takes the most memory."""
@@ -132,20 +134,6 @@ class Trace:
             return trained, None
         return trained, self.highest(self.eval_targets.batches(eval_samples), in_evaluation=True)
 
-    def events(self, num_samples: int, eval_samples: int | None) -> list[Event]:
-        """Every allocation (block, bytes) and free (block, -1) of a step in the steady state and of
-        the evaluation after it, for an allocator to replay."""
-        log, events = self._log(), []
-        counts = self._counts(num_samples, eval_samples)
-        for number in log["events"]:
-            size_bytes = FREED
-            if number >= 0:
-                size_bytes = _size(log["blocks"][number], counts)
-            if size_bytes is None:
-                break
-            events.append((number if number >= 0 else ~number, size_bytes))
-        return events
-
     def run(
         self,
         num_samples: int,
@@ -163,7 +151,7 @@ class Trace:
         an evaluation is there until a checkpoint is saved. `load`: the engine's own order of
         loading.
         """
-        log = self._log()
+        log = self.log()
         special = log.get("turns", {})
         first, again = self.first_log(), special.get("after evaluation", log)
         of_first: Trace = self
@@ -206,11 +194,8 @@ class Trace:
 
     def first_log(self) -> Mapping[str, Any]:
         """The log of a run's first step."""
-        log = self._log()
+        log = self.log()
         return log.get("turns", {}).get("first", log)
-
-    def _log(self) -> Mapping[str, Any]:
-        return self.log()
 
 
 class _Turn:
@@ -255,9 +240,7 @@ class _Turn:
         return turns_id + self._streams.get(number, 0) * STREAM
 
     def born(self, number: int) -> Event:
-        size_bytes = _size(self.blocks[number], self._counts)
-        assert size_bytes is not None
-        return self._id(number), size_bytes
+        return self._id(number), _size(self.blocks[number], self._counts)
 
     def freed(self, number: int, before: _Turn | None = None) -> Event:
         """The end of a block; of a lasting block that was replaced in the turn `before`, the end of
@@ -311,11 +294,9 @@ def _first_of_evaluation(log: Mapping[str, Any]) -> int:
     return next(births, len(events))
 
 
-def _size(block: LoggedBlock, counts: _Counts) -> int | None:
-    """Bytes of a block; None: of an evaluation that does not happen."""
+def _size(block: LoggedBlock, counts: _Counts) -> int:
     count = counts[block[2] in _EVALUATED]
-    if count is None:
-        return None
+    assert count is not None  # no evaluation happens without a micro-batch of it
     if len(block) == 3:
         return _grown(block[:2], count)
     size, of_sum = _grown((*block[:2], *block[4:]), count), block[3]
@@ -359,20 +340,16 @@ class Traces:
 
     def for_recipe(self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]) -> Traces:
         """The traces of another recipe, kept in the same place."""
-        return Traces(recipe, model, lora_targets, self._folder, self._say)
+        return type(self)(recipe, model, lora_targets, self._folder, self._say)
 
     def fetch(self, questions: Sequence[Question]) -> None:
         """Have these steps traced, as far as their traces are not stored. Close when there are no
         more."""
-        missing = {
-            self.name(question): question for question in questions if self.get(question) is None
-        }
-        self._compose(missing)
+        self._compose({self.name(each): each for each in questions if self.get(each) is None})
 
     def is_recorded(self, question: Question) -> bool:
         """True if all steps that this one is composed of are recorded."""
-        bases = self._sources(question).questions
-        return all(self._recorded(base) is not None for base in bases)
+        return all(self._recorded(base) for base in self._sources(question).questions)
 
     def record(self, question: Question) -> None:
         """Have the steps recorded that this one is composed of."""
@@ -393,9 +370,11 @@ class Traces:
                     {"section": section, "op": "", "parts": {"activations": sizes}}
                     for section, sizes in priced.moments
                 )
-                of_step = priced.passes
-                if priced.of_each_sample:
-                    of_step = of_step.with_operators(_of_each_sample)
+                of_step = (
+                    priced.passes.with_operators(_of_each_sample)
+                    if priced.of_each_sample
+                    else priced.passes
+                )
                 price = Trace(moments, of_step, self._folder, least_share=priced.least_share)
             self._prices[name] = number, price
         price = self._prices[name][1]
@@ -420,12 +399,11 @@ class Traces:
                 composed_of[name] = sources.alone(plain, why_not, all_layers=is_own)
 
     def _sources(self, question: Question) -> Sources:
-        has_encoder = self._model.is_encoder_decoder
         # recorded steps have all weights on the device: launch.predict.step.streamed
         strategy = question.strategy.with_levers(streamed_layers=0)
         return sources.choose_sources(
             replace(question, strategy=strategy),
-            has_encoder,
+            self._model.is_encoder_decoder,
             lambda base: self._recorded(base) is not None,
         )
 
@@ -455,9 +433,11 @@ class Traces:
         steps = {
             name: Step(**vars(base), is_single=base.is_single) for name, base in missing.items()
         }
-        request = self._folder, self._recipe, self._model, self._lora_targets, steps
         try:
-            WORKER.ask(RecordSteps(*request), TIMEOUT_S)
+            WORKER.ask(
+                RecordSteps(self._folder, self._recipe, self._model, self._lora_targets, steps),
+                TIMEOUT_S,
+            )
         except (WorkerEnded, LaunchError) as reason:
             self.failure = str(reason)
 
@@ -491,8 +471,11 @@ class Traces:
         if question.documents > 1:
             log = log.of_documents(question.documents)
         of_rank = self._shared(question, log)
-        reduced = {"peaks": peaks.peaks(of_rank), "passes": passes.stored(passes.of_log(log))}
-        reduced |= {"why_whole": composed_of.why_whole}
+        reduced = {
+            "peaks": peaks.peaks(of_rank),
+            "passes": passes.stored(passes.of_log(log)),
+            "why_whole": composed_of.why_whole,
+        }
         files.write_atomic(self._folder / f"{name}.json", with_digest(json.dumps(reduced)))
         self._logs[name] = log
         while len(self._logs) > _LOGS_IN_RAM:
@@ -501,8 +484,14 @@ class Traces:
 
     def _shared(self, question: Question, log: Log, turn: sharded.Turn = "steady") -> Log:
         """The log of one rank."""
-        strategy, tied = question.strategy, self._model.family.ties_head
-        return sharded.shard_step(log, self._recipe, strategy, tied, BUCKET_ELEMENTS, turn)
+        return sharded.shard_step(
+            log,
+            self._recipe,
+            question.strategy,
+            self._model.family.ties_head,
+            BUCKET_ELEMENTS,
+            turn,
+        )
 
     def _content(self, question: Question) -> Mapping[str, Any]:
         """The logs of a step as a replay needs them."""
@@ -512,8 +501,10 @@ class Traces:
         if name not in self._logs:
             raise ResourceError(f"{self._folder}: a step cannot be traced again: {self.failure}")
         log = self._logs[name]
-        turns = sharded.special_turns(question.strategy)
-        of_turns = {turn: self._shared(question, log, turn) for turn in turns}
+        of_turns = {
+            turn: self._shared(question, log, turn)
+            for turn in sharded.special_turns(question.strategy)
+        }
         return stored.content(self._shared(question, log), of_turns)
 
     def get(self, question: Question) -> Trace | None:
@@ -523,9 +514,10 @@ class Traces:
             file = self._folder / f"{name}.json"
             try:
                 content = json.loads(content_of(files.regular_bytes(file).decode()))
-                trace = Trace(tuple(content["peaks"]), passes.read(content["passes"]), file)
-                self._cached[name] = replace(
-                    trace,
+                self._cached[name] = Trace(
+                    tuple(content["peaks"]),
+                    passes.read(content["passes"]),
+                    file,
                     why_whole=str(content["why_whole"]),
                     log=partial(self._content, question),
                     keeps_replays=True,
@@ -568,7 +560,7 @@ class Traces:
             "gpu": [
                 question.architecture,
                 question.fused_attention,
-                cudnn_is_last(recipe.data.packing, os.environ),
+                cudnn_is_last(question.few_shapes, os.environ),
             ],
             "mixed_precision": strategy.mixed_precision,
             "levers": strategy.levers.recorded,
@@ -578,7 +570,7 @@ class Traces:
             "packing": recipe.data.packing,
             "accumulates": question.accumulates,
             "versions": _versions(),
-            "code": _code(),
+            "code": code_digest(*_CODE),
         }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -612,12 +604,3 @@ def _versions() -> dict[str, str | None]:
         with suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed
-
-
-@cache
-def _code() -> str:
-    """A hash of the code that makes a trace: one of other code is another trace."""
-    parts = ("training", "launch/predict/step")
-    modules = [module for part in parts for module in sorted((CODE / part).rglob("*.py"))]
-    modules.append(CODE / "launch/schema/recorded_step.py")
-    return hashlib.sha256(b"".join(file.read_bytes() for file in modules)).hexdigest()[:16]

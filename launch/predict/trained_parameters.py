@@ -224,25 +224,30 @@ def saved_modules(tensor_shapes: Shapes, lora: LoraSection, family: ModelFamily)
 def _refuse_module(module: str, entry: str, tensor_shapes: Shapes, family: ModelFamily) -> None:
     """Raise ConfigError for a module that peft cannot copy, or whose copy would not be used."""
     inner = [name for name in tensor_shapes if name.startswith(f"{module}.")]
-    if inner and all(name[len(module) + 1 :].split(".")[0].isdigit() for name in inner):
-        raise ConfigError(
-            f"lora.modules_to_save: {entry!r} matches {module}, a list of layers, which peft cannot"
-            f" copy; name its layers, e.g. {module.rpartition('.')[2]}.0"
-        )
     shared = {*family.tied, *family.tied.values()}
     parts = [name for name in shared if not HEAD.search(name)] if family.is_encoder_decoder else []
-    if any(part.startswith(f"{module}.") for part in parts):
-        raise ConfigError(
-            f"lora.modules_to_save: {entry!r} matches {module}, but the encoder and decoder of"
-            f" {family.model_type} share their embeddings, of which peft trains copies apart, or"
-            " none; to train rows use tokenizer.add_tokens or lora.trainable_token_indices"
-        )
     is_tied = f"{module}.weight" in ties(tensor_shapes, family)
-    if is_tied and f"{module}.bias" in tensor_shapes:
-        raise ConfigError(
-            f"lora.modules_to_save: {entry!r} matches {module}, whose weight is tied to the"
-            " embeddings and which has a bias that peft would drop; leave it out"
-        )
+    obstacles = (
+        (
+            inner and all(name[len(module) + 1 :].split(".")[0].isdigit() for name in inner),
+            f"{module}, a list of layers, which peft cannot copy; name its layers, e.g."
+            f" {module.rpartition('.')[2]}.0",
+        ),
+        (
+            any(part.startswith(f"{module}.") for part in parts),
+            f"{module}, but the encoder and decoder of {family.model_type} share their embeddings,"
+            " of which peft trains copies apart, or none; to train rows use tokenizer.add_tokens or"
+            " lora.trainable_token_indices",
+        ),
+        (
+            is_tied and f"{module}.bias" in tensor_shapes,
+            f"{module}, whose weight is tied to the embeddings and which has a bias that peft would"
+            " drop; leave it out",
+        ),
+    )
+    for is_met, obstacle in obstacles:
+        if is_met:
+            raise ConfigError(f"lora.modules_to_save: {entry!r} matches {obstacle}")
 
 
 def _refuse_copied_adapter(module: str, copies: dict[str, str]) -> None:

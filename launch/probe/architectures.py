@@ -108,12 +108,12 @@ def look_up(gpu: Gpu) -> Architecture:
     )
 
 
-def environment(gpus: Sequence[Gpu], is_packed: bool) -> dict[str, str]:
+def environment(gpus: Sequence[Gpu], few_shapes: bool) -> dict[str, str]:
     """The variables with which ranks on these cards get PyTorch's own fused attention."""
     prefer_cudnn = any(gpu.architecture in PREFER_CUDNN for gpu in gpus)
     needed = {
         ALLOW_EXPERIMENTAL: any(look_up(gpu).attention == "experimental" for gpu in gpus),
-        CUDNN_LAST: prefer_cudnn and cudnn_is_last(is_packed, {}),
+        CUDNN_LAST: prefer_cudnn and cudnn_is_last(few_shapes, {}),
     }
     return {variable: "1" for variable, is_needed in needed.items() if is_needed}
 
@@ -125,11 +125,11 @@ def expands_segments(gpus: Sequence[Gpu], kernel: str) -> bool:
     return all(gpu.vendor == "nvidia" for gpu in gpus) and "microsoft" not in kernel.lower()
 
 
-def attention_notes(gpus: Sequence[Gpu], is_packed: bool) -> Iterator[str]:
+def attention_notes(gpus: Sequence[Gpu], few_shapes: bool) -> Iterator[str]:
     """Yield a line for each kind of card whose attention needs a variable, or has no fused
     kernel."""
     for name, attention in {gpu.architecture: look_up(gpu).attention for gpu in gpus}.items():
-        if name in PREFER_CUDNN and cudnn_is_last(is_packed, {}):
+        if name in PREFER_CUDNN and cudnn_is_last(few_shapes, {}):
             yield (
                 "attention: cuDNN's kernels come after PyTorch's own: they would compile for each"
                 f" shape of a batch, and keep that in host RAM; {CUDNN_LAST}=0 puts them first"

@@ -44,6 +44,7 @@ class Card:
     flops_per_s: Mapping[str, float]  # dtype -> rate
     bytes_per_s: float  # bandwidth of its memory
     link_bytes_per_s: float | None  # one direction of its own links to other cards; None: PCIe
+    cache_bytes: int  # of a cache that is much faster than its memory
     source: str
 
     @property
@@ -106,6 +107,7 @@ def _card(line: Mapping[str, Any], source: str) -> Card:
         flops_per_s={dtype: line[dtype] * 1e12 for dtype in DTYPES if line[dtype] is not None},
         bytes_per_s=line["gb_s"] * 1e9,
         link_bytes_per_s=None if link is None else link * 1e9,
+        cache_bytes=(line["cache_mib"] or 0) * MIB,
         source=source,
     )
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 import typing
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any
 import yaml
 
 from launch.base.errors import ConfigError, ResourceError
-from launch.base.text import nearest, size
+from launch.base.text import did_you_mean, size
 from launch.probe import cards
 from launch.schema.machine import GIB, Gpu, Machine, OptionalPackage
 
@@ -65,20 +66,17 @@ def from_file(path: Path) -> Machine:
 
 def _check_depth(path: Path, text: str) -> None:
     """Raises ConfigError for a nesting that a reader of values would not survive."""
-    nesting = 0
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        nesting += isinstance(event, yaml.CollectionStartEvent)
-        nesting -= isinstance(event, yaml.CollectionEndEvent)
-        if nesting > MAX_DEPTH:
-            raise ConfigError(f"{path}: nested too deeply; expected a machine's few keys")
+    nested = itertools.accumulate(
+        isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    )
+    if any(level > MAX_DEPTH for level in nested):
+        raise ConfigError(f"{path}: nested too deeply; expected a machine's few keys")
 
 
 def _machine(where: str, values: object) -> Machine:
     """The machine with these values, and assumptions in place of those that are missing."""
-    _check_mapping(where, values, "the file")
-    assert isinstance(values, dict)
-    values = {str(key): value for key, value in values.items()}
-    _check_keys(where, values, {*_fields(Machine), *_SHORT_KEYS}, "")
+    values = _mapping(where, values, {*_fields(Machine), *_SHORT_KEYS})
     missing: list[str] = []
     parts = _cards(where, values, missing)
     facts = _facts(where, values, parts)
@@ -121,21 +119,20 @@ def _cards(where: str, values: Mapping[str, Any], missing: list[str]) -> list[di
     parts = []
     for index, card in enumerate(listed):
         prefix = f"gpus[{index}]."
-        _check_mapping(where, card, prefix.rstrip("."))
-        part = {str(key): value for key, value in card.items()}
-        _check_keys(where, part, _fields(Gpu), prefix)
+        part = _mapping(where, card, _fields(Gpu), prefix)
         needed = [key for key in _required(Gpu) if key not in part]
         if {*needed} & {"vendor", "total_gib", "architecture"} and isinstance(
             part.get("name"), str
         ):
             row = cards.by_words(part["name"], where).described(index)
-            row_values = {
+            part = {
                 "vendor": row.vendor,
                 "total_gib": row.total_bytes / GIB,
                 "architecture": row.architecture,
                 "reason": row.reason,
+                **part,
+                "name": row.name,
             }
-            part = {**row_values, **part, "name": row.name}
         defaults = {"index": index, "driver": "", "reason": REASON}
         if "total_gib" in part:
             defaults["free_gib"] = part["total_gib"]
@@ -190,11 +187,6 @@ def _assumed(
     return ", ".join(lines)
 
 
-def _check_mapping(where: str, values: object, name: str) -> None:
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: {name} is not a mapping of keys to values")
-
-
 def _fields(noun: type) -> dict[str, tuple[str, Any]]:
     """(field, type) by the key of a file, in which sizes are in GiB."""
     hints = typing.get_type_hints(noun)
@@ -213,16 +205,20 @@ def _required(noun: type) -> list[str]:
     return [key for key, (name, _) in _fields(noun).items() if name not in optional]
 
 
-def _check_keys(
-    where: str, values: Mapping[str, Any], right: typing.Iterable[str], prefix: str
-) -> None:
-    """Raise ConfigError for the first key that no noun has."""
+def _mapping(
+    where: str, content: object, right: typing.Iterable[str], prefix: str = ""
+) -> dict[str, Any]:
+    """The values by key. Raises ConfigError for what is no mapping, and for the first key that no
+    noun has."""
+    if not isinstance(content, dict):
+        name = prefix.rstrip(".") or "the file"
+        raise ConfigError(f"{where}: {name} is not a mapping of keys to values")
+    values = {str(key): value for key, value in content.items()}
     for key in values:
         if key not in right:
-            near = "".join(
-                f"; did you mean {name}?" for name in nearest(key, {*right} - values.keys())
-            )
+            near = did_you_mean(key, {*right} - values.keys())
             raise ConfigError(f"{where}: unknown key {prefix}{key}{near}")
+    return values
 
 
 def _checked(where: str, values: Mapping[str, Any], noun: type, prefix: str) -> dict[str, Any]:
@@ -255,7 +251,7 @@ def _expected(key: str, hint: Any, value: Any) -> str:
         ),
         str: ("text (a number in quotes)", isinstance(value, str)),
         types.UnionType: (
-            f"a list of {' and '.join(optional)}, [] for none (packages of requirements.txt count"
+            f"a list of {', '.join(optional)}, [] for none (packages of requirements.txt count"
             " as installed)",
             isinstance(value, list) and all(name in optional for name in value),
         ),

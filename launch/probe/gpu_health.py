@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from launch.base import files
 from launch.probe import gpu_signs
 from launch.schema.machine import Gpu
 from launch.schema.result import Xid
@@ -41,7 +42,7 @@ RECORD_BYTES = 8192  # a shorter read fails for long records
 def slowdown(pynvml: Any, handle: Any) -> str:
     """The reason for which a card runs at lower clocks now, with its clock and temperature; "" if
     there is none, or the driver does not say."""
-    bits = next(filter(None, (_ask(pynvml, name, handle) for name in _ASK_REASONS)), 0)
+    bits = next(filter(None, (ask(pynvml, name, handle) for name in _ASK_REASONS)), 0)
     if bits & IDLE:  # some laptops have the cap beside it
         bits &= ~_POWER_CAP
     causes = [text for bit, text in {**_HOT, **POWER}.items() if bits & bit]
@@ -50,30 +51,30 @@ def slowdown(pynvml: Any, handle: Any) -> str:
         return ""
     facts = [", ".join(causes)]
     clock, highest = (
-        _ask(pynvml, name, handle, pynvml.NVML_CLOCK_SM)
+        ask(pynvml, name, handle, pynvml.NVML_CLOCK_SM)
         for name in ("nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo")
     )
     if clock and highest:
         facts.append(f"{clock} of {highest} MHz")
-    if celsius := _ask(pynvml, "nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU):
+    if celsius := ask(pynvml, "nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU):
         facts.append(f"{celsius} °C")
     return "; ".join(facts)
 
 
-def _ask(pynvml: Any, name: str, *arguments: Any) -> int:
-    """A number from NVML; 0 if this driver, this card or the user's nvidia-ml-py has none."""
+def ask(pynvml: Any, name: str, *arguments: Any) -> Any:
+    """The answer of NVML; None if this driver, this card or the user's nvidia-ml-py has none."""
     try:
-        return int(getattr(pynvml, name)(*arguments))
+        return getattr(pynvml, name)(*arguments)
     except (pynvml.NVMLError, AttributeError):
-        return 0
+        return None
 
 
 class XidWatch:
     """The Xids of NVIDIA cards from now on. NVML reports them to those who listen; the kernel's log
     has them too, for users who may read it."""
 
-    def __init__(self, gpus: Sequence[Gpu], environ: Mapping[str, str] | None = None) -> None:
-        root = gpu_signs.system_root(os.environ if environ is None else environ)
+    def __init__(self, gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> None:
+        root = gpu_signs.system_root(environ)
         self._kernel_log, self._since_s = root / "dev/kmsg", time.monotonic()
         self._cards: dict[int, str] = {}  # address of a handle -> card
         self._on_bus: dict[Bus, str] = {}
@@ -142,12 +143,9 @@ def _address(handle: Any) -> int:
 def kernel_xids(log: Path, since_s: float, on_bus: Mapping[Bus, str]) -> list[Xid]:
     """The Xids of these cards in the kernel's log since a time of the monotonic clock; [] if this
     user may not read it."""
-    try:
-        file = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return []
     xids = []
-    try:
+    # this user may not read it, or there are no more records
+    with suppress(OSError), files.descriptor(log, os.O_RDONLY | os.O_NONBLOCK) as file:
         while text := _next_records(file):
             for microseconds, message in _KERNEL_RECORD.findall(text):
                 line = _XID_LINE.search(message)
@@ -155,17 +153,14 @@ def kernel_xids(log: Path, since_s: float, on_bus: Mapping[Bus, str]) -> list[Xi
                     continue
                 if card := on_bus.get((int(line[1], 16), int(line[2], 16))):
                     xids.append(Xid(int(line[3]), card, line[0]))
-    finally:
-        os.close(file)
     return xids
 
 
 def _next_records(file: int) -> str:
-    """A record of the kernel's log, or several of a copy of it; "" after the last."""
+    """A record of the kernel's log, or several of a copy of it; "" after the last of a copy. Raises
+    OSError after the log's last."""
     while True:
         try:
             return os.read(file, RECORD_BYTES).decode(errors="replace")
         except BrokenPipeError:  # records were overwritten; the next read goes on after them
             continue
-        except OSError:  # no more records
-            return ""

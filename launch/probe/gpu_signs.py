@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.base.files import system_text
 from launch.base.text import size
 from launch.schema.machine import GIB
 
@@ -45,13 +46,13 @@ def cards(root: Path, vendor: str) -> list[Card]:
     machine."""
     on_bus = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
-        kind, of = _read(device / "class"), _VENDORS.get(_read(device / "vendor"))
+        kind, of = system_text(device / "class"), _VENDORS.get(system_text(device / "vendor"))
         if of != vendor or not kind.startswith(
             (_DISPLAY, _ACCELERATOR) if of == "amd" else _DISPLAY
         ):
             continue
         driver = (device / "driver").resolve().name if (device / "driver").exists() else ""
-        size = _read(device / "mem_info_vram_total")
+        size = system_text(device / "mem_info_vram_total")
         if driver != _PASSED_ON:
             on_bus.append(Card(vendor, device.name, driver, int(size) if size.isdigit() else None))
     return on_bus
@@ -89,7 +90,7 @@ def rocr_ids(root: Path) -> set[str]:
     """The ids by which ROCR_VISIBLE_DEVICES can name this machine's AMD cards, as the kernel has
     them; 0 is none."""
     files = root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")
-    matches = (re.search(r"^unique_id (\d+)$", _read(file), re.MULTILINE) for file in files)
+    matches = (re.search(r"^unique_id (\d+)$", system_text(file), re.MULTILINE) for file in files)
     return {f"GPU-{int(match[1]):016x}" for match in matches if match and int(match[1])}
 
 
@@ -107,11 +108,3 @@ def amd_fix(root: Path) -> str:
         "install rocm-smi or amd-smi, which list the cards (Debian, Ubuntu, Fedora: the package"
         " rocm-smi)"
     )
-
-
-def _read(file: Path) -> str:
-    """The text of a small file; "" if there is none or it has just disappeared."""
-    try:
-        return file.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""

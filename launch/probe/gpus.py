@@ -50,7 +50,6 @@ _FIXES = {
         " restart the machine"
     ),
 }
-_FIX = "see what nvidia-smi says, and restart the machine"
 _UNIFIED = (
     "it shares the host's RAM (unified memory, as GB10 and Jetson have), for which lowmem has no"
     " figures yet; fix: use a card with memory of its own"
@@ -58,7 +57,6 @@ _UNIFIED = (
 _SIZE_UNKNOWN = (
     "fix: update ROCm (amd-smi of a newer one knows it), or set HIP_VISIBLE_DEVICES to other cards"
 )
-_NO_LIBRARY_FIX = "install the NVIDIA driver; a container needs --gpus all"
 _NO_LIBCUDA = "NVML lists cards, but libcuda.so.1, the driver's part that computes, is not here"
 _COMPUTE_FIX = (
     "fix: a container needs NVIDIA_DRIVER_CAPABILITIES=compute,utility; elsewhere install the"
@@ -159,8 +157,10 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
 def _names_none(variable: str, value: str, count: int) -> str:
     """The obstacle of a variable that hides all cards without intent."""
     if "MIG-" in value:
-        found_there = f"{variable}={value} names a part of a card (MIG)"
-        return f"{found_there}, which lowmem cannot plan for yet; {_mig_fix('NUMBER')}"
+        return (
+            f"{variable}={value} names a part of a card (MIG), which lowmem cannot plan for yet;"
+            f" {_mig_fix('NUMBER')}"
+        )
     return (
         f"{variable}={value} leaves none of the {count} GPU(s) that are listed; fix: unset it, or"
         " name cards that"
@@ -178,7 +178,11 @@ def _mig_fix(number: int | str) -> str:
 def _nvidia_signs(nvidia: _Nvidia, root: Path) -> list[str]:
     """The obstacle of NVIDIA cards that leave signs but are not listed."""
     signs = gpu_signs.nvidia(root)
-    fix = "install nvidia-ml-py" if "nvidia-ml-py" in nvidia.reason else _NO_LIBRARY_FIX
+    fix = (
+        "install nvidia-ml-py"
+        if "nvidia-ml-py" in nvidia.reason
+        else "install the NVIDIA driver; a container needs --gpus all"
+    )
     obstacle = f"an NVIDIA card is here ({', '.join(signs)}) and cannot be asked ({nvidia.reason})"
     return [f"{obstacle}; fix: {fix}"] if signs else []
 
@@ -251,7 +255,9 @@ def _nvidia() -> _Nvidia:
             slowdown = gpu_health.slowdown(pynvml, handle)
             gpu = Gpu(index, name, "nvidia", *sizes, capability, driver, reason, uuid, slowdown)
             listed.append((uuid, gpu))
-            if _is_divided(pynvml, handle):
+            # CUDA gives out only parts of a divided card, of which NVML reports the sum
+            mode = gpu_health.ask(pynvml, "nvmlDeviceGetMigMode", handle)
+            if mode and mode[0]:
                 divided.add(uuid)
         cuda_driver = _cuda_driver(pynvml)
     except pynvml.NVMLError as error:
@@ -263,14 +269,6 @@ def _nvidia() -> _Nvidia:
     if cuda_driver == _NO_LIBCUDA:
         return _Nvidia([], f"{reason}; {_NO_LIBCUDA}", (f"{_NO_LIBCUDA}; {_COMPUTE_FIX}",))
     return _Nvidia(listed, reason, tuple(obstacles), cuda_driver, frozenset(divided))
-
-
-def _is_divided(pynvml: Any, handle: Any) -> bool:
-    """True if CUDA gives out only parts of the card, of which NVML reports the sum."""
-    try:
-        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0])
-    except pynvml.NVMLError:  # a card, or a driver, that has no such mode
-        return False
 
 
 def _cuda_driver(pynvml: Any) -> str:
@@ -294,7 +292,8 @@ def _trouble(name: str, error: Exception) -> str:
     """The obstacle of an NVML error: its text and number, and the fix."""
     code = _code(error)
     number = "" if code is None else f" (NVML error {code})"
-    return f"{name}: {error}{number}; fix: {_FIXES.get(code or 0, _FIX)}"
+    fix = _FIXES.get(code or 0, "see what nvidia-smi says, and restart the machine")
+    return f"{name}: {error}{number}; fix: {fix}"
 
 
 def _amd(env: Mapping[str, str]) -> tuple[_Listed, str]:

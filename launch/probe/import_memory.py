@@ -5,7 +5,6 @@ The packages that few runs use are not counted; host_memory.py adds them."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -55,7 +54,8 @@ def measure(cache: Path, device: Device, forget: bool = False) -> Imports:
     before, card = measured_or_assumed(cache, device).card, CardFigures(name, context_bytes)
     if before.name == name and not forget:
         is_more = before.context_source == "selfcheck" and before.context_bytes > context_bytes
-        card = before if is_more else replace(before, **_context(card))
+        newer = replace(before, context_bytes=context_bytes, context_source=card.context_source)
+        card = before if is_more else newer
     figures = Imports(**private, mapped_bytes=mapped, reason="measured here", card=card)
     _store(figures_file(cache, device), asdict(figures))
     return figures
@@ -65,10 +65,6 @@ def keep_card(cache: Path, card: CardFigures) -> None:
     """Store figures of this machine's card for later plans."""
     figures = replace(measured_or_assumed(cache, "cuda"), card=card)
     _store(figures_file(cache, "cuda"), asdict(figures))
-
-
-def _context(card: CardFigures) -> dict[str, Any]:
-    return {"context_bytes": card.context_bytes, "context_source": card.context_source}
 
 
 def no_flash_attn(cache: Path) -> str | None:
@@ -94,8 +90,7 @@ def no_flash_attn(cache: Path) -> str | None:
 def _file(cache: Path, prefix: str, identity: Sequence[Any]) -> Path:
     """The cache file of a result; its name contains a hash of everything that the result depends
     on."""
-    digest = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
-    return cache / "imports" / f"{prefix}{digest}.json"
+    return cache / "imports" / f"{prefix}{files.digest(identity)}.json"
 
 
 def _store(file: Path, result: Mapping[str, Any]) -> None:
@@ -105,10 +100,9 @@ def _store(file: Path, result: Mapping[str, Any]) -> None:
 
 def _import_failure(package: str) -> str:
     """The last line of a Python process that fails to import the package; "" if it succeeds."""
-    argv = [sys.executable, "-P", "-c", f"import {package}"]
     try:
         done = subprocess.run(
-            argv,
+            [sys.executable, "-P", "-c", f"import {package}"],
             env=environment.passed(os.environ),
             capture_output=True,
             text=True,

@@ -147,7 +147,6 @@ def _segments(shm: Path) -> set[Path]:
 def remove_unmapped(new: set[Path]) -> None:
     """Unlink the segments that belong to this user and that no process has mapped. Segments of
     another run stay."""
-    new = {path for path in new if _owner(path) == os.getuid()}
     if not new:
         return
     mapped = ""
@@ -155,12 +154,6 @@ def remove_unmapped(new: set[Path]) -> None:
         with contextlib.suppress(OSError):  # gone meanwhile, or another user's
             mapped += maps.read_text(errors="replace")
     for path in new:
-        if str(path) not in mapped:
-            path.unlink(missing_ok=True)
-
-
-def _owner(path: Path) -> int | None:
-    try:
-        return path.stat().st_uid
-    except FileNotFoundError:
-        return None
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_uid == os.getuid() and str(path) not in mapped:
+                path.unlink()

@@ -7,7 +7,6 @@ processes (training/children/link.py).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -17,14 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
-
 from launch.base import files
-from launch.base.errors import ResourceError
+from launch.base.errors import CheckpointError, ResourceError
+from launch.base.text import visible
 from launch.base.workspace import CODE
 from launch.probe import gpus, link_causes, link_ranks, packages
 from launch.probe.link_causes import Env
-from launch.probe.link_ranks import Limits
 from launch.probe.torch_build import numbers
 from launch.schema.machine import Link, LinkTry, Machine
 
@@ -59,7 +56,7 @@ def link(
     device: Literal["cuda", "cpu"] = "cuda",
     say: Callable[[str], None] = lambda line: None,
     fresh: bool = False,
-    limits: Limits = Limits(),  # noqa: B008  a frozen value
+    limits: link_ranks.Limits = link_ranks.Limits(),  # noqa: B008  a frozen value
     shm: Path = Path("/dev/shm"),
     backends: Sequence[Backend] = BACKENDS,
 ) -> Link:
@@ -78,13 +75,14 @@ def link(
         )
     path = cache / "link.json"
     facts = _facts(machine, num_processes, environ, collective, device, backends)
-    if not fresh and (cached := _read_cache(path, say).get(_key(facts))) and _is_valid(cached):
+    key = files.digest(facts)
+    if not fresh and (cached := _read_cache(path, say).get(key)) and _is_valid(cached):
         return cached.link
     search = _Search(machine, num_processes, environ, collective, device, say, limits, shm)
     tested = search.run(backends)
     if all(link_causes.BY_NAME[attempt.cause].lasting for attempt in tested.tries):
         _store(path, facts, tested, say)
-    _of_this_process[path, _key(facts)] = tested
+    _of_this_process[path, key] = tested
     return tested
 
 
@@ -105,9 +103,9 @@ def last_result(
     None. Nothing is tested."""
     path = cache / "link.json"
     facts = _facts(machine, num_processes, environ, collective, "cuda", backends)
-    if tested := _of_this_process.get((path, _key(facts))):
+    if tested := _of_this_process.get((path, files.digest(facts))):
         return tested
-    cached = _read_cache(path, lambda line: None).get(_key(facts))
+    cached = _read_cache(path, lambda line: None).get(files.digest(facts))
     return cached.link if cached and _is_valid(cached) else None
 
 
@@ -115,20 +113,23 @@ def last_result(
 # ---------------------------------------------------------------------------
 
 
-@dataclass
 class _Search:
     """A search from NCCL without changes down to a single GPU."""
 
-    machine: Machine
-    num_processes: int
-    environ: Mapping[str, str]
-    collective: Sequence[str]
-    device: Literal["cuda", "cpu"]
-    say: Callable[[str], None]
-    limits: Limits
-    shm: Path
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        num_processes: int,
+        environ: Mapping[str, str],
+        collective: Sequence[str],
+        device: Literal["cuda", "cpu"],
+        say: Callable[[str], None],
+        limits: link_ranks.Limits,
+        shm: Path,
+    ) -> None:
+        self.machine, self.num_processes, self.environ = machine, num_processes, environ
+        self.collective, self.device, self.say = collective, device, say
+        self.limits, self.shm = limits, shm
         self.deadline = time.monotonic() + self.limits.total_s
         self.start_s = 0.0  # the slowest so far
         self.required = {
@@ -287,7 +288,7 @@ def _facts(
         "num_processes": num_processes,
         "packages": {name: version for name in PACKAGES if (version := packages.version(name))},
         "kernel": os.uname().release,
-        "kernel_command_line": _kernel_command_line(),
+        "kernel_command_line": visible(files.system_text(Path("/proc/cmdline"))),
         "shm_bytes": machine.shm_bytes,
         "environment": {
             key: value
@@ -297,27 +298,14 @@ def _facts(
     }
 
 
-def _kernel_command_line() -> str:
-    """The command line of the kernel, which may contain iommu=pt; "" in sandboxes that hide it."""
-    try:
-        return Path("/proc/cmdline").read_text(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def _key(facts: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
-
-
 def _read_cache(path: Path, say: Callable[[str], None]) -> dict[str, _CachedLink]:
     """The results of earlier tests, oldest first. If the file cannot be used, a line says so and
     there are none."""
     try:
-        return TypeAdapter(dict[str, _CachedLink]).validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (ValueError, OSError) as error:
-        say(f"link test: {path} cannot be read ({str(error).splitlines()[0]}); testing again")
+        return files.read(path, dict[str, _CachedLink]) or {}
+    except CheckpointError as error:
+        reason = str(error).partition(";")[0]
+        say(f"link test: earlier results cannot be read: {reason}; testing again")
         return {}
 
 
@@ -328,8 +316,8 @@ def _is_valid(cached: _CachedLink) -> bool:
 
 def _store(path: Path, facts: Mapping[str, Any], link: Link, say: Callable[[str], None]) -> None:
     entries = _read_cache(path, lambda line: None)
-    entries.pop(_key(facts), None)
-    entries[_key(facts)] = _CachedLink(time.time(), facts, link)
+    entries.pop(files.digest(facts), None)
+    entries[files.digest(facts)] = _CachedLink(time.time(), facts, link)
     newest = list(entries.items())[-_KEPT_RESULTS:]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

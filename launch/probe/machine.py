@@ -21,7 +21,6 @@ from launch.base.text import size
 if TYPE_CHECKING:
     from launch.schema.machine import Machine
 
-GIB = 1 << 30
 # v1 writes "no limit" as LONG_MAX rounded down to a page, which depends on the page size
 UNLIMITED = 1 << 60
 # sbatch(1): megabytes
@@ -39,14 +38,12 @@ _Cap = tuple[int, str]  # bytes, and their source
 
 
 def machine(
-    root: Path = Path("/"), env: Mapping[str, str] | None = None, run_dir: Path = Path()
+    root: Path = Path("/"), env: Mapping[str, str] = os.environ, run_dir: Path = Path()
 ) -> Machine:
-    """This machine. `root` holds proc, sys and dev, `env` defaults to os.environ, and the disk is
-    that of `run_dir`."""
+    """This machine. `root` holds proc, sys and dev, and the disk is that of `run_dir`."""
     from launch.probe import gpu_signs, gpus
     from launch.schema.machine import Machine
 
-    env = os.environ if env is None else env
     limit = min(host_limits(root, env), key=_size)
     # Each plan counts the memory that this process has already
     own_bytes = _own_bytes() if root == Path("/") else 0
@@ -57,8 +54,7 @@ def machine(
         *_shm(root),
         *_disk(run_dir),
     )
-    signs = gpu_signs.system_root(env) if root == Path("/") else root
-    cards = gpus.find(env, signs)
+    cards = gpus.find(env, gpu_signs.system_root(env) if root == Path("/") else root)
     # Machine's fields in order: each value, then its reason
     return Machine(
         *(os.uname().nodename, cards.gpus, cards.reason, *host, cards.obstacle, cards.cuda_driver),
@@ -109,17 +105,17 @@ def describe(machine: Machine) -> list[str]:
 # ---------------------------------------------------------------------------
 
 
-def host_limits(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> list[_Cap]:
+def host_limits(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> list[_Cap]:
     """Every limit of this process's host memory: MemTotal, the cgroup chain, Slurm and the rlimits.
     The smallest limit applies."""
     caps = [(_meminfo(root)["MemTotal"], "MemTotal in /proc/meminfo")]
     caps += [(cap, f"{folder}/{name}") for cap, _, folder, name in _cgroup_caps(root)]
-    caps += [*_slurm_caps(os.environ if env is None else env), *_rlimit_caps()]
+    caps += [*_slurm_caps(env), *_rlimit_caps()]
     return [(cap, f"{where} = {size(cap)}") for cap, where in caps]
 
 
 def host_available(
-    root: Path = Path("/"), env: Mapping[str, str] | None = None, own_bytes: int = 0
+    root: Path = Path("/"), env: Mapping[str, str] = os.environ, own_bytes: int = 0
 ) -> _Cap:
     """The bytes that a run can still use now, and the limit that applies. Page cache counts as
     free, and so do `own_bytes` of those in use."""
@@ -135,7 +131,7 @@ def host_available(
             else "nothing: its memory.stat cannot be read"
         )
         free.append((max(0, cap - used), f"{folder}/{name} = {size(cap)} less {use_text}"))
-    caps = [*_slurm_caps(os.environ if env is None else env), *_rlimit_caps()]
+    caps = [*_slurm_caps(env), *_rlimit_caps()]
     free += [(cap, f"{where} = {size(cap)}") for cap, where in caps]
     if _read(root, _OVERCOMMIT) == "2":
         promised = max(memory["CommitLimit"] - memory["Committed_AS"], 0)
@@ -165,7 +161,7 @@ def check_mapping(folder: Path, file_bytes: int, root: Path = Path("/")) -> None
 
 def _own_bytes() -> int:
     """Anonymous memory of this process."""
-    status = _read(Path("/"), "/proc/self/status") or ""
+    status = _read(Path("/"), "/proc/self/status")
     match = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
 
@@ -197,9 +193,8 @@ def oom_kills(root: Path = Path("/")) -> OomKills:
     return OomKills(_counters(root, "proc/vmstat").get("oom_kill"), is_of_machine=True)
 
 
-def cpus(root: Path = Path("/"), env: Mapping[str, str] | None = None) -> tuple[int, str]:
+def cpus(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> tuple[int, str]:
     """The number of CPUs that this process may use at once, and the limit that applies."""
-    env = os.environ if env is None else env
     caps = [(len(os.sched_getaffinity(0)), "sched_getaffinity")]
     for version, folder in _cgroups(root, "cpu"):
         name = "cpu.max" if version == 2 else "cpu.cfs_quota_us"
@@ -221,14 +216,14 @@ def _cgroups(root: Path, controller: str) -> list[tuple[int, str]]:
     part (its root field) and the mount point.
     """
     mounts: dict[int, list[tuple[PurePosixPath, PurePosixPath]]] = {1: [], 2: []}
-    for line in (_read(root, "/proc/self/mountinfo") or "").splitlines():
+    for line in _read(root, "/proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         kind, *options = after.split() or [""]
         if kind == "cgroup2" or (kind == "cgroup" and controller in options[-1].split(",")):
             part, point = (PurePosixPath(_unescaped(text)) for text in before.split()[3:5])
             mounts[2 if kind == "cgroup2" else 1].append((part, point))
     folders = []
-    for line in (_read(root, "/proc/self/cgroup") or "").splitlines():
+    for line in _read(root, "/proc/self/cgroup").splitlines():
         number, controllers, group = line.split(":", 2)
         version = 2 if number == "0" and not controllers else 1
         if version == 1 and controller not in controllers.split(","):
@@ -295,7 +290,7 @@ def _rlimit_caps() -> list[_Cap]:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    lines = (line.split() for line in (_read(root, "/proc/meminfo") or "").splitlines())
+    lines = (line.split() for line in _read(root, "/proc/meminfo").splitlines())
     sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1:] == ["kB"]}
     for key in ("MemTotal", "MemAvailable"):
         if key not in sizes:
@@ -315,22 +310,17 @@ def _shm(root: Path) -> _Cap:
 
 
 def _disk(run_dir: Path) -> _Cap:
-    absolute = run_dir.absolute()
-    folder = next(path for path in (absolute, *absolute.parents) if path.exists())
+    folder = files.existing(run_dir.absolute())
     return files.free_bytes(folder), f"free to this user at {folder}"
 
 
-def _read(root: Path, path: str) -> str | None:
-    """The text of a file below root; None if it cannot be read, because kernels and containers
-    leave out most of these files."""
-    try:
-        return (root / path.lstrip("/")).read_text(errors="surrogateescape").strip()
-    except OSError:
-        return None
+def _read(root: Path, path: str) -> str:
+    """The text of a file below root; "" where it cannot be read."""
+    return files.system_text(root / path.lstrip("/"))
 
 
 def _counters(root: Path, path: str) -> dict[str, int]:
-    pairs = (line.split() for line in (_read(root, path) or "").splitlines())
+    pairs = (line.split() for line in _read(root, path).splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs}
 
 

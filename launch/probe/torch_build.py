@@ -56,7 +56,6 @@ ROCM_BUILD = (
     " gfx1151 gfx1200 gfx1201"
 )
 _OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"  # ROCm's: a card runs as another of its generation
-_CAUSE = "torch {version} cannot use {card}: {why}; fix: {fix}"
 
 
 @dataclass(frozen=True)
@@ -157,9 +156,8 @@ def refusal(
         )
         if why:
             card = f"{gpu.name} (GPU {gpu.index}, {gpu.architecture or 'architecture unknown'})"
-            return _CAUSE.format(
-                version=build.version, card=card, why=why, fix=_fix(build, gpus, gpu, cuda_driver)
-            )
+            fix = _fix(build, gpus, gpu, cuda_driver)
+            return f"torch {build.version} cannot use {card}: {why}; fix: {fix}"
     return ""
 
 

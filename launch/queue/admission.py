@@ -52,10 +52,9 @@ def needs_of(plan: Plan, machine: Machine, recipe: Recipe, disk: tuple[int, int]
         None if limit is None else int(limit * GIB)
         for limit in (launch.host_limit_gib, launch.vram_limit_gib)
     )
-    budget = budgets.host_budget_bytes(recipe, machine)
     return Needs(
         estimate.host_bytes or of_rank * strategy.processes_per_machine,
-        machine.host_available_bytes - budget,
+        machine.host_available_bytes - budgets.host_budget_bytes(recipe, machine),
         strategy.processes_per_machine if on_cards else 0,
         estimate.device_bytes if on_cards else 0,
         launch.vram_fraction,
@@ -110,13 +109,15 @@ def leased(leases: Sequence[Lease]) -> Leased:
         for key in lease.record.cards:
             card_bytes[key] += total(lease).card_bytes
             card_untaken_bytes[key] += rest(lease).card_bytes
+    beside = "; ".join(f"{lease.name} {_sizes(lease)}" for lease in leases)
+    note = f"planned beside the leases of {beside} (--launch.wait waits for their end)"
     return Leased(
         sum(total(lease).host_bytes for lease in leases),
         sum(rest(lease).host_bytes for lease in leases),
         card_bytes,
         card_untaken_bytes,
         tuple(lease.number for lease in leases),
-        _notes(leases),
+        (note,) if leases else (),
     )
 
 
@@ -160,14 +161,6 @@ def empty(machine: Machine) -> Machine:
     return replace(machine, gpus=gpus, host_available_bytes=machine.host_limit_bytes)
 
 
-def _notes(leases: Sequence[Lease]) -> tuple[str, ...]:
-    """A line of the plan on the leases beside which it was made."""
-    if not leases:
-        return ()
-    parts = [f"{lease.name} {_sizes(lease)}" for lease in leases]
-    return (f"planned beside the leases of {'; '.join(parts)} (--launch.wait waits for their end)",)
-
-
 def sizes(needs: Needs) -> str:
     """The memory of a start, as text."""
     parts = [f"{size(needs.host_bytes)} of host RAM"]
@@ -192,31 +185,36 @@ def shortage(needs: Needs, supply: Supply, ended: Collection[int] = ()) -> _Shor
     leases that are imagined to have ended."""
     live = [lease for lease in supply.leases if lease.number not in ended]
     gone = [lease for lease in supply.leases if lease.number in ended]
-    host_bytes = _host_bytes(supply, live, gone) - needs.reserve_bytes
+    machine = alone(supply.machine, gone)
+    host_bytes = machine.host_available_bytes - sum(rest(lease).host_bytes for lease in live)
+    host_bytes -= needs.reserve_bytes
     if needs.host_limit_bytes is not None:
         leased = sum(total(lease).host_bytes for lease in live)
         host_bytes = min(host_bytes, needs.host_limit_bytes - leased)
     if needs.host_bytes > host_bytes:
         return _Shortage("host RAM", needs.host_bytes, host_bytes)
-    free = sorted(_cards(needs, supply, live, gone).values(), reverse=True)
+    free = sorted(_cards(needs, machine, live).values(), reverse=True)
     card_bytes = free[needs.num_cards - 1] if 0 < needs.num_cards <= len(free) else 0
     if needs.num_cards and card_bytes < needs.card_bytes:
         return _Shortage(f"VRAM on {needs.num_cards} card(s)", needs.card_bytes, card_bytes)
-    leased = sum(
-        rest(lease).disk_bytes
-        for lease in live
-        if lease.record.needs.disk_device == needs.disk_device
-    )
     if needs.disk_device in supply.disks:
+        leased = untaken_disk_bytes(live, needs.disk_device)
         disk_bytes = supply.disks[needs.disk_device] - leased
         if needs.disk_bytes > disk_bytes:
             return _Shortage("disk space", needs.disk_bytes, disk_bytes)
     return None
 
 
+def untaken_disk_bytes(leases: Sequence[Lease], device: int) -> int:
+    """Bytes of a disk that leases may still take."""
+    return sum(
+        rest(lease).disk_bytes for lease in leases if lease.record.needs.disk_device == device
+    )
+
+
 def chosen_cards(needs: Needs, supply: Supply) -> tuple[str, ...]:
     """The cards with the most memory for a start."""
-    free = _cards(needs, supply, supply.leases, ())
+    free = _cards(needs, supply.machine, supply.leases)
     return tuple(sorted(free, key=lambda key: -free[key])[: needs.num_cards])
 
 
@@ -242,30 +240,16 @@ def ahead_of(needs: Needs, waiting: Sequence[Lease], supply: Supply) -> Lease | 
     return None
 
 
-def _host_bytes(supply: Supply, live: Sequence[Lease], gone: Sequence[Lease]) -> int:
-    """Host RAM that is free, or will be when leases have ended."""
-    free = supply.machine.host_available_bytes
-    free += sum(lease.record.taken.host_bytes for lease in gone)
-    free = min(free, supply.machine.host_limit_bytes)
-    return free - sum(rest(lease).host_bytes for lease in live)
-
-
-def _cards(
-    needs: Needs, supply: Supply, live: Sequence[Lease], gone: Sequence[Lease]
-) -> dict[str, int]:
+def _cards(needs: Needs, machine: Machine, live: Sequence[Lease]) -> dict[str, int]:
     """Bytes of each card that a start may have, within its share and its limit."""
     free = {}
-    for gpu in supply.machine.gpus:
-        key = gpu.key
-        holders = [lease for lease in live if key in lease.record.cards]
-        card_bytes = gpu.free_bytes + sum(
-            lease.record.taken.card_bytes for lease in gone if key in lease.record.cards
-        )
-        card_bytes = min(card_bytes, gpu.total_bytes)
+    for gpu in machine.gpus:
+        holders = [lease for lease in live if gpu.key in lease.record.cards]
+        card_bytes = min(gpu.free_bytes, gpu.total_bytes)
         card_bytes -= sum(rest(lease).card_bytes for lease in holders)
         card_bytes = math.floor(card_bytes * needs.vram_fraction)
         if needs.card_limit_bytes is not None:
             leased = sum(total(lease).card_bytes for lease in holders)
             card_bytes = min(card_bytes, needs.card_limit_bytes - leased)
-        free[key] = card_bytes
+        free[gpu.key] = card_bytes
     return free

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from launch.base import files, processes
+from launch.base import files, locks, processes
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import HIDDEN
 
@@ -41,6 +41,8 @@ RECORD_BYTES = 8192  # size of each file, so that a new record replaces all of t
 MUTEX_S = 30.0  # a decision takes milliseconds
 _READ_AGAIN_S = 0.01  # records that are being written
 _FLOCK = "hhqqi4x"  # struct flock of fcntl(2)
+# to read a file that any user may have made: no link, and no FIFO that would wait for a writer
+_READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 State = Literal["waiting", "blocked", "granted"]  # blocked: it may not start yet, whatever is free
 Bytes = Annotated[int, Field(ge=0, le=1 << 50)]
@@ -147,11 +149,7 @@ class OwnLease:
 
     def check_seen(self) -> None:
         """Raise NoLeases where others cannot see the lease: its folder was removed or replaced."""
-        try:
-            is_there = os.path.samestat(os.fstat(self._file), self.path.lstat())
-        except OSError:
-            is_there = False
-        if not is_there:
+        if not locks.is_same(self._file, self.path):
             raise NoLeases(
                 f"{self.path}: the lease of this run is gone, and others cannot see it; put its"
                 " folder back, or start the run again"
@@ -238,14 +236,18 @@ def live(place: Path) -> list[Lease]:
     return sorted((lease for lease in alive if lease), key=lambda lease: lease.number)
 
 
-def granted(say: Callable[[str], None] = lambda line: None) -> list[Lease]:
-    """The leases that hold memory of this machine now; none, and a line, if there is no folder for
-    them."""
+def of_this_machine(say: Callable[[str], None] = lambda line: None) -> list[Lease]:
+    """Every lease that is alive; none, and a line, if there is no folder for them."""
     try:
-        return [lease for lease in live(folder()) if lease.record.state == "granted"]
+        return live(folder())
     except ResourceError as error:
         say(f"memory is planned without leases: {error}")
         return []
+
+
+def granted(say: Callable[[str], None] = lambda line: None) -> list[Lease]:
+    """The leases that hold memory of this machine now."""
+    return [lease for lease in of_this_machine(say) if lease.record.state == "granted"]
 
 
 @contextmanager
@@ -272,14 +274,9 @@ def turn(record: Record, number: int) -> tuple[int, int, int]:
 
 def last_number(place: Path) -> int:
     """The number of the last lease that was taken in a folder; 0: none."""
-    try:
-        file = _shared_file(place / _MUTEX)
-    except OSError:
-        return 0
-    try:
+    with suppress(OSError), files.descriptor(place / _MUTEX, _READING) as file:
         return _last_number(file)
-    finally:
-        os.close(file)
+    return 0
 
 
 def _last_number(mutex: int) -> int:
@@ -304,7 +301,7 @@ def read_asked(path: Path) -> Asked:
     try:
         owner = path.lstat().st_uid
         newest = max(_asked_files(path, owner), key=lambda each: each.lstat().st_mtime_ns)
-        with files.descriptor(newest, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as file:
+        with files.descriptor(newest, _READING) as file:
             return files.adapter(Asked).validate_json(os.pread(file, 256, 0), strict=True)
     except (OSError, ValueError):  # there is none, it is damaged, or the lease has just ended
         return Asked()
@@ -430,7 +427,7 @@ def _read(path: Path) -> Lease | None:
     """The lease in a file that any user may have written; None if it is not alive, or holds no
     record of this boot of the machine. Raises ValidationError for one that is no record (yet)."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(path, _READING | os.O_CLOEXEC)
     except OSError:  # it is gone, or no file of ours: a link, or closed to other users
         return None
     try:
@@ -451,10 +448,8 @@ def _holder(file: int) -> int | None:
     status, (kind, pid) = os.fstat(file), _obstacle(file)
     if not stat.S_ISREG(status.st_mode) or kind != fcntl.F_WRLCK:
         return None
-    try:
-        owners = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # the process is in another container, or hidden from this user
-        return pid
+    # "": the process is in another container, or hidden from this user
+    owners = files.system_text(Path(f"/proc/{pid}/status"))
     uids = re.search(r"^Uid:(.*)", owners, re.MULTILINE)
     return pid if uids is None or str(status.st_uid) in uids[1].split() else None
 
@@ -469,9 +464,8 @@ def _obstacle(file: int) -> tuple[int, int]:
 
 def _remove_if_dead(path: Path) -> None:
     """Remove the lease of an ended process, unless it is another user's."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     # it may be gone, or may not be removed
-    with suppress(OSError), files.descriptor(path, flags) as file:
+    with suppress(OSError), files.descriptor(path, _READING) as file:
         status = os.fstat(file)
         is_ours = os.geteuid() in (0, status.st_uid) and stat.S_ISREG(status.st_mode)
         if is_ours and _holder(file) is None:
@@ -494,13 +488,11 @@ def _mutex(path: Path, patience_s: float) -> int:
         else:
             try:
                 _lock(file, path)
-                if os.path.samestat(os.fstat(file), path.stat()):
+                if locks.is_same(file, path):
                     return file
-                problem = "it is replaced again and again"
+                problem = "it is replaced or removed again and again"
             except BlockingIOError:
                 problem = f"{_process(_obstacle(file)[1])} decides there and does not end"
-            except FileNotFoundError:  # removed between open and lock
-                problem = "it is removed again and again"
             os.close(file)
         if time.monotonic() > until_s:
             raise NoLeases(

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from launch.base.errors import DoesNotFit, ResourceError
 from launch.queue import admission, leases
-from launch.queue.admission import Supply
 from launch.queue.leases import Lease, Needs, OwnLease, Record
 
-_GetSupply = Callable[[Sequence[Lease]], Supply]  # leases -> the memory of now beside them
+# leases -> the memory of now beside them
+_GetSupply = Callable[[Sequence[Lease]], admission.Supply]
 HELD = "python -m launch queue release {}: its user holds it"
 MUTEX_S = 5.0  # wait for the decision of another start, before the run says what it waits for
 POLL_S = 1.0  # pause between two looks at the memory and the leases

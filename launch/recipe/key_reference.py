@@ -95,7 +95,7 @@ def all_keys() -> Iterator[Key]:
         if section == "training":
             for name, field in training_arguments.free().items():
                 if name not in model.model_fields:
-                    kind = training_arguments.takes(field.types)
+                    kind = training_arguments.takes(name, field.types)
                     yield Key(f"training.{name}", kind, field.default, field.meaning)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from launch.base.errors import ConfigError
 from launch.base.secrets import SECRET_NAME, holds_secret
-from launch.base.text import nearest
+from launch.base.text import did_you_mean, nearest
 from launch.base.workspace import FILES
 from launch.recipe import key_reference, strict_yaml, training_arguments, unread_keys
 from launch.recipe.strict_yaml import KeyPath, dotted, mend, plain, show, wrong
@@ -32,7 +32,6 @@ from launch.schema.training_section import TrainingSection
 
 RECIPES = FILES / "configs" / "recipes"
 MAX_PROBLEMS = 5  # lines of a message; a file with more mistakes is read again anyway
-_OVERRIDE_FORM = "--section.key=value, as in --training.learning_rate=1e-4"
 NO_GPU = (
     "no GPU here: the small default model; name one with --model.shape=NAME or --model.path=FOLDER"
 )
@@ -68,14 +67,24 @@ def load(
         change for layer in (base, partial, top) if layer for change in _with_new_names(layer)
     ]
     replaced: list[Change] = []
+    problems: list[ConfigError] = []
     if partial is not None:
         small = _over(base, partial)
-        _refuse([problem for problem in _problems(small, file) if problem[0] in partial.where])
+        problems += [
+            error for key_path, error in _problems(small, file) if key_path in partial.where
+        ]
         if not has_gpu and "model" not in top.data:
             replaced = [*_replaced(base, partial), *_dropped(base, small, {"model": NO_GPU})]
             base = small
     final = _over(base, top)
-    _refuse(_problems(final, file))
+    problems += [error for _, error in _problems(final, file)]
+    named = " ".join(map(str, problems))
+    problems += [
+        ConfigError(f"{change.key}: {change.requested} is left out; {change.reason}")
+        for change in _dropped(base, final, _REPLACED)
+        if change.key in named
+    ]
+    _refuse(problems)
     recipe = _recipe(final)
     unread = [*unread_keys.of_recipe(recipe)]
     without_use = {(section, key) for section, key, _ in unread}
@@ -131,10 +140,9 @@ def find(name_or_path: str) -> Path:
         return Path(name_or_path)
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
     if name_or_path not in names:
-        near = "".join(f"; did you mean {name}?" for name in nearest(name_or_path, names))
         raise ConfigError(
             f"recipe {show(name_or_path)}: found no such recipe, expected one of {', '.join(names)}"
-            f" or a path to a .yaml file{near}"
+            f" or a path to a .yaml file{did_you_mean(name_or_path, names)}"
         )
     return RECIPES / f"{name_or_path}.yaml"
 
@@ -259,25 +267,40 @@ def _is_public(section: str, key: str) -> bool:
 def _overrides(texts: Sequence[str]) -> _Layer:
     data: dict[str, Any] = {}
     where: dict[KeyPath, str] = {}
+    problems: list[ConfigError] = []
     for text in texts:
-        name, equals, value = text.removeprefix("--").partition("=")
-        section, dot, key = name.replace("-", "_").partition(".")
-        is_shown = _is_public(section, key) and not holds_secret(value)
-        typed = getattr(text, "typed", "") or (text if is_shown else f"--{name}=...")
-        place = show(typed)[1:-1]
-        if not equals or not re.fullmatch(
-            r"[a-z]\w*(\.[a-z]\w*)?", section + dot + key, re.ASCII | re.IGNORECASE
-        ):
-            mistake = f"the key {show(name)}" if equals else "no '='"
-            raise ConfigError(f"override {place}: found {mistake}, expected {_OVERRIDE_FORM}")
-        key_path: KeyPath = (section, key) if key else (section,)
-        parsed = strict_yaml.parse_value(value.strip(" "), key_path, place)
+        try:
+            key_path, parsed, place = _override(text)
+        except ConfigError as error:
+            problems.append(error)
+            continue
+        section, *key = key_path
         above = data.get(section)
         data[section] = (
-            {**(above if isinstance(above, dict) else {}), key: parsed} if key else parsed
+            {**(above if isinstance(above, dict) else {}), key[0]: parsed} if key else parsed
         )
         where[(section,)] = where[key_path] = place
+    _refuse(problems)
     return _Layer(data, where)
+
+
+def _override(text: str) -> tuple[tuple[str, ...], Any, str]:
+    """The key path, the value and the place of a text `--section.key=value`."""
+    name, equals, value = text.removeprefix("--").partition("=")
+    section, dot, key = name.replace("-", "_").partition(".")
+    is_shown = _is_public(section, key) and not holds_secret(value)
+    typed = getattr(text, "typed", "") or (text if is_shown else f"--{name}=...")
+    place = show(typed)[1:-1]
+    if not equals or not re.fullmatch(
+        r"[a-z]\w*(\.[a-z]\w*)?", section + dot + key, re.ASCII | re.IGNORECASE
+    ):
+        mistake = f"the key {show(name)}" if equals else "no '='"
+        raise ConfigError(
+            f"override {place}: found {mistake}, expected --section.key=value, as in"
+            " --training.learning_rate=1e-4"
+        )
+    key_path = (section, key) if key else (section,)
+    return key_path, strict_yaml.parse_value(value.strip(" "), key_path, place), place
 
 
 def _without_gpu(base: _Layer) -> _Layer | None:
@@ -377,8 +400,10 @@ def _problems(layer: _Layer, file: str) -> list[tuple[KeyPath, ConfigError]]:
     except ValidationError as error:
         for detail in _of_keys(error.errors(include_url=False)):
             loc = detail["loc"]
-            between = _between(detail, layer) if detail["type"] == "value_error" else ""
-            problems.append((loc, _schema_problem(detail, between or place(loc), file)))
+            # a section has a line for each of its faults
+            for text in str(detail.get("ctx", {}).get("error", "")).split("\n"):
+                between = _between(text, loc, layer) if len(loc) < 2 else ""
+                problems.append((loc, _schema_problem(detail, text, between or place(loc), file)))
     for key, value in layer.section("training").items():
         key_path = ("training", key)
         if key not in TrainingSection.model_fields and (mistake := _training_mistake(key, value)):
@@ -420,10 +445,9 @@ def _of_keys(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
     return mistakes
 
 
-def _between(detail: ErrorDetails, layer: _Layer) -> str:
+def _between(text: str, section: KeyPath, layer: _Layer) -> str:
     """The places of the keys that a mistake between several keys names, if they were written."""
-    section = detail["loc"][:1]
-    names = re.findall(r"[a-z]\w*(?:\.[a-z]\w*)?", str(detail.get("ctx", {}).get("error", "")))
+    names = re.findall(r"[a-z]\w*(?:\.[a-z]\w*)?", text)
     named = [(*section, name) if section else tuple(name.split(".")) for name in names]
     return " and ".join(
         dict.fromkeys(
@@ -448,13 +472,15 @@ def _texts(value: Any, key_path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
             yield from _texts(item, (*key_path, index))
 
 
-def _schema_problem(detail: ErrorDetails, place: str, file: str) -> ConfigError:
-    """The error for a mistake that pydantic has found in a value."""
-    key_path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
-    if kind == "value_error":
-        return ConfigError(
-            f"{place}: {f'{dotted(key_path)}: ' if key_path else ''}{context['error']}"
-        )
+def _schema_problem(detail: ErrorDetails, text: str, place: str, file: str) -> ConfigError:
+    """The error for a mistake that pydantic has found in a value. `text`: what one of our own rules
+    says of it."""
+    key_path, kind = detail["loc"], detail["type"]
+    if text:
+        where = strict_yaml.with_key(place, key_path) if key_path else place
+        first, _, rest = text.partition(": ")  # a rule of the whole recipe names the key itself
+        is_named = strict_yaml.with_key(place, (first,)) == place
+        return ConfigError(f"{where}: {rest if is_named and not key_path else text}")
     if kind == "missing" and len(key_path) > 2:  # a key of an entry in a list
         form = f"write {{{key_path[-1]}: VALUE, ...}}"
         return wrong(place, key_path[:-1], show(detail["input"]), f"a {key_path[-1]} in it", form)
@@ -466,7 +492,9 @@ def _schema_problem(detail: ErrorDetails, place: str, file: str) -> ConfigError:
     expected, value = _expected(detail), detail["input"]
     if kind in ("string_type", "model_type") and key_path[:2] == ("data", "train_file"):
         expected = _SOURCES.get(len(key_path), expected)
-    return wrong(place, key_path, show(value), expected, mend(value, expected))
+    choices = re.findall(r"'(\w[^']*)'", expected) if isinstance(value, str) else ()
+    near = did_you_mean(str(value), choices).removeprefix("; ")
+    return wrong(place, key_path, show(value), expected, near or mend(value, expected))
 
 
 def _expected(detail: ErrorDetails) -> str:
@@ -502,8 +530,8 @@ def _training_mistake(key: str, value: Any) -> tuple[str, str, str] | None:
     return training_arguments.wrong_type(key, value)
 
 
-def _refuse(problems: Sequence[tuple[KeyPath, ConfigError]]) -> None:
-    if problems:
-        lines = [str(problem) for _, problem in problems[:MAX_PROBLEMS]]
-        more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-        raise ConfigError("\n".join([*lines, *more]))
+def _refuse(problems: Iterable[ConfigError]) -> None:
+    lines = [*dict.fromkeys(map(str, problems))]
+    if lines:
+        more = [f"and {len(lines) - MAX_PROBLEMS} more"] if len(lines) > MAX_PROBLEMS else []
+        raise ConfigError("\n".join([*lines[:MAX_PROBLEMS], *more]))

@@ -11,10 +11,8 @@ from typing import Any
 
 from launch.base import files
 from launch.base.errors import DataError
-from launch.base.files import expanded
 from launch.data import chat_templates
 from launch.hub import names
-from launch.hub.names import HubName
 from launch.recipe import load, strict_yaml
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import Change
@@ -40,7 +38,7 @@ _HUB_KEYS = {  # keys that take a name on a hub -> the split of a data set's nam
 
 
 def with_downloads(
-    recipe: Recipe, folder_of: Callable[[HubName], Path]
+    recipe: Recipe, folder_of: Callable[[names.HubName], Path]
 ) -> tuple[Recipe, list[Change]]:
     """The recipe with a folder in the place of each name on a hub."""
     raw = recipe.model_dump(exclude_unset=True)
@@ -191,4 +189,4 @@ def _is_path(value: Any) -> bool:
 
 
 def _join(base: Path, path: str) -> str:
-    return os.path.normpath(base / expanded(path))
+    return os.path.normpath(base / files.expanded(path))

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from launch.base.errors import ConfigError
-from launch.base.text import nearest
+from launch.base.text import did_you_mean
 
 MAX_BYTES = 1_000_000  # limit for a recipe file
 MAX_DEPTH = 20
@@ -277,16 +277,24 @@ def dump(value: Any) -> str:
 def wrong(
     place: str, key_path: KeyPath, actual: str, expected: str, advice: str = ""
 ) -> ConfigError:
-    text = f"{place}: {dotted(key_path)}: found {actual}, expected {expected}"
+    text = f"{with_key(place, key_path)}: found {actual}, expected {expected}"
     return ConfigError(f"{text}; {advice}" if advice else text)
+
+
+def with_key(place: str, key_path: KeyPath) -> str:
+    """The place of a mistake with the key, unless that is part of it: of a key that was typed, or
+    of a section with a key that was."""
+    key, typed = re.escape(dotted(key_path)), place.replace("-", "_")
+    is_named = re.search(rf"(^_*|: ){key}(=|$)|(^| and )__{key}\.", typed)
+    return place if is_named else f"{place}: {dotted(key_path)}"
 
 
 def check_choice(typed: str, value: str, choices: Sequence[str], other: str = "") -> None:
     """Raises ConfigError, with the nearest choice, for a value that is none of the choices."""
     if value not in choices:
-        near = "".join(f"; did you mean {choice}?" for choice in nearest(value, choices))
         raise ConfigError(
-            f"{typed}: found {show(value)}, expected one of {', '.join(choices)}{other}{near}"
+            f"{typed}: found {show(value)}, expected one of {', '.join(choices)}{other}"
+            f"{did_you_mean(value, choices)}"
         )
 
 
@@ -307,6 +315,8 @@ def dotted(key_path: KeyPath) -> str:
 def mend(value: Any, expected: str) -> str:
     """Advice for a value whose type is not the expected type; "" if there is none."""
     if isinstance(value, str):
+        if expected.startswith("a [list]"):
+            return f"write [{value}]"
         if "number" in expected and _CORE["float"].match(value) and re.search("[0-9]", value):
             return "drop the quotes"
         return (

@@ -14,13 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from launch.base.text import did_you_mean
 from launch.recipe.strict_yaml import mend, plain, show
 from launch.schema.recipe_keys import HONOURED
 from launch.schema.training_section import TrainingSection
 
-_MICRO_BATCH = (
-    "per_device_train_batch_size is fitted before the start and the effective batch is held"
-)
 _CHECKPOINTS = (
     "the launcher writes and finds its own checkpoints: --resume=auto, --resume=PATH,"
     " --resume=never"
@@ -40,7 +38,9 @@ OWNED = {  # TrainingArguments' fields that have no effect here -> what to use i
     "use_cpu": "use launch.mode=cpu",
     "accelerator_config": "use launch.mode",
     "parallelism_config": "use launch.mode",
-    "auto_find_batch_size": _MICRO_BATCH,
+    "auto_find_batch_size": (
+        "per_device_train_batch_size is fitted before the start and the effective batch is held"
+    ),
     "resume_from_checkpoint": _CHECKPOINTS,
     "enable_jit_checkpoint": "checkpoints are written every save_steps",
     "metric_for_best_model": "the held-out loss says which model is best",
@@ -104,6 +104,19 @@ RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
+_LOG_LEVELS = ("passive", "detail", "debug", "info", "warning", "error", "critical")
+# field that is annotated as a text -> the texts that transformers and torch.compile take
+_CHOICES = {
+    "log_level": _LOG_LEVELS,
+    "log_level_replica": _LOG_LEVELS,
+    "logging_strategy": ("no", "steps", "epoch"),
+    "torch_compile_mode": (
+        "default",
+        "reduce-overhead",
+        "max-autotune",
+        "max-autotune-no-cudagraphs",
+    ),
+}
 _TYPES = {
     "bool": "true or false",
     "int": "a whole number",
@@ -156,8 +169,7 @@ def installed() -> Mapping[str, Field]:
             )
     for old, new in RENAMED.items():
         if old in fields:  # an older transformers has the old names only
-            fields.setdefault(new, fields[old])
-            del fields[old]
+            fields.setdefault(new, fields.pop(old))
     return fields
 
 
@@ -194,16 +206,21 @@ def _alternatives(annotation: ast.expr) -> Iterator[str]:
 
 def wrong_type(key: str, value: Any) -> tuple[str, str, str] | None:
     """(actual, expected, advice) if an installed field does not take this value."""
-    types = installed()[key].types
+    types, choices = installed()[key].types, _CHOICES.get(key, ())
+    if choices and value is not None and value not in choices:
+        near = did_you_mean(str(value), choices).removeprefix("; ")
+        return show(value), f"one of {', '.join(choices)}", near
     name = type(value).__name__
     accepted_by = {"NoneType": {"None"}, "int": {"int", "float"}}.get(name, {name})
     # TrainingArguments itself checks enumerations and Literals
     if accepted_by & types or not types <= {*_TYPES, "dict", "None"}:
         return None
-    expected = takes(types)
+    expected = takes(key, types)
     return show(value), expected, mend(value, expected)
 
 
-def takes(types: frozenset[str]) -> str:
+def takes(key: str, types: frozenset[str]) -> str:
     """A description of the values that a field of these types takes."""
+    if key in _CHOICES:
+        return " | ".join(_CHOICES[key])
     return " or ".join(text for name, text in _TYPES.items() if name in types) or "a mapping"

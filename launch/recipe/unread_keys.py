@@ -9,10 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from launch.schema.recipe import Recipe
 from launch.schema.training_section import TENSORBOARD
 
-_NOTHING_HELD_OUT = (
-    "no rows are held out to evaluate on; name some with --data.validation_file=FILE, or hold some"
-    " out with --data.validation_size=0.05"
-)
 # optimizer -> the names that transformers 5.23 reads in optim_args; weight_decay has its own key
 _OPTIM_ARGS = {
     "sgd": {"momentum", "dampening", "nesterov"},
@@ -32,7 +28,8 @@ ROWS: Sequence[tuple[tuple[str, ...], Callable[[Recipe], bool], str]] = (
             "training.per_device_eval_batch_size",
         ),
         lambda recipe: not recipe.evaluates,
-        _NOTHING_HELD_OUT,
+        "no rows are held out to evaluate on; name some with --data.validation_file=FILE, or hold"
+        " some out with --data.validation_size=0.05",
     ),
     (
         ("training.warmup_steps",),

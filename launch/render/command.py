@@ -40,7 +40,7 @@ def command(
     added: dict[str, str] = dict(plan.link.env) if plan.link else {}
     defaults = dict(malloc.SETTINGS)
     if strategy.device == "cuda":
-        defaults = architectures.environment(machine.gpus[:per_machine], plan.packing)
+        defaults = architectures.environment(machine.gpus[:per_machine], plan.few_shapes)
         users = {name: environ[name] for name in VARIABLES if name in environ}
         for name, settings in (users or {VARIABLES[0]: plan.allocator_settings}).items():
             is_pinned = pinned_memory.KEY in settings

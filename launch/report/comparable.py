@@ -8,10 +8,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from launch.base import text as base_text
 from launch.base.errors import CheckpointError, ConfigError, ResourceError
 from launch.base.files import expanded
-from launch.base.text import suggestion
+from launch.base.text import size, suggestion
 from launch.base.workspace import Workspace
 from launch.predict.history import cache_keys
 from launch.recipe import load
@@ -228,8 +227,8 @@ def _of_data(a: Side, b: Side) -> Iterator[Difference]:
 
 def _rows_name(validation: str) -> str:
     """The held-out rows of a token cache's identity: a file's hash, or "0.05 of" that."""
-    size, of, sha256 = validation.rpartition(" of ")
-    return f"{size}{of}sha256 {sha256[:12]}"
+    share, of, sha256 = validation.rpartition(" of ")
+    return f"{share}{of}sha256 {sha256[:12]}"
 
 
 def _of_batch(a: Side, b: Side) -> Iterator[Difference]:
@@ -242,8 +241,8 @@ def _of_batch(a: Side, b: Side) -> Iterator[Difference]:
         return
     tokens = [sum(step.tokens for step in side.steps) / len(side.steps) for side in (a, b)]
     batches = [
-        f"{size} {'packed sequences' if side.is_packed else 'rows'} of {mean:,.0f} tokens in all"
-        for side, size, mean in zip((a, b), sizes, tokens, strict=True)
+        f"{count} {'packed sequences' if side.is_packed else 'rows'} of {mean:,.0f} tokens in all"
+        for side, count, mean in zip((a, b), sizes, tokens, strict=True)
     ]
     yield _differs("effective batch", batches, blocks=abs(tokens[1] / tokens[0] - 1) > _NEARLY)
 
@@ -305,7 +304,4 @@ def _machine(machine: Machine | None) -> str:
     if machine is None:
         return "not written down"
     cards = ", ".join(gpu.name for gpu in machine.gpus) or "no GPU"
-    return (
-        f"{machine.name} ({cards}; {machine.cpu_count} CPUs,"
-        f" {base_text.size(machine.host_limit_bytes)})"
-    )
+    return f"{machine.name} ({cards}; {machine.cpu_count} CPUs, {size(machine.host_limit_bytes)})"

@@ -15,9 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.base import files
-from launch.base import text as base_text
 from launch.base.errors import ConfigError
-from launch.base.text import columns, shown
+from launch.base.text import columns, shown, size
 from launch.base.workspace import Workspace
 from launch.report import comparable, curves, page
 from launch.report.comparable import Difference, Side
@@ -26,6 +25,7 @@ from launch.schema.result import StepEvent
 
 _LAST_PART = 0.1  # last share of the samples, whose mean is the training loss
 _MOST_MEANS = 100  # points of a curve
+_SHARE, _LOSS = "{:.1%}".format, "{:.4f}".format
 COLORS = ("#f59e0b", "#1d4ed8")  # line of A, line of B
 WIDTHS = (4.5, 1.5)  # B is drawn over A: where they agree both are seen
 _RULES = (
@@ -112,16 +112,16 @@ def _of_speed(a: Side, b: Side) -> list[_Figure]:
         first, second = (None if speed is None else take(speed) for speed in speeds)
         # an attempt's first do not count
         missing = "too few steps" if None in speeds else _Figure.missing
-        return _Figure(name, (first, second), text, has_ratio=text is not _share, missing=missing)
+        return _Figure(name, (first, second), text, has_ratio=text is not _SHARE, missing=missing)
 
     return [
         figure("non-padding tokens/s", lambda speed: speed.tokens_per_s, _number),
-        figure("padding, of the tokens computed", lambda speed: speed.padding, _share),
+        figure("padding, of the tokens computed", lambda speed: speed.padding, _SHARE),
         figure("seconds per step, median", lambda speed: speed.step_s, "{:.4g}".format),
-        figure("wall time: busy with steps", lambda speed: speed.busy, _share),
-        figure("  waiting for data", lambda speed: speed.waiting, _share),
-        figure("  evaluations", lambda speed: speed.evaluating, _share),
-        figure("  saves, logs, steps that were lost", lambda speed: speed.rest, _share),
+        figure("wall time: busy with steps", lambda speed: speed.busy, _SHARE),
+        figure("  waiting for data", lambda speed: speed.waiting, _SHARE),
+        figure("  evaluations", lambda speed: speed.evaluating, _SHARE),
+        figure("  saves, logs, steps that were lost", lambda speed: speed.rest, _SHARE),
     ]
 
 
@@ -130,7 +130,7 @@ def _of_memory(a: Side, b: Side) -> Iterator[_Figure]:
         return _Figure(
             name,
             (take(a) or None, take(b) or None),
-            lambda count: base_text.size(int(count)),
+            lambda count: size(int(count)),
             missing=missing,
         )
 
@@ -160,7 +160,7 @@ def _of_losses(a: Side, b: Side) -> Iterator[_Figure]:
     yield _Figure(
         f"training loss, {since:,.0f}-{common:,.0f} {unit}",
         (first, second),
-        _loss,
+        _LOSS,
         missing="no step there",
     )
     near = 1.0 if unit == "samples" else max(step.tokens for side in (a, b) for step in side.steps)
@@ -170,9 +170,9 @@ def _of_losses(a: Side, b: Side) -> Iterator[_Figure]:
             pairs, key=lambda pair: (min(pair[0][0], pair[1][0]), -abs(pair[0][0] - pair[1][0]))
         )
         counts = " and ".join(dict.fromkeys(f"{point[0]:,.0f}" for point in (x, y)))
-        yield _Figure(f"held-out loss at {counts} {unit}", (x[1], y[1]), _loss)
+        yield _Figure(f"held-out loss at {counts} {unit}", (x[1], y[1]), _LOSS)
     else:
-        yield _Figure(f"held-out loss at equal {unit}", (None, None), _loss, missing="none")
+        yield _Figure(f"held-out loss at equal {unit}", (None, None), _LOSS, missing="none")
     if unit == "samples":
         first, second = (
             sum(step.tokens for step in side.steps if step.samples_seen <= common) or None
@@ -225,14 +225,6 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _loss(value: float) -> str:
-    return f"{value:.4f}"
-
-
 # ---- the table and the page
 # ---------------------------------------------------------------------------
 
@@ -273,10 +265,9 @@ def _curves(a: Side, b: Side) -> str:
     def drawn(
         title: str, points: Sequence[list[tuple[float, float]]], from_zero: bool = False
     ) -> str:
-        axes = [([x for x, _ in side], [y for _, y in side]) for side in points]
         lines = [
-            curves.Line(*axis, name, color, width)
-            for axis, name, color, width in zip(axes, "AB", COLORS, WIDTHS, strict=True)
+            curves.Line([x for x, _ in side], [y for _, y in side], name, color, width)
+            for side, name, color, width in zip(points, "AB", COLORS, WIDTHS, strict=True)
         ]
         return curves.figure(title, lines, unit, from_zero)
 

@@ -9,7 +9,6 @@ from datetime import datetime
 
 from launch.base.text import COLUMNS, WHOLE
 from launch.report import plan_lines
-from launch.report.plan_lines import notes
 from launch.schema.machine import Machine
 from launch.schema.plan import Change, Plan
 from launch.schema.recipe import Recipe
@@ -46,15 +45,16 @@ def lines(
     facts = plan_lines.facts(recipe, machine, plan, now, finished_steps, columns)
     rows = {fact.label: fact.value for fact in facts if fact.label in SHOWN and not fact.group}
     screen = [f"plan for {recipe.name} on {machine.name}"]
-    screen += [_line(label, rows[label]) for label in SHOWN if label in rows]
+    for label in SHOWN:
+        screen += _with_label(label, [rows[label]] if label in rows else [])
     screen = [_short(line, columns) for line in screen]
     end = [line for label, text in below for line in labelled(label, text)]
     lines_left = max(LINES - len(screen) - len(end) - 1, 1)
     changes, num_hidden = _changes(plan.changes, lines_left, columns)
     screen += changes
     hidden = f"{num_hidden} more change{'' if num_hidden == 1 else 's'}, " if num_hidden else ""
-    end.insert(0, _line("more", f"{source} {hidden}all settings and their reasons"))
-    for note in notes(recipe, plan):
+    end = [*_with_label("more", [f"{source} {hidden}all settings and their reasons"]), *end]
+    for note in plan_lines.notes(recipe, plan):
         folded = _folded("note", note, columns)
         if len(screen) + len(folded) + len(end) <= LINES:
             screen += folded
@@ -71,10 +71,6 @@ def _with_label(label: str, paragraph: Sequence[str]) -> list[str]:
     return [
         f"  {'' if number else label:<{_LABEL - 2}}{line}" for number, line in enumerate(paragraph)
     ]
-
-
-def _line(label: str, text: str) -> str:
-    return f"  {label:<{_LABEL - 2}}{text}"
 
 
 def _short(text: str, columns: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from launch.plan.fit import ACCUMULATION, MICRO_BATCH_TOKENS, Fit
+from launch.plan.fit import MICRO_BATCH_TOKENS, Fit, accumulation
 from launch.predict.budgets import host_bytes
 from launch.predict.estimate import Judged
 from launch.report.plan_lines import LORA_RATE
@@ -19,9 +19,7 @@ from launch.schema.machine import GIB
 NAMES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 NO = "-"
 COLUMNS = ("model", "train", "tokens", "tok/s", "VRAM, GiB", "RAM, GiB", "with, or why not")
-LEGEND = (
-    f"Asked for: micro-batches of {MICRO_BATCH_TOKENS:,} tokens, {ACCUMULATION} of them a step,"
-    " bf16 autocast, sdpa, AdamW, LoRA r=16. All rows have the same tokens.",
+_LEGEND = (
     "full: float32 weights, or, if that does not fit, bf16 weights. LoRA: bf16 base. QLoRA: 4-bit"
     " base.",
     "tok/s and GiB of a card (VRAM) and of the machine (RAM) are predicted, not measured. batch N:"
@@ -35,6 +33,16 @@ _LINES_BEGIN = (
     "# --model.path=FOLDER, the downloaded model, replaces --model.shape, which has random weights",
     "# --data.train_file=FILE names your rows; plan in place of run shows what would run",
 )
+
+
+def legend(num_gpus: int) -> tuple[str, ...]:
+    """Sentences on the table for so many cards."""
+    steps = num_gpus * accumulation(num_gpus)
+    asked = (
+        f"Asked for: micro-batches of {MICRO_BATCH_TOKENS:,} tokens, {steps} of them a step,"
+        " bf16 autocast, sdpa, AdamW, LoRA r=16. All rows have the same tokens."
+    )
+    return asked, *_LEGEND
 
 
 def table(fits: Sequence[Fit], title: str) -> Table:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from launch.report import curves, page, peaks_svg, plan_lines, row_facts, run_figures, time_spent
 from launch.report.text import badge, ended, result_lines
-from launch.report.time_spent import Spent
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
@@ -22,7 +21,7 @@ class Records:
     events: Sequence[StepEvent] = ()  # steps that count
     evaluations: Sequence[HeldOut] = ()
     attempts: Sequence[tuple[str, str]] = ()  # (what it ran with, how it ended)
-    spent: Sequence[Spent] = ()
+    spent: Sequence[time_spent.Spent] = ()
     rows: ShownRows | None = None
     questions: Sequence[Question] = ()
     answers: Sequence[Answers] = ()  # answers of each step

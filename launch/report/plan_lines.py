@@ -15,7 +15,6 @@ from launch.base.text import WHOLE, duration, pace, size, step_seconds
 from launch.plan.planner import Choice
 from launch.predict import seconds_margins
 from launch.predict.budgets import host_budget_bytes
-from launch.predict.seconds_margins import SecondsMargin
 from launch.schema.machine import Machine
 from launch.schema.plan import (
     MULTIPLE,
@@ -431,6 +430,11 @@ def _time_text(
     steps_left = max(steps - finished_steps, 0)
     seconds = plan.seconds_per_step * steps_left
     count = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
+    if plan.seconds_per_evaluation:
+        epoch_steps = -(-(plan.num_samples or steps) // plan.strategy.effective_batch_size)
+        every = recipe.training.eval_steps or epoch_steps
+        seconds += (steps // every - finished_steps // every) * plan.seconds_per_evaluation
+        count += " + evaluating"
     hopeless = "; hopeless on this machine" if seconds > _HOPELESS_S else ""
     return f"{each} x {count} = {duration(seconds)}{hopeless}", seconds
 
@@ -448,7 +452,9 @@ def _pace(machine: Machine, plan: Plan, step_s: float) -> str:
     return f"{step_seconds(step_s)} ({least_text} to {most_text}) predicted"
 
 
-def _seconds_margin(machine: Machine, plan: Plan) -> SecondsMargin | SecondsCorrection | None:
+def _seconds_margin(
+    machine: Machine, plan: Plan
+) -> seconds_margins.SecondsMargin | SecondsCorrection | None:
     if plan.seconds_correction.runs:
         return plan.seconds_correction
     if plan.strategy.device == "cpu":

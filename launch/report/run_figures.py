@@ -11,13 +11,13 @@ from typing import Any
 from launch.base.text import duration, size
 from launch.report.plan_lines import STATES
 from launch.report.time_spent import Spent
+from launch.run_folder.steps import STEADY_FROM
 from launch.schema.machine import Machine
 from launch.schema.phases import DeviceMemory
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.result import ALONE, Answers, HeldOut, Question, RunResult, StepEvent
 
-STEADY_FROM = 2  # steps that are slower than the rest
 MOST_ANSWERS = 8  # answers shown to a question: the first, the last, and some between
 # name, what stands at the right, and bars: (class, width in percent, text)
 _Bars = tuple[str, str, list[tuple[str, float, str]]]
@@ -71,10 +71,11 @@ def tiles(
             f" {'packed sequences' if plan.packing else 'samples'}",
         )
     count = plan.strategy.num_processes
-    if plan.strategy.device == "cuda":
-        device = f"{seconds * count / 3600:.3g} GPU-hours on {count} x {machine.gpus[0].name}"
-    else:
-        device = f"on {machine.cpu_count} CPUs"
+    device = (
+        f"{seconds * count / 3600:.3g} GPU-hours on {count} x {machine.gpus[0].name}"
+        if plan.strategy.device == "cuda"
+        else f"on {machine.cpu_count} CPUs"
+    )
     yield "time", duration(seconds), f"{seconds / 3600:.3g} h in all; {device}"
 
 
@@ -166,8 +167,7 @@ def _by_host_phase(plan: Plan, result: RunResult, events: Sequence[StepEvent]) -
     of_steps = max((step.host_pss_bytes for step in events), default=0) or None
     for phase, memory in vars(plan.host).items():
         if memory:
-            measured = of_steps if phase == "step" else None
-            yield Pair(phase.replace("_", " "), memory.bytes, measured)
+            yield Pair(phase.replace("_", " "), memory.bytes, of_steps if phase == "step" else None)
     peak_bytes = max(result.host_peak_bytes, of_steps or 0)  # ranks read theirs more often
     if plan.estimate.host_bytes or peak_bytes:
         yield Pair("peak of all", plan.estimate.host_bytes or None, peak_bytes or None)

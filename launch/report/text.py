@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from launch.base.text import size
 from launch.report import plan_lines, run_figures
-from launch.report.plan_lines import states_text
 from launch.schema.machine import Machine
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
@@ -48,9 +48,10 @@ def failure_lines(result: RunResult) -> list[str]:
     """The cause of a failure, its proof, and its fix."""
     failure = result.failure
     assert failure is not None
+    step = f"at step {result.last_step}" if result.last_step else "before a step of this start"
     return [
         f"error: {failure.cause}",
-        *([f"  where  in {failure.section} at step {result.last_step}"] if failure.section else []),
+        *([f"  where  in {failure.section} {step}"] if failure.section else []),
         f"  proof  {failure.proof}",
         # a mistake in the recipe or the data says itself what to do
         *([f"  fix    {failure.fix}"] if failure.fix else []),
@@ -74,8 +75,11 @@ def _success_lines(
 ) -> Iterator[str]:
     summary, estimate, peak = result.summary, plan.estimate, plan.estimate.peak
     in_all = [f"{result.seconds:.0f} s in all", *run_figures.beside_others(summary)]
+    begun = summary.get("resumed_from")
+    counted = f", those since {Path(begun).name}" if begun else ""
     yield (
-        f"done: {summary['step']:,} steps in {summary['train_seconds']:.0f} s ({', '.join(in_all)})"
+        f"done: {summary['step']:,} steps{counted} in {summary['train_seconds']:.0f} s"
+        f" ({', '.join(in_all)})"
     )
     of_step = summary.get("exported_step")
     lowest = f" (step {of_step:,}: lowest held-out loss)" if of_step else ""
@@ -99,10 +103,10 @@ def _success_lines(
         ("answers", f"exact match {exact_match}, on held-out rows" if exact_match else ""),
         ("", f"BLEU {bleu}" if bleu else ""),
         ("loss", ", ".join(measured)),  # another machine than number 0 has none
-        ("predicted", f"model states {states_text(estimate)}"),
+        ("predicted", f"model states {plan_lines.states_text(estimate)}"),
         ("", f"peak {size(peak.allocated_bytes)} per process in {peak.section}" if peak else ""),
         ("", f"host RAM {size(estimate.host_bytes)}" if estimate.host else ""),
-        ("measured", f"model states {states_text(summary)}"),
+        ("measured", f"model states {plan_lines.states_text(summary)}"),
         ("", vram),
         ("", f"host RAM peak {size(result.host_peak_bytes)} of {size(machine.host_limit_bytes)}"),
         ("note", result.note),

@@ -76,9 +76,8 @@ def _of(attempt: AttemptTime) -> dict[str, float]:
     waited_s = sum(step.data_seconds or 0.0 for step in part.counted)
     first_s = _first_steps_s(part)
     evaluated_s = sum(evaluation.seconds for evaluation in part.evaluations)
-    started_s = 0.0
-    if end and end.ended_at:  # a record of an older version has no such time
-        started_s = began - (end.ended_at - end.seconds)
+    # a record of an older version does not say when it ended
+    started_s = began - (end.ended_at - end.seconds) if end and end.ended_at else 0.0
     rest_s = (end.seconds - started_s if end else until - began) - trained_s - evaluated_s
     saved_s = min(attempt.outcome.save_seconds, max(rest_s, 0.0)) if attempt.outcome else 0.0
     return {

@@ -1,6 +1,6 @@
 """Disk space that finished runs still take, and its removal by rules.
 
-1. Folders of dry runs, and of starts that were killed before they had a plan.
+1. Folders of dry runs, and of starts that ended before they had a plan.
 2. Checkpoints of complete runs, but of the newest runs of each recipe.
 3. Only if asked: checkpoints of unfinished runs, and of complete runs whose model is no longer in
    output_dir, but of the newest runs of each recipe.
@@ -15,13 +15,13 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from launch.base import locks
-from launch.base.errors import CheckpointError, LockHeld, ResourceError
+from launch.base.errors import CheckpointError, LockHeld
 from launch.queue import leases
 from launch.run_folder import layout, manifest
 from launch.run_folder.layout import DRY_RUN, RunDir, holds_model
@@ -122,14 +122,9 @@ def has_checkpoints(run: RunDir) -> bool:
 
 def _is_in_use(run: RunDir) -> bool:
     """True if a start trains the run, or waits for its memory."""
-    return locks.holder_pid(run.lock_file) is not None or run.root.resolve() in _leased()
-
-
-def _leased() -> set[Path]:
-    with suppress(ResourceError):  # a machine without a folder of leases
-        live = leases.live(leases.folder())
-        return {Path(lease.record.run).resolve() for lease in live if lease.is_own}
-    return set()
+    own = (lease for lease in leases.of_this_machine() if lease.is_own)
+    leased = {Path(lease.record.run).resolve() for lease in own}
+    return run.root.resolve() in leased or locks.holder_pid(run.lock_file) is not None
 
 
 def _ended(run: RunDir) -> bool:

@@ -12,18 +12,19 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 from launch.base import locks
 from launch.base.errors import CheckpointError, ResourceError
 from launch.base.files import (
+    Noun,
     damaged_file,
     expanded,
     is_model,
+    new_folder,
     read,
     read_or_none,
     write_atomic,
@@ -49,7 +50,6 @@ from launch.schema.result import (
 )
 from launch.schema.rows import ShownRows
 
-Noun = TypeVar("Noun")
 STAMP = re.compile(r"\d{8}-\d{6}(-\d+)?")  # the name of a run's folder
 DRY_RUN = "dry-run"  # the folder of a recipe's last dry run, beside its runs
 SAMPLES = "samples.i32"  # file of a rank: step, number of rows, the rows, as little-endian int32
@@ -166,18 +166,9 @@ class RunDir:
     @classmethod
     def create(cls, runs: Path, recipe_name: str, now: datetime) -> RunDir:
         """A new folder named by the time; two starts in one second get a suffix."""
-        parent = runs / recipe_name
-        parent.mkdir(parents=True, exist_ok=True)
-        stamp = now.strftime("%Y%m%d-%H%M%S")
-        for suffix in ["", *(f"-{n}" for n in range(2, 1000))]:
-            try:
-                (parent / f"{stamp}{suffix}").mkdir()
-            except FileExistsError:
-                continue
-            run = cls(parent / f"{stamp}{suffix}")
-            run.checkpoints.mkdir()
-            return run
-        raise AssertionError("a thousand runs within a second")
+        run = cls(new_folder(runs / recipe_name, now.strftime("%Y%m%d-%H%M%S")))
+        run.checkpoints.mkdir()
+        return run
 
     @classmethod
     def dry_run(cls, runs: Path, recipe_name: str) -> RunDir:
@@ -198,6 +189,16 @@ class RunDir:
         plans = sorted(runs.glob(f"{recipe_name}/*/plan.json"), reverse=True)
         return [run for path in plans if not (run := cls(path.parent)).is_dry_run]
 
+    @classmethod
+    def listed(cls, runs: Path) -> list[RunDir]:
+        """The runs of all recipes, and starts that have no plan yet, or ended before they had."""
+        if runs.is_dir():
+            next(runs.iterdir(), None)  # glob() passes over a folder that may not be read
+        planned = cls.all(runs)
+        roots = {path.parents[2] for path in runs.glob("*/*/attempts/*/tokenising.json")}
+        unplanned = map(cls, sorted(roots - {run.root for run in planned}))
+        return [*planned, *(run for run in unplanned if not run.is_dry_run)]
+
     def remove_if_unused(self) -> None:
         """Remove a folder in which nothing was planned and no failure was written down."""
         failed = any(attempt.supervisor_file.exists() for attempt in self.attempts())
@@ -205,28 +206,20 @@ class RunDir:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def is_removable(self) -> bool:
-        """True if all of the folder is ours: it has a plan, or no file but the lock, and no other
-        names than a run writes. What lies behind a link never is."""
+        """True if all of the folder is ours: it has a plan, or has begun to tokenise, or no file
+        but the lock, and no other names than a run writes. What lies behind a link never is."""
         if self.root.is_symlink() or self.root.parent.is_symlink() or not self.root.is_dir():
             return False
         written = {path.name for path in vars(self).values()} | {"attempts"}
         if not written.issuperset(path.name for path in self.root.iterdir()):
             return False
         paths = (path for path in self.root.rglob("*") if path != self.lock_file)
-        return self.plan_file.is_file() or all(path.is_dir() for path in paths)
+        begun = (attempt.tokenising_file.is_file() for attempt in self.attempts())
+        return self.plan_file.is_file() or any(begun) or all(path.is_dir() for path in paths)
 
     @property
     def is_dry_run(self) -> bool:
         return self.root.name == DRY_RUN
-
-    @classmethod
-    def newest(cls, runs: Path, recipe_name: str) -> RunDir | None:
-        """The recipe's last run that has a checkpoint or is complete; else the last that takes
-        another's over."""
-        newest_first = cls.all(runs, recipe_name)
-        trained = (run for run in newest_first if run.has_trained())
-        continuing = (run for run in newest_first if run.continues_file.exists())
-        return next(trained, None) or next(continuing, None)
 
     def has_trained(self) -> bool:
         """True if the run has a checkpoint of its own, or its model."""
@@ -295,7 +288,7 @@ class RunDir:
 
     def write_plan(self, recipe: Recipe, plan: Plan) -> None:
         write_atomic(self.recipe_file, recipe.model_dump_json(indent=1) + "\n")
-        write_json(self.plan_file, asdict(plan))
+        write_json(self.plan_file, plan)
 
     def write_tokens(self, tokens: TokenCache) -> None:
         """Write the folder of the run's tokenised rows, and all that decided them: the folder may

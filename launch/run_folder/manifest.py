@@ -402,10 +402,8 @@ def list_commit(checkpoints: Path, folder_name: str, sealed: str) -> None:
 
 
 def strike_commit(checkpoints: Path, folder_name: str) -> None:
-    listed = _listed(checkpoints)
-    base_files.write_json(
-        checkpoints / _COMMITS, {key: value for key, value in listed.items() if key != folder_name}
-    )
+    remaining = {key: value for key, value in _listed(checkpoints).items() if key != folder_name}
+    base_files.write_json(checkpoints / _COMMITS, remaining)
 
 
 # ---- libraries

@@ -197,12 +197,12 @@ def _continued(
     source, lines = _source(earlier, checkpoint, allow, hashed=not is_same_run)
     lines += _versions(source, recipe)
     if is_same_run:
-        line = f"continuing {earlier.run_id}"
-        if finished:
-            line = (
-                f"{earlier.run_id} is complete, but {recipe.output_dir} does not hold its model:"
-                f" writing it again from {source.name}"
-            )
+        line = (
+            f"{earlier.run_id} is complete, but {recipe.output_dir} does not hold its model:"
+            f" writing it again from {source.name}"
+            if finished
+            else f"continuing {earlier.run_id}"
+        )
         return ResumeChoice(earlier, "\n".join([line, *lines]))
     reason = "; ".join(change.text for change in changes) or "--resume"
     start = _take_over(source, new_run, reason)

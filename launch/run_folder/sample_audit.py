@@ -13,10 +13,9 @@ from launch.base import files
 from launch.base.errors import CheckpointError, ConfigError
 from launch.data import token_cache, token_hashes
 from launch.run_folder import layout, manifest
-from launch.run_folder.layout import AttemptDir, RunDir
 
 
-def lines(run: RunDir) -> list[str]:
+def lines(run: layout.RunDir) -> list[str]:
     """A line for each epoch. Raises CheckpointError for a row that an epoch trained twice, and for
     one that does not exist."""
     used = run.read_tokens()
@@ -29,9 +28,8 @@ def lines(run: RunDir) -> list[str]:
     if "train" not in counts:
         return _of_a_stream(run)
     rows = counts["train"]["rows"]
-    documents = None
-    if counts["train"].get("documents"):  # the rows are packed sequences
-        documents = _documents(used.folder, counts["train"]["documents"])
+    packed = counts["train"].get("documents")  # of rows that are packed sequences
+    documents = _documents(used.folder, packed) if packed else None
     kind = "rows" if documents is None else "packed sequences"
     order = [row for _, taken_then in sorted(taken(run).items()) for row in taken_then]
     report = []
@@ -54,12 +52,12 @@ def lines(run: RunDir) -> list[str]:
         if documents is not None:
             num_documents = sum(len(documents[row]) for row in times_by_row)
             line += f", and so {'all' if is_complete else num_documents} of"
-            line += f" {counts['train']['documents']:,} rows"
+            line += f" {packed:,} rows"
         report.append(line)
     return report or ["no step has been recorded"]
 
 
-def _of_a_stream(run: RunDir) -> list[str]:
+def _of_a_stream(run: layout.RunDir) -> list[str]:
     """A stream's sequences are counted from the start of the run: each step takes those that
     follow."""
     order = sorted(row for rows in taken(run).values() for row in rows)
@@ -91,12 +89,12 @@ def _documents(tokens: Path, count: int) -> Any:
     return column
 
 
-def taken(run: RunDir) -> dict[int, list[int]]:
+def taken(run: layout.RunDir) -> dict[int, list[int]]:
     """The rows of each optimizer step that counts: a resumed attempt drops what came after its
     checkpoint."""
     rows_by_step: dict[int, list[int]] = {}
     if continues := run.read_continues():
-        earlier = taken(RunDir(continues.checkpoint.parent.parent))
+        earlier = taken(layout.RunDir(continues.checkpoint.parent.parent))
         last = manifest.step_of(continues.checkpoint)
         done = sorted(step for step in earlier if step <= last)
         # its steps are counted by its own batch: they come first, up to step 0
@@ -108,7 +106,7 @@ def taken(run: RunDir) -> dict[int, list[int]]:
     return rows_by_step
 
 
-def _of_attempt(attempt: AttemptDir) -> dict[int, list[int]]:
+def _of_attempt(attempt: layout.AttemptDir) -> dict[int, list[int]]:
     rows_by_step: dict[int, list[int]] = {}
     for file in sorted(attempt.root.glob(f"ranks/*/{layout.SAMPLES}")):
         for step, rows in records(file):

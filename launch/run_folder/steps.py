@@ -8,9 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-from pydantic import TypeAdapter
+from typing import Any
 
 from launch.base import files
 from launch.run_folder import manifest
@@ -22,27 +20,23 @@ _MOST_DIGITS = 20
 # Shorter lines of steps are read without a Python object for each value: beside the names of its
 # fields, no number in one has more digits than a float holds.
 PLAIN_BYTES = 500
-STEP = TypeAdapter(StepEvent)
-EVALUATION = TypeAdapter(HeldOut)
-ANSWERS = TypeAdapter(Answers)
 Say = Callable[[str], None]
-Record = TypeVar("Record")
 
 
 def events(attempt: AttemptDir, say: Say = lambda line: None) -> list[StepEvent]:
     """The steps that an attempt wrote. Damaged lines are left out, and `say` gets a line that
     counts them."""
-    return list(_records(attempt.events_file, STEP, say))
+    return list(_records(attempt.events_file, StepEvent, say))
 
 
 def has_any(attempt: AttemptDir) -> bool:
     """True if an attempt wrote a step; no more than its first lines are read."""
-    return next(_records(attempt.events_file, STEP, lambda line: None), None) is not None
+    return next(_records(attempt.events_file, StepEvent, lambda line: None), None) is not None
 
 
 def evaluations(attempt: AttemptDir, say: Say = lambda line: None) -> list[HeldOut]:
     """The evaluations that an attempt wrote; damaged lines as in events()."""
-    return list(_records(attempt.held_out_file, EVALUATION, say))
+    return list(_records(attempt.held_out_file, HeldOut, say))
 
 
 def answers(run: RunDir, say: Say = lambda line: None) -> list[Answers]:
@@ -50,20 +44,21 @@ def answers(run: RunDir, say: Say = lambda line: None) -> list[Answers]:
     by_step = {
         record.step: record
         for attempt in run.attempts()
-        for record in _records(attempt.answers_file, ANSWERS, say)
+        for record in _records(attempt.answers_file, Answers, say)
     }
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _records(file: Path, record: TypeAdapter[Record], say: Say) -> Iterator[Record]:
+def _records(file: Path, noun: type[files.Noun], say: Say) -> Iterator[files.Noun]:
     """The records of a file of JSON lines. A last line that is being written, or that a kill has
     cut, is left out."""
-    damaged, number = [], 0
+    damaged, number, reader = [], 0, files.adapter(noun)
+    most_plain = PLAIN_BYTES if noun == StepEvent else 0
     try:
         for number, line in enumerate(files.complete_lines(file), 1):
             try:
-                is_plain = len(line) <= PLAIN_BYTES and record is STEP and b'": "' not in line
-                yield record.validate_json(line) if is_plain else _unusual(line, record)
+                is_plain = len(line) <= most_plain and b'": "' not in line
+                yield reader.validate_json(line) if is_plain else _unusual(line, noun)
             except (ValueError, AttributeError, RecursionError):
                 # no UTF-8, no JSON, no object, another type, too deep
                 damaged.append(number)
@@ -79,12 +74,12 @@ def _records(file: Path, record: TypeAdapter[Record], say: Say) -> Iterator[Reco
         )
 
 
-def _unusual(line: bytes, record: TypeAdapter[Record]) -> Record:
+def _unusual(line: bytes, noun: type[files.Noun]) -> files.Noun:
     """The record of a line with texts instead of numbers, or with long numbers."""
     # JSON has no such numbers
     texts: dict[Any, Any] = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
     fields = json.loads(line, parse_int=_int)
-    return record.validate_python(
+    return files.adapter(noun).validate_python(
         {
             key: texts.get(value, value) if isinstance(value, str) else value
             for key, value in fields.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,15 +29,13 @@ class ColumnNames(Section):
     text: str | None = None
     messages: str | None = None
 
-    @model_validator(mode="after")
-    def one_format(self) -> ColumnNames:
+    def _faults(self) -> Iterator[str]:
         named = [name for name in type(self).model_fields if getattr(self, name) is not None]
         if named not in (["prompt", "response"], ["text"], ["messages"]):
-            raise ValueError(
+            yield (
                 f"found {', '.join(named) or 'none'}, expected prompt and response, or text, or"
                 " messages; leave columns out to have them found by name"
             )
-        return self
 
 
 class DataSource(Section):
@@ -214,58 +212,39 @@ class DataSection(Section):
         if value is None or is_rows or (isinstance(value, float) and 0 < value < 1):
             return value
         shown = str(value).lower() if isinstance(value, bool) else repr(value)
-        advice = ""
-        if isinstance(value, float) and value > 1 and value.is_integer():
-            advice = f"; write {value:.0f}"
+        is_whole = isinstance(value, float) and value > 1 and value.is_integer()
+        advice = f"; write {value:.0f}" if is_whole else ""
         raise ValueError(
             f"found {shown}, expected a number of rows (100) or a share between 0 and 1 (0.05)"
             f"{advice}"
         )
 
-    @model_validator(mode="after")
-    def several_sources(self) -> DataSection:
-        if not self.is_mixed:
-            return self
+    def _faults(self) -> Iterator[str]:
         paths = [source.path for source in self.sources]
         if not paths:
-            raise ValueError("train_file is an empty list; name at least one {path: FILE}")
+            yield "train_file is an empty list; name at least one {path: FILE}"
         if twice := [path for path in paths if paths.count(path) > 1]:
-            raise ValueError(f"train_file names {twice[0]} twice; write it once, with a weight")
-        for key, value, advice in (
-            ("streaming", self.streaming or None, "a stream takes the shards of one source"),
-            (
-                "max_train_samples",
-                self.max_train_samples,
-                "it takes the first rows, which are of the first source; lower the weights",
-            ),
-        ):
-            if value is not None:
-                raise ValueError(f"train_file is a list, which {key} does not take: {advice}")
-        return self
-
-    @model_validator(mode="after")
-    def one_origin_of_held_out_rows(self) -> DataSection:
+            yield f"train_file names {twice[0]} twice; write it once, with a weight"
+        if self.is_mixed and self.streaming:
+            yield (
+                "train_file is a list, which streaming does not take: a stream takes the shards of"
+                " one source"
+            )
+        if self.is_mixed and self.max_train_samples is not None:
+            yield (
+                "train_file is a list, which max_train_samples does not take: it takes the first"
+                " rows, which are of the first source; lower the weights"
+            )
         if self.validation_file is not None and self.validation_size is not None:
-            raise ValueError(
+            yield (
                 "validation_file and validation_size both say which rows are held out; leave one"
                 " of the two out, or set it to null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def buffer_of_a_stream(self) -> DataSection:
         if self.shuffle_buffer_mib is not None and not self.streaming:
-            raise ValueError(
+            yield (
                 "shuffle_buffer_mib is for data.streaming: true; other rows are shuffled over all"
                 " of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def one_way_to_less_padding(self) -> DataSection:
         for key in ("group_by_length", "batch_by_tokens"):
             if self.packing and getattr(self, key):
-                raise ValueError(
-                    f"packing leaves nothing for {key} to do; set one of the two to false"
-                )
-        return self
+                yield f"packing leaves nothing for {key} to do; set one of the two to false"

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from launch.schema.model_sections import AttnImplementation
 from launch.schema.modes import Device, LaunchMode
-from launch.schema.section import affects
+from launch.schema.section import Section, affects
 
 if TYPE_CHECKING:
     from launch.schema.plan import ForwardFacts, ModelFamily
@@ -44,11 +44,9 @@ _ALIGNMENT_BYTES = 512
 # ---- keys of a recipe's section `training`
 
 
-class CheckpointingKwargs(BaseModel):
+class CheckpointingKwargs(Section):
     """The keywords of activation checkpointing: of activation_checkpointing_enable(), then of
     torch.utils.checkpoint."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     every_n_layers: int | None = Field(default=None, ge=1)  # None: every layer, or planned
     offload: bool | None = None  # None: no, or planned
@@ -64,7 +62,7 @@ class CheckpointingKwargs(BaseModel):
         return {"use_reentrant": self.use_reentrant, **options} if options else {}
 
 
-class LeverKeys(BaseModel):
+class LeverKeys(Section):
     """The levers' own keys."""
 
     activation_checkpointing: Annotated[bool, PLANNED] = Field(
@@ -117,6 +115,11 @@ class LeverKeys(BaseModel):
         description="Compute norms, rotary embedding and gated MLPs on GPUs by Liger's kernels."
         " null: planned.",
     )
+    torch_compile: Annotated[bool | None, PLANNED] = Field(
+        default=None,
+        description="Compile each layer of the decoder in training steps. `torch_compile_backend`"
+        " and `torch_compile_mode` turn it on too. null: planned.",
+    )
     kernels: Annotated[Literal["eager"] | None, PLANNED] = Field(
         default=None,
         description="`eager`: the layers compute as transformers' and PEFT's modules do, with sdpa;"
@@ -130,12 +133,11 @@ class LeverKeys(BaseModel):
         checkpointing too."""
         if not isinstance(values, dict) or "activation_checkpointing" in values:
             return values
-        if values.get("streamed_layers"):
-            return {**values, "activation_checkpointing": True}
         kwargs = values.get("activation_checkpointing_kwargs")
         if isinstance(kwargs, CheckpointingKwargs):
             kwargs = kwargs.model_dump()
-        if isinstance(kwargs, dict) and (kwargs.get("every_n_layers") or kwargs.get("offload")):
+        named = isinstance(kwargs, dict) and (kwargs.get("every_n_layers") or kwargs.get("offload"))
+        if named or values.get("streamed_layers"):
             return {**values, "activation_checkpointing": True}
         return values
 
@@ -222,11 +224,9 @@ def read_levers(values: Mapping[str, Any]) -> dict[str, Any]:
     if "levers" in values:
         return dict(values)
     names = [name for name in ROWS if name in values]
-    levers = {name: values[name] for name in names}
+    levers = {"every_n_layers": 1, **{name: values[name] for name in names}}
     if not values.get("activation_checkpointing"):
         levers["every_n_layers"] = 0
-    else:
-        levers.setdefault("every_n_layers", 1)
     return {**{key: value for key, value in values.items() if key not in names}, "levers": levers}
 
 
@@ -324,11 +324,6 @@ def _asked_layers(recipe: Recipe) -> int | None:
     return n if training.activation_checkpointing else 0
 
 
-def _liger(levers: Levers, family: ModelFamily) -> str | None:
-    """The refusal of types for which Liger has no kernels."""
-    return None if family.liger else f"liger-kernel has no kernels for a {family.model_type}"
-
-
 def _unless(can: Callable[[ForwardFacts], bool], lack: str, is_in_layers: bool = False) -> Refused:
     """The refusal of a model that lacks what a lever needs, as `lack` says, and, if it changes the
     layers, of torch.compile, which compiles them."""
@@ -341,17 +336,6 @@ def _unless(can: Callable[[ForwardFacts], bool], lack: str, is_in_layers: bool =
         return None
 
     return refusal
-
-
-_NO_TILES = (
-    "of which no part of the tokens can go through an MLP by itself (a mixture of experts, or an"
-    " MLP that is no module)"
-)
-_NO_PARTS = (
-    "whose forward pass computes with the logits, scales them or caps them, and so cannot return"
-    " the loss of their parts"
-)
-_NOT_AT_TARGETS = "whose forward pass does not make each position's logits of that position alone"
 
 
 def _no_tiles_in(mode: LaunchMode, num_shards: int) -> str | None:
@@ -369,15 +353,6 @@ def _most_parts(tokens: int) -> int:
     return next((parts for parts in (8, 4, 2) if tokens // parts >= _LEAST_TOKENS), 1)
 
 
-def _no_parts_in(mode: LaunchMode, num_chunks: int) -> str | None:
-    if "output chunks" not in mode.refuses:
-        return None
-    return (
-        f"holds the output weights in parts, which training.num_output_chunks {num_chunks} cannot"
-        " use; leave one out"
-    )
-
-
 def _streams(levers: Levers, family: ModelFamily) -> str | None:
     if family.is_encoder_decoder:
         return (
@@ -392,15 +367,6 @@ def _streams(levers: Levers, family: ModelFamily) -> str | None:
     if levers.torch_compile:
         return "torch.compile compiles layers, of which this has not been tested; leave one out"
     return None
-
-
-def _streams_in(mode: LaunchMode, num_layers: int) -> str | None:
-    if mode.engine in ("plain", "ddp"):
-        return None
-    return (
-        "keeps the weights by an engine of its own, which training.streamed_layers"
-        f" {num_layers} does not know; use single_gpu or dual_gpu_nccl, or leave it out"
-    )
 
 
 def aligned_bytes(size_bytes: int) -> int:
@@ -439,7 +405,9 @@ LEVERS = (
         tries=lambda _, levers, around: False,
         saved=lambda _: 0.0,
         same=lambda _: "norms, rotary embedding and MLPs compute the same, rounded elsewhere",
-        refusal=_liger,
+        refusal=lambda _, family: (
+            None if family.liger else f"liger-kernel has no kernels for a {family.model_type}"
+        ),
     ),
     Lever(
         name="torch_compile",
@@ -455,7 +423,11 @@ LEVERS = (
         ),
         text=lambda _: "layers compiled",
         off="not compiled",
-        requested=lambda recipe: recipe.training.compiles or None,
+        requested=lambda recipe: recipe.training.compiles,
+        tried=(False, True),  # candidates.compiled, for speed
+        tries=lambda _, levers, around: False,
+        saved=lambda _: 0.0,
+        same=lambda _: "compiled kernels compute the same, rounded elsewhere",
         is_recorded=False,  # it is recorded as a step that is not compiled
     ),
     Lever(
@@ -472,7 +444,12 @@ LEVERS = (
         tries=lambda _, levers, around: around.device == "cuda",
         same=lambda _: "a layer computes with a copy of the same bits",
         refusal=_streams,
-        mode_refusal=_streams_in,
+        mode_refusal=lambda mode, num_layers: (
+            "keeps the weights by an engine of its own, which training.streamed_layers"
+            f" {num_layers} does not know; use single_gpu or dual_gpu_nccl, or leave it out"
+            if mode.engine not in ("plain", "ddp")
+            else None
+        ),
         is_recorded=False,  # a step is composed of that with all weights on the device
     ),
     Lever(
@@ -525,7 +502,12 @@ LEVERS = (
             and parts == _most_parts(around.tokens)
         ),
         same=lambda _: "each MLP makes the same of a part of the tokens at a time",
-        refusal=_unless(lambda model: model.tiles_mlp, _NO_TILES, is_in_layers=True),
+        refusal=_unless(
+            lambda model: model.tiles_mlp,
+            "of which no part of the tokens can go through an MLP by itself (a mixture of experts,"
+            " or an MLP that is no module)",
+            is_in_layers=True,
+        ),
         mode_refusal=_no_tiles_in,
     ),
     Lever(
@@ -561,8 +543,17 @@ LEVERS = (
         requested=lambda recipe: recipe.training.num_output_chunks,
         tried=(1, 8, 32),  # 8: as many as torchtune's default
         same=lambda _: "the loss is the same sum, its logits made in parts",
-        refusal=_unless(lambda model: model.head == "unchanged", _NO_PARTS),
-        mode_refusal=_no_parts_in,
+        refusal=_unless(
+            lambda model: model.head == "unchanged",
+            "whose forward pass computes with the logits, scales them or caps them, and so cannot"
+            " return the loss of their parts",
+        ),
+        mode_refusal=lambda mode, num_chunks: (
+            f"holds the output weights in parts, which training.num_output_chunks {num_chunks}"
+            " cannot use; leave one out"
+            if "output chunks" in mode.refuses
+            else None
+        ),
     ),
     Lever(
         name="logits_at_targets",
@@ -573,7 +564,10 @@ LEVERS = (
         text=lambda _: "logits at targets",
         off="logits at all positions",
         requested=lambda recipe: recipe.training.logits_at_targets,
-        refusal=_unless(lambda model: model.head != "other", _NOT_AT_TARGETS),
+        refusal=_unless(
+            lambda model: model.head != "other",
+            "whose forward pass does not make each position's logits of that position alone",
+        ),
     ),
     Lever(
         name="batch_by_tokens",

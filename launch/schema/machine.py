@@ -13,7 +13,7 @@ GIB = 1 << 30
 Device = Literal["cpu", "cuda"]
 
 # packages that decide how a plan computes, and that requirements.txt does not install
-OptionalPackage = Literal["flash_attn", "liger_kernel"]
+OptionalPackage = Literal["flash_attn", "liger_kernel", "triton"]
 
 # compute capabilities on which PyTorch tries cuDNN's attention first (check_prefer_cudnn_attention)
 PREFER_CUDNN = ("9.0", "10.0", "10.3")
@@ -151,12 +151,12 @@ class Link:
     skipped: tuple[str, ...] = ()  # tries that were left out, and why
 
 
-def cudnn_is_last(is_packed: bool, environ: Mapping[str, str]) -> bool:
+def cudnn_is_last(few_shapes: bool, environ: Mapping[str, str]) -> bool:
     """True if PyTorch's own attention kernels come before cuDNN's, also where it prefers those: in
-    all runs but those of packed rows, unless the user's environment says otherwise.
+    all runs but those of few shapes, unless the user's environment says otherwise.
 
     For each shape of a batch cuDNN compiles a plan, and keeps it (pytorch/pytorch pull 190388).
     That is the likely cause, not profiled, of what an H200 with torch 2.11 showed: steps of a T5
     with rows of many lengths took 0.2 to 0.5 s until their shapes were known and 0.12 s from then
     on, and 280 steps left 1.5 GB more in host RAM."""
-    return environ.get(CUDNN_LAST, "" if is_packed else "1") == "1"
+    return environ.get(CUDNN_LAST, "" if few_shapes else "1") == "1"

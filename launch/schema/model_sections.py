@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -11,7 +12,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     StringConstraints,
-    model_validator,
 )
 
 from launch.schema.section import AFFECTS_STEP, Section, affects, as_tuple
@@ -51,7 +51,7 @@ class ModelSection(Section):
     path_if_there: Annotated[str | None, affects("source")] = Field(
         default=None, description="Folder that is used instead of the shape if it holds a model."
     )
-    freeze: Annotated[tuple[str, ...], AFFECTS_STEP] = Field(
+    freeze: Annotated[tuple[str, ...], BeforeValidator(as_tuple), AFFECTS_STEP] = Field(
         default=(),
         description="Names of modules whose parameters are not trained, e.g. [shared, encoder].",
     )
@@ -77,14 +77,12 @@ class ModelSection(Section):
         " varlen_attn is PyTorch's own for rows without padding. null: planned.",
     )
 
-    @model_validator(mode="after")
-    def one_source(self) -> ModelSection:
+    def _faults(self) -> Iterator[str]:
         if (self.shape is None) == (self.path is None):
-            raise ValueError(
+            yield (
                 "give exactly one of model.shape (a name in configs/models/) and model.path (a"
                 " local folder)"
             )
-        return self
 
 
 class TokenizerSection(Section):

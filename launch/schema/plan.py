@@ -147,13 +147,6 @@ class Strategy:
         return replace(self, levers=replace(self.levers, **values))
 
     @property
-    def compiles(self) -> bool:
-        """True if the ranks compile code: torch.compile, Triton's kernels, DeepSpeed's optimizers
-        on the host."""
-        levers = self.levers
-        return levers.torch_compile or levers.use_liger_kernel or self.launch_mode.offloads
-
-    @property
     def keeps_frozen_apart(self) -> bool:
         """True if ranks of DDP read frozen weights from the same files, so that rank 0 need not
         send them."""
@@ -396,6 +389,8 @@ class Plan:
     phases: DevicePhases = field(default_factory=DevicePhases)
     host: HostPhases = field(default_factory=HostPhases)
     seconds_per_step: float | None = None  # predicted, of an optimizer step
+    # predicted, of a pass over the held-out rows; None: there is none, or they are not counted
+    seconds_per_evaluation: float | None = None
     seconds_correction: SecondsCorrection = NOT_CORRECTED  # correction that they contain
     waits_share: float = 0.0  # share of these seconds in which the device waits for its host
     # tokens of the longest source and target that was planned for
@@ -404,6 +399,7 @@ class Plan:
     rendezvous: Rendezvous | None = None  # None: one machine
     link: Link | None = None  # link between the ranks; None: not tested
     packing: bool = False  # a batch counts packed sequences
+    few_shapes: bool = False  # micro-batches have, so that cuDNN's attention may come first
     padding: Padding | None = None  # None: the rows have not been tokenised yet
     # fingerprint of the frozen weights under an adapter, which no checkpoint contains
     base_fingerprint: str | None = None
@@ -450,9 +446,11 @@ class Plan:
         strategy, states, model_size = self.strategy, self.estimate, self.shape
         mode = strategy.launch_mode
         ranks = 1 if mode.is_whole else strategy.num_processes
-        optimizer_bytes = states.optimizer_bytes * ranks
-        if mode.offloads:  # ZeRO's states are float32: the weights and usually two moments
-            optimizer_bytes = 3 * 4 * model_size.trainable_parameters
+        optimizer_bytes = (
+            3 * 4 * model_size.trainable_parameters  # float32: the weights and usually two moments
+            if mode.offloads
+            else states.optimizer_bytes * ranks
+        )
         if model_size.lora_parameters:
             return model_size.lora_bytes + model_size.tied_copy_bytes + optimizer_bytes
         if mode.engine == "deepspeed":  # all weights in rank 0's file, or each rank's part

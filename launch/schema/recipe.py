@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from launch.schema.data_section import DataSection
 from launch.schema.model_sections import (
@@ -21,7 +21,7 @@ from launch.schema.run_sections import (
     NumericsSection,
     ResumeSection,
 )
-from launch.schema.section import Section, affects
+from launch.schema.section import Section, affects, as_tuple
 from launch.schema.training_section import Precision, TrainingSection
 
 _Concession = Literal["optimizer", "quantization", "lora.r", "data.max_length"]
@@ -57,7 +57,7 @@ class Recipe(Section):
     evaluation: EvaluationSection = Field(
         default=EvaluationSection(), description="What to measure besides the held-out loss."
     )
-    allow: Annotated[tuple[_Concession, ...], affects("plan")] = Field(
+    allow: Annotated[tuple[_Concession, ...], BeforeValidator(as_tuple), affects("plan")] = Field(
         default=(), description="What may be relaxed if nothing else fits; it changes the result."
     )
     resume: ResumeSection = Field(
@@ -68,72 +68,6 @@ class Recipe(Section):
         default=None,
         description="Folder that also gets training.log and the TensorBoard events of each run.",
     )
-
-    @model_validator(mode="after")
-    def best_of_held_out_rows(self) -> Recipe:
-        training = self.training
-        if training.load_best_model_at_end and not self.evaluates:
-            raise ValueError(
-                "training.load_best_model_at_end needs data.validation_file or"
-                " data.validation_size: held-out rows say what is best"
-            )
-        if training.early_stopping_patience is not None and not self.evaluates:
-            raise ValueError(
-                f"training.early_stopping_patience {training.early_stopping_patience} needs"
-                " data.validation_file or data.validation_size: the loss on held-out rows says when"
-                " to stop"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def tied_as_its_base(self) -> Recipe:
-        if self.lora and self.model.path and self.model.tie_word_embeddings is not None:
-            raise ValueError(
-                "model.tie_word_embeddings beside lora: an adapter is loaded on the folder as it"
-                " is, and would lose a head of its own; leave one of the two out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def dtype_of_whole_models(self) -> Recipe:
-        if self.lora and self.model.path and self.model.output_dtype:
-            raise ValueError(
-                "model.output_dtype beside lora: the adapter is saved in its own type, and"
-                " `python -m launch merge` writes the base's; leave one of the two out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def truncated_side_of_rows(self) -> Recipe:
-        if self.task == "pretrain" and self.data.truncation_side == "left":
-            raise ValueError(
-                "data.truncation_side: left is for task: sft; pretraining splits long texts and"
-                " truncates none"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def what_can_be_streamed(self) -> Recipe:
-        needs = {
-            "task: pretrain (rows for SFT fit the disk)": self.task == "pretrain",
-            "data.packing: true (the longest row is not known before: full sequences are planned"
-            " for)": self.data.packing,
-            "training.max_steps (how many an epoch has is not known before)": (
-                self.training.max_steps >= 0
-            ),
-            "no data.max_train_samples (training.max_steps ends it)": (
-                self.data.max_train_samples is None
-            ),
-            "no data.validation_size (a stream is not counted before it is trained; name other rows"
-            " with data.validation_file)": self.data.validation_size is None,
-            "no training.dataloader_num_workers (processes of its own tokenise)": (
-                not self.training.dataloader_num_workers
-            ),
-        }
-        if self.data.streaming and not all(needs.values()):
-            unmet = [need for need, is_met in needs.items() if not is_met]
-            raise ValueError(f"data.streaming: true needs {'; '.join(unmet)}")
-        return self
 
     @field_validator("quantization")
     @classmethod
@@ -150,16 +84,62 @@ class Recipe(Section):
             )
         return value
 
-    @model_validator(mode="after")
-    def as_many_processes_on_each_node(self) -> Recipe:
-        launch, count = self.launch, self.launch.num_processes
+    def _faults(self) -> Iterator[str]:
+        training, launch, is_adapter = self.training, self.launch, self.lora and self.model.path
+        if training.load_best_model_at_end and not self.evaluates:
+            yield (
+                "training.load_best_model_at_end needs data.validation_file or"
+                " data.validation_size: held-out rows say what is best"
+            )
+        if training.early_stopping_patience is not None and not self.evaluates:
+            yield (
+                f"training.early_stopping_patience {training.early_stopping_patience} needs"
+                " data.validation_file or data.validation_size: the loss on held-out rows says when"
+                " to stop"
+            )
+        if is_adapter and self.model.tie_word_embeddings is not None:
+            yield (
+                "model.tie_word_embeddings beside lora: an adapter is loaded on the folder as it"
+                " is, and would lose a head of its own; leave one of the two out"
+            )
+        if is_adapter and self.model.output_dtype:
+            yield (
+                "model.output_dtype beside lora: the adapter is saved in its own type, and"
+                " `python -m launch merge` writes the base's; leave one of the two out"
+            )
+        if self.task == "pretrain" and self.data.truncation_side == "left":
+            yield (
+                "data.truncation_side: left is for task: sft; pretraining splits long texts and"
+                " truncates none"
+            )
+        if self.data.streaming and (unmet := self._lacks_for_streaming()):
+            yield f"data.streaming: true needs {'; '.join(unmet)}"
+        count = launch.num_processes
         if count is not None and count % launch.nodes:
-            raise ValueError(
+            yield (
                 f"launch.num_processes {count} cannot be shared evenly by launch.nodes"
                 f" {launch.nodes}; write a multiple of {launch.nodes}"
-                f"{self.keeping(self.training.samples_per_process * count, count, count)}"
+                f"{self.keeping(training.samples_per_process * count, count, count)}"
             )
-        return self
+
+    def _lacks_for_streaming(self) -> list[str]:
+        needs = {
+            "task: pretrain (rows for SFT fit the disk)": self.task == "pretrain",
+            "data.packing: true (the longest row is not known before: full sequences are planned"
+            " for)": self.data.packing,
+            "training.max_steps (how many an epoch has is not known before)": (
+                self.training.max_steps >= 0
+            ),
+            "no data.max_train_samples (training.max_steps ends it)": (
+                self.data.max_train_samples is None
+            ),
+            "no data.validation_size (a stream is not counted before it is trained; name other rows"
+            " with data.validation_file)": self.data.validation_size is None,
+            "no training.dataloader_num_workers (processes of its own tokenise)": (
+                not self.training.dataloader_num_workers
+            ),
+        }
+        return [need for need, is_met in needs.items() if not is_met]
 
     def keeping(self, effective_batch_size: int, asked: int, most: int) -> str:
         """The end of a refusal: flags with which at most `most` processes, instead of `asked`, take

@@ -49,7 +49,7 @@ HONOURED: Mapping[str, str] = {
     "lr_scheduler_kwargs": "test_the_schedule_takes_its_numbers",
     **dict.fromkeys(("tf32", "liger_kernel_config"), "test_the_kernels_are_those_asked_for"),
     **dict.fromkeys(
-        ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
+        ("torch_compile_backend", "torch_compile_mode"),
         "test_the_layers_are_compiled_as_asked_for",
     ),
     **dict.fromkeys(
@@ -88,7 +88,6 @@ EXTRAS: Mapping[str, frozenset[Effect]] = {
     "average_tokens_across_devices": frozenset({"weights"}),
     "tf32": frozenset({"weights", "step_time", "planned"}),
     "liger_kernel_config": frozenset({"weights", "memory", "step_time"}),
-    "torch_compile": frozenset({"weights", "memory", "step_time", "planned"}),
     **dict.fromkeys(
         ("adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_kwargs"), frozenset({"weights"})
     ),

@@ -29,8 +29,10 @@ PACKED, SCALES = "packed parameter", "scales"
 SLOT = "slot of streamed weights"  # the device holds the weights of streamed layers there
 Layer = tuple[int, int]  # (stack, index in it)
 Parts = tuple[float, float, float, float]
-# differences between the tensors of a kernel without products: dtype alone, shape, strides
-Form = Literal["", "cast", "broadcast", "strided"]
+Runs = Sequence[tuple[int, int]]  # (number of a run, times that it is repeated)
+# differences between the tensors of a kernel without products: dtype alone, shape, strides. A list:
+# tensors of one layer in a kernel on lists of tensors, whose launch is another operator
+Form = Literal["", "cast", "broadcast", "strided", "list"]
 
 
 @dataclass(frozen=True)
@@ -100,17 +102,20 @@ class Operator:
     dtype: str = ""  # dtype of its result; a product in 16 bits names its alignment too
     flops: Parts = (0, 0, 0, 0)
     bytes: Parts = (0, 0, 0, 0)  # memory that it reads and writes
-    launches: int = 0  # number of kernel launches
+    launches: int = 0  # number of kernel launches; of tensors in a list
     form: Form = ""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The forward and backward passes of each micro-step, as runs of operators."""
+    """The operators of a step in runs: the forward and backward passes of each micro-step, the
+    update behind them, and a micro-batch of an evaluation."""
 
     operators: Sequence[Operator]
     runs: Sequence[Sequence[int]]  # numbers of operators
-    micro_steps: Sequence[Sequence[tuple[int, int]]]  # (number of a run, times that it is repeated)
+    micro_steps: Sequence[Runs]
+    update: Runs = ()
+    evaluation: Runs = ()
 
     def with_operators(self, change: Callable[[Operator], Operator]) -> Passes:
         """The same passes of other operators."""

@@ -46,12 +46,12 @@ class StepEvent:
     def metrics(self) -> str:
         """The text that every screen and log shows for a step's figures."""
         rate = 1 / self.seconds if self.seconds > 0 else math.inf
-        vram = ""
-        if self.vram_total_bytes:
-            vram = (
-                f"  VRAM {self.vram_allocated_bytes / GIB:.2f} GiB (reserved"
-                f" {self.vram_reserved_bytes / GIB:.2f} of {self.vram_total_bytes / GIB:.1f})"
-            )
+        vram = (
+            f"  VRAM {self.vram_allocated_bytes / GIB:.2f} GiB (reserved"
+            f" {self.vram_reserved_bytes / GIB:.2f} of {self.vram_total_bytes / GIB:.1f})"
+            if self.vram_total_bytes
+            else ""
+        )
         return (
             f"loss {self.loss:.4f}  lr {self.learning_rate:.3e}  {self.seconds:.3f} s/step"
             f"  {self.samples * rate:,.1f} samples/s  {self.tokens * rate:,.0f} tokens/s"

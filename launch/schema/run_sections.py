@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
@@ -14,7 +15,6 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     field_validator,
-    model_validator,
 )
 
 from launch.schema.machine import Device
@@ -89,7 +89,9 @@ class LaunchSection(Section):
     exact_batch: Annotated[bool, affects("plan")] = Field(
         default=False, description="Refuse a micro-batch that does not fit instead of splitting it."
     )
-    pass_env: Annotated[tuple[str, ...], affects("memory", "step_time")] = Field(
+    pass_env: Annotated[
+        tuple[str, ...], BeforeValidator(as_tuple), affects("memory", "step_time")
+    ] = Field(
         default=(),
         description="Names of environment variables that ranks get besides the usual ones.",
     )
@@ -188,30 +190,23 @@ class LaunchSection(Section):
         """The device that the mode's name fixes."""
         return self.named_mode.device if self.named_mode else None
 
-    @model_validator(mode="after")
-    def nodes_can_meet(self) -> LaunchSection:
+    def _faults(self) -> Iterator[str]:
         if self.nodes > 1 and self.waits:
-            raise ValueError(
+            yield (
                 "wait, after and not_before are for one machine: several would wait one by one; set"
                 " nodes to 1 or leave them out"
             )
-        if self.nodes == 1:
-            cluster_keys = ("machine_rank", "main_process_ip", "network_interface")
-            if superfluous := [key for key in sorted(cluster_keys) if getattr(self, key)]:
-                raise ValueError(
-                    f"{', '.join(superfluous)}: only for several machines; set launch.nodes too"
-                )
-            return self
-        if self.machine_rank >= self.nodes:
-            raise ValueError(
-                f"machine_rank {self.machine_rank}, but nodes count from 0 to {self.nodes - 1}"
-            )
-        if self.main_process_ip is None:
-            raise ValueError(
+        cluster_keys = ("machine_rank", "main_process_ip", "network_interface")
+        superfluous = [key for key in sorted(cluster_keys) if getattr(self, key)]
+        if self.nodes == 1 and superfluous:
+            yield f"{', '.join(superfluous)}: only for several machines; set launch.nodes too"
+        elif self.machine_rank >= self.nodes:
+            yield f"machine_rank {self.machine_rank}, but nodes count from 0 to {self.nodes - 1}"
+        if self.nodes > 1 and self.main_process_ip is None:
+            yield (
                 f"nodes {self.nodes} needs main_process_ip, the address of the node with"
                 " machine_rank 0"
             )
-        return self
 
 
 class NumericsSection(Section):
@@ -253,5 +248,9 @@ class EvaluationSection(Section):
         " none. null: 3 with `exact_match_rows`, but none where ranks share the weights.",
     )
     max_new_tokens: Annotated[int, affects("interruptions")] = Field(
-        default=64, ge=1, le=4096, description="Most tokens of an answer."
+        default=64,
+        ge=1,
+        le=4096,
+        description="Most tokens of an answer; of sample answers also no more than the longest row"
+        " leaves beside their questions.",
     )

@@ -3,10 +3,10 @@ once, and all code that compares recipes asks for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 Effect = Literal[
     "weights",  # the trained weights
@@ -48,3 +48,13 @@ class Section(BaseModel):
     """A strict, frozen part of a recipe. An unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    def _faults(self) -> Iterator[str]:
+        """Yield what is wrong with keys that are right one by one, and what to do."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _keys_go_together(self) -> Self:
+        if faults := [*self._faults()]:
+            raise ValueError("\n".join(faults))
+        return self

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator
 
 from launch.schema.levers import LeverKeys
 from launch.schema.section import AFFECTS_STEP, affects, as_tuple
@@ -15,6 +16,28 @@ Precision = Literal["no", "bf16", "fp16"]
 # Values of TrainingArguments.report_to
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
 TENSORBOARD: Tracker = "tensorboard"
+
+
+# Values of TrainingArguments.optim: those whose states are counted (launch/predict/optimizers.py)
+Optimizer = Literal[
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adafactor",
+    "sgd",
+    "adagrad",
+    "rmsprop",
+    "adamw_bnb_8bit",
+    "adamw_8bit",
+    "paged_adamw_8bit",
+    "lion_8bit",
+    "paged_lion_8bit",
+    "rmsprop_bnb_8bit",
+    "paged_adamw_32bit",
+    "lion_32bit",
+    "paged_lion_32bit",
+    "rmsprop_bnb",
+    "rmsprop_bnb_32bit",
+]
 
 
 _Schedule = Literal[
@@ -28,13 +51,19 @@ _Schedule = Literal[
     "inverse_sqrt",
     "warmup_stable_decay",
 ]
+# The keywords that a schedule needs, one of them at least. Source:
+# get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule of transformers 5.23
+_SCHEDULE_NUMBERS: Mapping[str, tuple[str, ...]] = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
 
 
 # switches in liger_kernel_config that replace the loss
 LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 
 
-COMPILE_KEYS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+COMPILE_KEYS = ("torch_compile_backend", "torch_compile_mode")
 
 
 class TrainingSection(LeverKeys):
@@ -106,7 +135,7 @@ class TrainingSection(LeverKeys):
         description="Share of each target that all tokens of the vocabulary have alike, in the"
         " training loss; the held-out loss is without it.",
     )
-    optim: Annotated[str, AFFECTS_STEP] = Field(
+    optim: Annotated[Optimizer, AFFECTS_STEP] = Field(
         default="adamw_torch_fused", description="Optimizer, by TrainingArguments' name."
     )
     bf16: Annotated[bool, affects("weights", "memory", "step_time", "planned")] = Field(
@@ -175,41 +204,25 @@ class TrainingSection(LeverKeys):
             )
         return value
 
-    @model_validator(mode="after")
-    def one_precision(self) -> TrainingSection:
+    def _faults(self) -> Iterator[str]:
         if self.bf16 and self.fp16:
-            raise ValueError("bf16 and fp16 are both true; choose one")
-        return self
-
-    @model_validator(mode="after")
-    def scaling_has_a_batch(self) -> TrainingSection:
+            yield "bf16 and fp16 are both true; choose one"
         if (self.learning_rate_scaling == "none") != (self.learning_rate_batch_size is None):
-            raise ValueError(
+            yield (
                 f"learning_rate_scaling is {self.learning_rate_scaling} and"
                 f" learning_rate_batch_size {self.learning_rate_batch_size or 'not given'}; set"
                 " both: how the rate grows with the effective batch, and the effective batch that"
                 " learning_rate is for"
             )
-        return self
-
-    @model_validator(mode="after")
-    def schedule_has_its_numbers(self) -> TrainingSection:
-        """Require the keyword that a schedule needs. Source:
-        get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule of transformers 5.23."""
-        needs = {
-            "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
-            "warmup_stable_decay": ("num_decay_steps",),
-        }
-        names = needs.get(self.lr_scheduler_type, ())
+        names = _SCHEDULE_NUMBERS.get(self.lr_scheduler_type, ())
         options = self.extras.get("lr_scheduler_kwargs") or {}
         if names and not (
             isinstance(options, dict) and any(options.get(name) is not None for name in names)
         ):
-            raise ValueError(
+            yield (
                 f"lr_scheduler_type {self.lr_scheduler_type} needs {' or '.join(names)}; write"
                 f" lr_scheduler_kwargs: {{{names[-1]}: ...}} under training: in a recipe file"
             )
-        return self
 
     def learning_rate_at(self, effective_batch_size: int) -> float:
         """The peak learning rate, scaled if the recipe says so (linear: arXiv:1706.02677; sqrt:
@@ -230,7 +243,7 @@ class TrainingSection(LeverKeys):
         return dict(self.__pydantic_extra__ or {})
 
     @property
-    def compiles(self) -> bool:
-        """True if torch.compile is on. A backend or a mode turns it on too, as in
-        TrainingArguments."""
-        return any(self.extras.get(key) for key in COMPILE_KEYS)
+    def compiles(self) -> bool | None:
+        """True if torch.compile is asked for, None if that is left open. A backend or a mode asks
+        for it too, as in TrainingArguments."""
+        return any(self.extras.get(key) for key in COMPILE_KEYS) or self.torch_compile

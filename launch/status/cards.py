@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from launch.probe.gpu_health import ask
+
 
 @dataclass(frozen=True)
 class CardState:
@@ -34,19 +36,12 @@ def cards() -> list[CardState]:
 def _card(pynvml: Any, index: int) -> CardState:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     memory, name = pynvml.nvmlDeviceGetMemoryInfo(handle), pynvml.nvmlDeviceGetName(handle)
-
-    def ask(name: str, *arguments: Any) -> Any:
-        try:
-            return getattr(pynvml, name)(handle, *arguments)
-        except pynvml.NVMLError:
-            return None
-
-    rates = ask("nvmlDeviceGetUtilizationRates")
+    rates = ask(pynvml, "nvmlDeviceGetUtilizationRates", handle)
     return CardState(
         index=index,
         name=name.decode() if isinstance(name, bytes) else name,
         used_bytes=int(memory.used),
         total_bytes=int(memory.total),
         busy_percent=None if rates is None else int(rates.gpu),
-        celsius=ask("nvmlDeviceGetTemperature", pynvml.NVML_TEMPERATURE_GPU),
+        celsius=ask(pynvml, "nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU),
     )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from launch.base import files, locks, processes
-from launch.base.errors import LaunchError
+from launch.base import files, locks
+from launch.base.errors import EXIT_CODES, LaunchError
+from launch.base.text import from_here
+from launch.queue import leases
+from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
-from launch.schema.result import AttemptEnd, HeldOut, StepEvent
-from launch.supervise import heartbeats
+from launch.schema.result import AttemptEnd, StepEvent
+from launch.supervise import failures, heartbeats
+from launch.supervise.screen import Tail
 
 # lost: neither its launcher nor a word about its end is there
 State = Literal[
@@ -45,7 +51,6 @@ _ENDED: tuple[State, ...] = ("complete", "stopped", "failed", "lost")
 _STOPPED_CODES = (75, 130)
 KEPT_STEPS = 240
 _TAIL_BYTES = 1 << 16  # end of the file of steps that is read when a run is first looked at
-STEP, EVALUATION = TypeAdapter(StepEvent), TypeAdapter(HeldOut)
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,23 @@ class RunState:
     host_limit_bytes: int = 0
     silent_s: float | None = None  # time since a rank's last sign; None: no rank
     verdict: str = ""  # cause of the last failure
+    fix: str = ""  # what to do about an end that is not complete
+    again: str = ""  # the line that goes on then
 
     @property
     def has_ended(self) -> bool:
         return self.state in _ENDED
+
+
+def waiting_folders() -> set[str]:
+    """Folders of this user's runs that wait for memory, or for another run."""
+    own = (lease.record for lease in leases.of_this_machine() if lease.is_own)
+    return {record.run for record in own if record.state != "granted"}
+
+
+def newest_of_recipes(roots: Iterable[Path]) -> set[Path]:
+    """The newest run of each recipe, with which the same line goes on."""
+    return set({root.parent: root for root in sorted(roots, key=lambda root: root.name)}.values())
 
 
 class RunFiles:
@@ -83,26 +101,37 @@ class RunFiles:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self._attempt: AttemptDir | None = None
+        self._root: Path | None = None  # folder of its newest attempt
         self._steps: deque[StepEvent] = deque(maxlen=KEPT_STEPS)
-        self._read_bytes = 0
+        self._lines: Tail | None = None  # lines of its steps
+        self._earlier: list[StepEvent] = []  # last steps of the attempts before it
         self._planned: dict[str, Any] = {}
 
-    def state(self) -> RunState:
+    def is_in_use(self, waiting: Collection[str]) -> bool:
+        """True if a start of the run lives, or waits. `waiting`: folders of the runs that wait."""
+        return str(self.run.root) in waiting or locks.holder_pid(self.run.lock_file) is not None
+
+    def state(self, waiting: Collection[str] = ()) -> RunState:
         """Read what has changed. Damaged files count as missing."""
         attempts = self.run.attempts()
         attempt = attempts[-1] if attempts else None
-        if attempt is None or self._attempt is None or attempt.root != self._attempt.root:
-            self._begin(attempt)
-        if attempt is not None:
-            self._read_steps(attempt)
+        if attempt is None or attempt.root != self._root:
+            self._begin(attempts)
+        if self._lines:
+            self._steps.extend(_new_steps(self._lines))
         beats = heartbeats.read_all(attempt) if attempt else []
         beat = beats[0] if beats else None
+        if attempt and beat and beat.section == "tokenise" and attempt.tokenised_file.exists():
+            beat = None  # the tokeniser has ended, and no rank has begun
         end = files.read_or_none(attempt.supervisor_file, AttemptEnd) if attempt else None
-        state = self._state(beat, end)
-        last = self._steps[-1] if self._steps else None
+        state = "waiting" if str(self.run.root) in waiting else self._state(beat, end)
         has_ended = state in _ENDED
-        pace = self._pace()
+        # its last attempts may have ended without a step
+        past = attempts[::-1] if has_ended else attempts[-1:]
+        trained = self._earlier if has_ended and not self._steps else self._steps
+        last, pace = trained[-1] if trained else None, self._pace()
+        fix = _fix(end) if has_ended and state != "complete" else ""
+        scored = next(filter(None, map(steps.evaluations, past)), [])
         step = max(last.step if last else 0, beat.step if beat else 0)
         max_steps = max(last.max_steps if last else 0, beat.max_steps if beat else 0)
         return RunState(
@@ -114,22 +143,29 @@ class RunFiles:
             max_steps=max_steps,
             seconds_left=None if has_ended or pace is None else (max_steps - step) * pace,
             loss=last.loss if last else None,
-            eval_loss=self._eval_loss(attempt),
-            losses=tuple(event.loss for event in self._steps),
+            eval_loss=scored[-1].loss if scored else None,
+            losses=tuple(event.loss for event in trained),
             seconds_per_step=last.seconds if last else None,
             tokens_per_s=last.tokens / last.seconds if last and last.seconds > 0 else None,
             vram_bytes=last.vram_reserved_bytes if last else 0,
             vram_total_bytes=last.vram_total_bytes if last else 0,
             host_bytes=last.host_pss_bytes if last else 0,
-            silent_s=self._silent_s(beat) if beat and not has_ended else None,
+            silent_s=max(0.0, time.monotonic() - beat.monotonic_s)
+            if beat and not has_ended
+            else None,
             verdict=self._verdict(attempts, state),
+            fix=fix,
+            again=_again(self.run) if fix else "",
             **self._planned,
         )
 
-    def _begin(self, attempt: AttemptDir | None) -> None:
-        self._attempt, self._read_bytes = attempt, 0
-        if self._steps and attempt is not None:  # the curve goes on; steps trained again count once
+    def _begin(self, attempts: list[AttemptDir]) -> None:
+        attempt = attempts[-1] if attempts else None
+        if attempt is not None:  # the curve goes on; steps trained again count once
             self._steps.clear()
+            self._root, self._lines = attempt.root, Tail(attempt.events_file, _TAIL_BYTES)
+            past = (Tail(earlier.events_file, _TAIL_BYTES) for earlier in attempts[-2::-1])
+            self._earlier = next(filter(None, map(_new_steps, past)), [])
         self._planned = self._predicted(attempt)
 
     def _predicted(self, attempt: AttemptDir | None) -> dict[str, Any]:
@@ -147,46 +183,13 @@ class RunFiles:
             "host_limit_bytes": machine.host_limit_bytes if machine else 0,
         }
 
-    def _read_steps(self, attempt: AttemptDir) -> None:
-        """The steps that were written since the last look; of a file that is new to us, the last
-        ones."""
-        try:
-            with attempt.events_file.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size <= self._read_bytes:
-                    return
-                start = self._read_bytes or max(0, size - _TAIL_BYTES)
-                file.seek(start)
-                content = file.read(size - start)
-        except OSError:  # not there yet, or its disk is gone
-            return
-        lines = content.split(b"\n")
-        unfinished = lines.pop()
-        if start and not self._read_bytes:
-            lines = lines[1:]  # it begins inside of one
-        for line in lines:
-            try:
-                self._steps.append(STEP.validate_json(line))
-            except ValidationError:  # damaged
-                continue
-        self._read_bytes = size - len(unfinished)
-
     def _pace(self) -> float | None:
         """Seconds of a step with the evaluations and checkpoints between steps."""
         if len(self._steps) < 2:
             return None
         first, last = self._steps[0], self._steps[-1]
-        steps = last.step - first.step
-        return (last.time - first.time) / steps if steps > 0 else None
-
-    def _eval_loss(self, attempt: AttemptDir | None) -> float | None:
-        if attempt is None:
-            return None
-        try:
-            lines = attempt.held_out_file.read_bytes().rstrip().splitlines()[-1:]
-            return EVALUATION.validate_json(lines[0]).loss if lines else None
-        except (OSError, ValidationError):
-            return None
+        num_steps = last.step - first.step
+        return (last.time - first.time) / num_steps if num_steps > 0 else None
 
     def _state(self, beat: heartbeats.Beat | None, end: AttemptEnd | None) -> State:
         if locks.holder_pid(self.run.lock_file) is not None:
@@ -197,11 +200,6 @@ class RunFiles:
             return "stopped"
         return "complete" if end.exit_code == 0 else "failed"
 
-    def _silent_s(self, beat: heartbeats.Beat) -> float | None:
-        if beat.boot != processes.boot_id():
-            return None
-        return max(0.0, time.monotonic() - beat.monotonic_s)
-
     def _verdict(self, attempts: list[AttemptDir], state: State) -> str:
         """The cause of the end of a run that has ended, or of the attempt before the one that runs
         now; "" if none failed. A stop is the user's own: it is no reason to say it again later."""
@@ -210,5 +208,29 @@ class RunFiles:
             end = files.read_or_none(attempt.supervisor_file, AttemptEnd)
             is_old_stop = state not in _ENDED and end and end.exit_code in _STOPPED_CODES
             if end and end.failure and not is_old_stop:
-                return f"attempt {attempt.number}: {end.failure.cause} (exit code {end.exit_code})"
+                code = f"{end.exit_code}: {EXIT_CODES.get(end.exit_code, 'unknown')}"
+                return f"attempt {attempt.number}: {end.failure.cause} (exit code {code})"
         return ""
+
+
+def _new_steps(lines: Tail) -> list[StepEvent]:
+    """The steps that were written since the last look. Damaged ones are left out, and so is all of
+    a disk that is gone."""
+    events = []
+    with suppress(OSError):
+        for line in lines.new_lines():
+            with suppress(ValidationError):
+                events.append(files.adapter(StepEvent).validate_json(line))
+    return events
+
+
+def _again(run: RunDir) -> str:
+    if not run.recipe_yaml.exists():
+        return ""
+    return f"python -m launch run {shlex.quote(from_here(run.recipe_yaml))}"
+
+
+def _fix(end: AttemptEnd | None) -> str:
+    if end is None or end.failure is None:
+        return f"killed, or the machine went down; {failures.CONTINUE}"
+    return end.failure.fix or f"mend that; {failures.CONTINUE}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from rich.console import Console
 from rich.text import Text
 
 from launch.base.progress import eta
@@ -15,7 +16,13 @@ from launch.status.runs import RunState
 
 BARS = "▁▂▃▄▅▆▇█"
 _CURVE_COLUMNS = 24
-STYLES = {"complete": "green", "failed": "red", "lost": "red", "stopped": "yellow"}
+STYLES = {
+    "complete": "green",
+    "stopped early": "green",
+    "failed": "red",
+    "lost": "red",
+    "stopped": "yellow",
+}
 _SILENT_S = 60.0  # silence of a rank from which on it is shown
 
 
@@ -23,36 +30,36 @@ def page(
     runs: Sequence[RunState],
     cards: Sequence[CardState],
     waiting: Sequence[str],
-    terminal: tuple[int, int] | None = None,
+    terminal: Console | None = None,
 ) -> Text:
-    """One screen: runs, those that wait, cards. `terminal`: its columns and rows; the runs that do
-    not fit there are counted."""
+    """One screen: runs, those that wait, cards. The runs that do not fit on `terminal` are
+    counted."""
     below = [Text(shown(line)) for line in waiting] + [Text(card_line(card)) for card in cards]
     blocks = [[*_run_lines(run)] for run in runs] or [[Text("no runs here yet")]]
     if terminal:
-        blocks = _fitting(blocks, terminal[0], terminal[1] - _rows(below, terminal[0]))
+        blocks = _fitting(blocks, terminal, terminal.height - _rows(below, terminal))
     return Text("\n").join([*(line for block in blocks for line in block), *below])
 
 
-def _fitting(blocks: list[list[Text]], columns: int, rows: int) -> list[list[Text]]:
+def _fitting(blocks: list[list[Text]], terminal: Console, rows: int) -> list[list[Text]]:
     """The first blocks that fit into so many rows; if not all do, a last line says how many are
     left out."""
     for number, block in enumerate(blocks):
         is_last = number + 1 == len(blocks)
-        rows -= _rows(block, columns)
+        rows -= _rows(block, terminal)
         if rows < (0 if is_last else 1):
             note = f"{len(blocks) - number} more: python -m launch runs, or a higher terminal"
             return [*blocks[:number], [Text(note, style="dim")]]
     return blocks
 
 
-def _rows(lines: Sequence[Text], columns: int) -> int:
-    return sum(max(1, math.ceil(line.cell_len / columns)) for line in lines)
+def _rows(lines: Sequence[Text], terminal: Console) -> int:
+    return sum(len(line.wrap(terminal, terminal.width)) for line in lines)
 
 
 def _run_lines(run: RunState) -> Iterator[Text]:
-    """One line for a run that has ended, three for one that has not; and the verdict of its last
-    failure."""
+    """One line for a run that has ended, three for one that has not; the verdict of its last
+    failure, and what to do about its end."""
     style = STYLES.get(run.state, "bold")
     head = Text.assemble((shown(run.run), "bold"), "  ", (run.state, style))
     if run.max_steps:
@@ -74,6 +81,8 @@ def _run_lines(run: RunState) -> Iterator[Text]:
             yield Text(f"  {memory}")
     if run.verdict and run.state != "complete":
         yield Text(f"  {shown(run.verdict)}", style="red" if run.has_ended else "yellow")
+    for line in filter(None, (run.fix, run.again)):
+        yield Text(f"  {shown(line)}", style="dim")
 
 
 def _losses(run: RunState) -> str:

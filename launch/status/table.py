@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rich import box
-from rich.table import Table
+from rich.cells import cell_len, set_cell_size
+from rich.padding import Padding
 from rich.text import Text
 
 from launch.base import files
@@ -16,10 +16,11 @@ from launch.base.text import shown, size
 from launch.run_folder import cleanup
 from launch.run_folder.layout import RunDir
 from launch.schema.result import Outcome
-from launch.status.runs import RunFiles
+from launch.status.runs import RunFiles, newest_of_recipes, waiting_folders
 from launch.status.screen import STYLES
 
-_FIGURES_COLUMNS = 64  # figures of a run of a million steps that was stopped early
+_HEAD = ("run", "state", "steps", "loss", "held out", "disk")
+_GAP = "  "  # between two columns
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,21 @@ class _RunRow:
     bytes: int
     checkpoint_bytes: int  # a part of `bytes`
     verdict: str  # cause of an end that is not complete
+    fix: str  # what to do about it
+    again: str  # the line that goes on then
     folder: str
 
 
 def rows(runs: Path) -> list[_RunRow]:
-    """Every run, the newest first."""
-    rows = [_row(run) for run in RunDir.all(runs)]
+    """Every run, the newest first; what to do about an end is said of the newest of a recipe."""
+    listed = RunDir.listed(runs)
+    newest, waiting = newest_of_recipes(run.root for run in listed), waiting_folders()
+    rows = (_row(run, waiting, run.root in newest) for run in listed)
     return sorted(rows, key=lambda row: Path(row.folder).name, reverse=True)
 
 
-def _row(run: RunDir) -> _RunRow:
-    state = RunFiles(run).state()
+def _row(run: RunDir, waiting: Collection[str], is_newest: bool) -> _RunRow:
+    state = RunFiles(run).state(waiting)
     last = run.attempts()[-1:]
     outcome = files.read_or_none(last[0].outcome_file, Outcome) if last else None
     try:
@@ -66,38 +71,47 @@ def _row(run: RunDir) -> _RunRow:
         bytes=cleanup.size_bytes(run.root),
         checkpoint_bytes=cleanup.size_bytes(run.checkpoints),
         verdict="" if state.state == "complete" else state.verdict,
+        fix=state.fix if is_newest else "",
+        again=state.again if is_newest else "",
         folder=str(run.root),
     )
 
 
-def table(rows: Sequence[_RunRow]) -> Table:
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    drawn.add_column("run", min_width=_widest(rows))  # a part of a name is no name
-    drawn.add_column("state", no_wrap=True)
-    for name in ("steps", "loss", "held out", "disk"):
-        drawn.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        style = "green" if row.state == "stopped early" else STYLES.get(row.state, "bold")
-        run = Text(shown(row.run))
-        if row.verdict:
-            run.append(f"\n{shown(row.verdict)}", style="dim")
-        drawn.add_row(
-            run,
-            Text(row.state, style=style),
-            f"{row.step:,} of {row.max_steps:,}" if row.max_steps else "",
-            *("" if value is None else f"{value:.4f}" for value in (row.loss, row.eval_loss)),
-            size(row.bytes),
-        )
+def lines(rows: Sequence[_RunRow], columns: int) -> Iterator[Text | Padding]:
+    """A line for each run, and below it over the whole width why it ended and what to do. A name
+    that leaves no room for the figures has a line of its own; a column without a value is left
+    out."""
+    cells = zip(_HEAD, *map(_cells, rows), strict=True)
+    names, states, *figures = (column for column in cells if any(column[1:]))
+    states = _aligned(states, str.ljust)
+    aligned = (_aligned(column, str.rjust) for column in figures)
+    figures = [_GAP.join(line) for line in zip(*aligned, strict=True)]
+    free = columns - len(states[0]) - len(figures[0]) - 2 * len(_GAP)
+    width = max((cell_len(name) for name in names if cell_len(name) <= free), default=0)
+    for row, name, state, line in zip((None, *rows), names, states, figures, strict=True):
+        if cell_len(name) > width:
+            yield Text(name, no_wrap=True, overflow="ignore")
+            name = ""
+        style = STYLES.get(row.state, "bold") if row else "bold"
+        name = set_cell_size(name, width)
+        yield Text.assemble(name, _GAP, (state, style), _GAP, line, no_wrap=True, overflow="ignore")
+        for text in filter(None, (row.verdict, row.fix) if row else ()):
+            yield Padding.indent(Text(shown(text), style="dim"), len(_GAP))
     total = sum(row.bytes for row in rows)
-    drawn.caption = f"{len(rows):,} run{'' if len(rows) == 1 else 's'}, {size(total)}"
-    drawn.caption_justify = "left"
-    return drawn
+    yield Text(f"{len(rows):,} run{'' if len(rows) == 1 else 's'}, {size(total)}", style="dim")
 
 
-def least_columns(rows: Sequence[_RunRow]) -> int:
-    """The columns of text that the table needs, for names and figures in one piece."""
-    return _widest(rows) + _FIGURES_COLUMNS
+def _cells(row: _RunRow) -> tuple[str, ...]:
+    steps = f"{row.step:,} of {row.max_steps:,}" if row.max_steps else ""
+    losses = ("" if loss is None else f"{loss:.4f}" for loss in (row.loss, row.eval_loss))
+    return shown(row.run), row.state, steps, *losses, size(row.bytes)
 
 
-def _widest(rows: Sequence[_RunRow]) -> int:
-    return max((len(row.run) for row in rows), default=0)
+def _aligned(column: Sequence[str], align: Callable[[str, int], str]) -> list[str]:
+    width = max(map(len, column))
+    return [align(cell, width) for cell in column]
+
+
+def next_lines(rows: Sequence[_RunRow]) -> list[str]:
+    """The line that goes on with the newest run of each recipe, unless that is complete."""
+    return [shown(f"{row.run} goes on: {row.again}") for row in rows if row.again]

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from rich.console import Console
 from rich.text import Text
 
-from launch.base.errors import ConfigError, LaunchError
-from launch.base.text import shown
+from launch.base.errors import ConfigError
+from launch.base.text import shown, suggestion
 from launch.base.workspace import Workspace
 from launch.queue import leases
 from launch.run_folder.layout import RunDir
 from launch.status import screen
 from launch.status.cards import cards
-from launch.status.runs import RunFiles, RunState
+from launch.status.runs import RunFiles, RunState, newest_of_recipes, waiting_folders
 
 _ENDED_SHOWN = 8  # newest runs that have ended
 
@@ -30,22 +30,21 @@ class Watcher:
         self._files: dict[Path, RunFiles] = {}
         self._named = self._root_of(named) if named else None
 
-    def page(self, terminal: tuple[int, int] | None = None) -> Text:
+    def page(self, terminal: Console | None = None) -> Text:
         return screen.page(self.runs(), cards(), self.waiting(), terminal)
 
     def runs(self) -> list[RunState]:
         """Those that run or wait, then the newest that have ended; or the one that was named."""
-        waiting = {lease.record.run for lease in self._waiting() if lease.is_own}
-        roots = [self._named] if self._named else self._roots()
-        states = [
-            replace(state, state="waiting") if state.folder in waiting else state
-            for state in map(self._state, roots)
-        ]
-        ended = [state for state in states if state.has_ended]
-        newest = sorted(ended, key=lambda state: Path(state.folder).name, reverse=True)
+        waiting, roots = waiting_folders(), [self._named] if self._named else [*self._roots()]
+        living, ended = list[RunFiles](), list[RunFiles]()
+        for run in map(self._files_of, roots):
+            (living if run.is_in_use(waiting) else ended).append(run)
+        ended.sort(key=lambda run: run.run.root.name, reverse=True)
+        newest = newest_of_recipes(roots)
+        states = (run.state(waiting) for run in (*living, *ended[:_ENDED_SHOWN]))
         return [
-            *(state for state in states if not state.has_ended),
-            *newest[:_ENDED_SHOWN],
+            state if Path(state.folder) in newest else replace(state, fix="", again="")
+            for state in states
         ]
 
     def waiting(self) -> list[str]:
@@ -56,36 +55,36 @@ class Watcher:
             for lease in self._waiting()
         ]
 
-    def _state(self, root: Path) -> RunState:
+    def _files_of(self, root: Path) -> RunFiles:
         if root not in self._files:
             self._files[root] = RunFiles(RunDir(root))
-        return self._files[root].state()
+        return self._files[root]
 
     def _roots(self) -> Iterator[Path]:
         of_leases = [
-            Path(lease.record.run) for lease in _leases() if lease.is_own and lease.record.run
+            Path(lease.record.run)
+            for lease in leases.of_this_machine()
+            if lease.is_own and lease.record.run
         ]
-        of_workspace = [run.root for run in RunDir.all(self._workspace.runs)]
+        of_workspace = [run.root for run in RunDir.listed(self._workspace.runs)]
         yield from dict.fromkeys(root for root in (*of_leases, *of_workspace) if root.is_dir())
 
     def _waiting(self) -> list[leases.Lease]:
-        return [lease for lease in _leases() if lease.record.state != "granted"]
+        return [lease for lease in leases.of_this_machine() if lease.record.state != "granted"]
 
     def _root_of(self, name: str) -> Path:
         """The folder of a run that was named. Raises ConfigError."""
-        run = RunDir(Path(name).resolve())
-        if run.attempts() and not run.is_dry_run:
-            return run.root
-        of_recipe = [root for root in self._roots() if root.parent.name == name]
-        if not of_recipe:
+        for path in (Path(name), self._workspace.runs / name):
+            run = RunDir(path.resolve())
+            if run.attempts() and not run.is_dry_run:
+                return run.root
+        roots = [*self._roots()]
+        named = [root for root in roots if name in (root.parent.name, RunDir(root).run_id)]
+        if not named:
+            recipes = sorted({root.parent.name for root in roots})
+            there = f"; {suggestion(name, recipes)}" if recipes else ""
             raise ConfigError(
-                f"{shown(name)}: expected a recipe that has run in {self._workspace.runs}, or the"
-                " folder of a run, runs/<recipe>/<time>"
+                f"{shown(name)}: expected a recipe that has run in {self._workspace.runs}, a run's"
+                f" name (<recipe>/<time>) or its folder{there}"
             )
-        return max(of_recipe, key=lambda root: root.name)
-
-
-def _leases() -> list[leases.Lease]:
-    with suppress(LaunchError):  # a machine without a folder of leases
-        return leases.live(leases.folder())
-    return []
+        return max(named, key=lambda root: root.name)

@@ -23,7 +23,6 @@ from launch.schema.recipe import Recipe
 from launch.schema.result import AttemptEnd, AttemptRecord, Outcome, RunResult, SecondStep
 from launch.supervise import failures, heartbeats, stop_signals
 from launch.supervise.screen import Screen
-from launch.supervise.stop_signals import StopSignals
 from launch.supervise.watch import Ended, RankWatcher
 
 _LOG_TAIL_BYTES = 1 << 20  # a cause and the stacks of eight ranks after it, at 98 KiB each
@@ -51,7 +50,7 @@ def run(
     screen: Screen,
     check: Callable[[SecondStep], bool] = lambda measured: True,
     hold: Callable[[int], bool] = lambda host_bytes: False,
-    signals: StopSignals | None = None,
+    signals: stop_signals.StopSignals | None = None,
     end_s: float | None = None,
 ) -> RunResult:
     """Start the ranks of an attempt and watch them to their end.
@@ -73,8 +72,7 @@ def run(
                 run, attempt, screen, signals, recipe.launch, limit_bytes, check, hold
             )
             with attempt.log_file.open("ab") as log:
-                child = _start(command, recipe.launch.pass_env, run, log, end_s)
-                ended = watch.until_end(child)
+                ended = watch.until_end(_start(command, recipe.launch.pass_env, run, log, end_s))
     return result_of(beginning, ended, run, attempt, signals.stop, limit_bytes)
 
 
@@ -134,6 +132,9 @@ def result_of(
     if outcome is None and failure is not None and failure.kind in ("stopped", failures.YIELDED):
         files.write_json(attempt.outcome_file, Outcome(complete=False, ended="preempted"))
     notes = []
+    if failure is not None and failure.kind == "stopped" and not (outcome and outcome.checkpoint):
+        step = run.last_step()
+        notes.append(f"step {step} is saved" if step else "no step is saved, tokenised rows stay")
     if ended.unkillable:
         notes.append(
             f"not even SIGKILL ended process {', '.join(map(str, ended.unkillable))}: restart the"
@@ -212,7 +213,9 @@ def log_tail(path: Path) -> str:
 
 def write_outcome(result: RunResult, attempt: AttemptDir) -> None:
     """Write the end of the attempt as the supervisor saw it, beside rank 0's outcome."""
-    end = AttemptEnd(
-        result.exit_code, result.failure, result.seconds, result.host_peak_bytes, time.time()
+    files.write_json(
+        attempt.supervisor_file,
+        AttemptEnd(
+            result.exit_code, result.failure, result.seconds, result.host_peak_bytes, time.time()
+        ),
     )
-    files.write_json(attempt.supervisor_file, end)

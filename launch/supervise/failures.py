@@ -50,10 +50,6 @@ LIMITS = {
     "SIGXFSZ": ("disk", 10, "a file grew past the limit of sizes", "ulimit -f"),
     "SIGXCPU": ("limit", 3, "a process used up its limit of CPU time", "ulimit -t"),
 }
-_SIGNAL_FIX = (
-    "see the stacks in the attempt's log.txt; `pip install --force-reinstall -r requirements.txt`"
-    " mends mixed builds; if it comes back anywhere else each time, test the machine's memory"
-)
 # Lines that are no failure: warnings, and lines that two step lines follow.
 WARNING = re.compile(
     r"\b(WARNING|INFO|DEBUG)\b|(?<!NCCL )\bWARN\b|Warning: |^(\[rank\d+\]:)?\[[WI]\d*"
@@ -82,7 +78,7 @@ _BESIDE_STEPS = {
 }
 _STOPPED = "Stopped"  # errors.Stopped, as ranks write it
 YIELDED = "yielded"  # the kind of an end that waits for memory again
-_CONTINUE = "run the same line again to continue"
+CONTINUE = "run the same line again to continue"
 
 
 def classify(record: AttemptRecord) -> Failure | None:
@@ -143,7 +139,7 @@ def _cause(record: AttemptRecord) -> Failure:
         return stopped(record.stopped_by, _saved(record))
     if record.is_yielded:
         cause = f"gave its memory to the runs that wait{_saved(record)}"
-        return Failure(YIELDED, 75, cause, "python -m launch queue yield", _CONTINUE)
+        return Failure(YIELDED, 75, cause, "python -m launch queue yield", CONTINUE)
     if _has_stopped(record):
         return _preempted(record)
     return _fallen(record)
@@ -179,7 +175,7 @@ def stopped(number: int, ending: str = "") -> Failure:
         130 if number == signal.SIGINT else 75,
         f"stopped by {name}{ending}",
         name,
-        _CONTINUE,
+        CONTINUE,
     )
 
 
@@ -208,9 +204,8 @@ def _fallen(record: AttemptRecord) -> Failure:
     ]
     for error in rank_errors:
         if error.exit_code:
-            kind, fix = error.type, error.fix
-            if error.type == _STOPPED:
-                kind, fix = "stopped", _CONTINUE
+            is_stop = error.type == _STOPPED
+            kind, fix = ("stopped", CONTINUE) if is_stop else (error.type, error.fix)
             return Failure(kind, error.exit_code, error.message, f"rank {error.rank}", fix)
     if is_killed:
         return Failure(
@@ -223,7 +218,7 @@ def _fallen(record: AttemptRecord) -> Failure:
                 else " but not by the kernel's OOM killer"
             ),
             _killed(record.log_tail),
-            _CONTINUE,
+            CONTINUE,
         )
     return _from_texts(record, rank_errors)
 
@@ -243,7 +238,9 @@ def _killed(log: str) -> str:
 
 def _from_texts(record: AttemptRecord, rank_errors: Sequence[RankError]) -> Failure:
     """The failure that the ranks' errors name, earliest first, or the log."""
-    texts, log = [_error_text(error) for error in rank_errors], _relevant(record.log_tail)
+    # a traceback has the errors that caused a rank's too
+    texts = [f"{each.type}: {each.message}\n{_relevant(each.traceback)}" for each in rank_errors]
+    log = _relevant(record.log_tail)
     if root := _named([*texts, log], "root", bool(rank_errors)):
         return _with_reserved(root, record)
     crash = _signal(record)
@@ -284,11 +281,6 @@ def _silent(record: AttemptRecord) -> str:
     failed = {int(rank) for rank in _REPORTED.findall(record.log_tail)}
     ranks = (rank for rank, pid in record.silent_ranks if rank not in failed and pid not in ended)
     return next((f"rank {rank}" for rank in ranks), "")
-
-
-def _error_text(error: RankError) -> str:
-    """The exception of a rank with its traceback, and those that caused it."""
-    return f"{error.type}: {error.message}\n{_relevant(error.traceback)}"
 
 
 def _relevant(log: str) -> str:
@@ -346,7 +338,15 @@ def _signal(record: AttemptRecord) -> Failure | None:
     cause = (
         f"a rank was ended by {name}: {_SIGNALS.get(name, 'a signal that the run does not use')}"
     )
-    return Failure("signal", 1, cause, proof, _SIGNAL_FIX)
+    return Failure(
+        "signal",
+        1,
+        cause,
+        proof,
+        "see the stacks in the attempt's log.txt; `pip install --force-reinstall -r"
+        " requirements.txt` mends mixed builds; if it comes back anywhere else each time, test the"
+        " machine's memory",
+    )
 
 
 def _signal_name(number: int) -> str:
@@ -367,7 +367,7 @@ def _exit_code(record: AttemptRecord) -> Failure | None:
             return Failure(
                 KINDS[code],
                 code,
-                f"a rank ended with exit code {code}",
+                f"a rank ended with exit code {code}: {errors.EXIT_CODES[code]}",
                 _proof(message[0] if message else full_line(match)),
                 "see the message, and log.txt",
             )
@@ -379,11 +379,12 @@ def _proof(line: str) -> str:
 
 
 def _unknown(record: AttemptRecord) -> Failure:
+    lines = [line for line in record.log_tail.splitlines() if re.search(r"[a-zA-Z]", line)]
     return Failure(
         "unknown",
         1,
         f"the launcher ended with exit code {record.returncode} and no rank left a reason",
-        _last_line(record.log_tail),
+        _proof(lines[-1]) if lines else "no log",
         "read the attempt's log.txt",
     )
 
@@ -394,10 +395,10 @@ def _preempted(record: AttemptRecord) -> Failure:
     stops = [error for error in record.rank_errors if error.type == _STOPPED]
     code = stops[0].exit_code or 75 if stops else 75
     cause = f"{stops[0].message if stops else 'the ranks agreed to stop'}{_saved(record)}"
-    kind, fix = "stopped", _CONTINUE
     if code == 10:
-        kind, fix = "disk", "free space where runs/ is, then run the same line again"
-    return Failure(kind, code, cause, "outcome.json", fix)
+        fix = "free space where runs/ is, then run the same line again"
+        return Failure("disk", code, cause, "outcome.json", fix)
+    return Failure("stopped", code, cause, "outcome.json", CONTINUE)
 
 
 def _saved(record: AttemptRecord) -> str:
@@ -406,9 +407,3 @@ def _saved(record: AttemptRecord) -> str:
     if outcome is None or outcome.checkpoint is None:
         return ""
     return f" at step {outcome.step}; {outcome.checkpoint} is kept"
-
-
-def _last_line(log: str) -> str:
-    """The last line of a log with letters in it."""
-    lines = [line for line in log.splitlines() if re.search(r"[a-zA-Z]", line)]
-    return _proof(lines[-1]) if lines else "no log"

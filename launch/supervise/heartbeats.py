@@ -90,7 +90,6 @@ class Progress:
         self._window: tuple[float, int, dict[int, float]] | None = None
         self._paces: list[float] = []  # seconds a step, of past windows
         self._is_slow = False
-        self._is_waiting = False
 
     def silent(self, beats: list[Beat], now_s: float, floor_s: float) -> str | None:
         """A sentence on the rank that has been silent for longest, if it hangs.
@@ -124,24 +123,20 @@ class Progress:
             self._window = None
             return None
         used = {beat.rank: processes.cpu_s(beat.pid) for beat in beats}
-        if self._window is None:
-            self._window = (now_s, beats[0].step, used)
-            return None
-        since, step, before = self._window
+        window = now_s, beats[0].step, used
+        self._window = since, step, before = self._window or window
         if now_s - since < _SLOW_WINDOW_S:
             return None
-        self._window = (now_s, beats[0].step, used)
+        self._window = window
         if any(beat.section != "step" for beat in beats):
             return None
         pace = (now_s - since) / max(beats[0].step - step, 1)
         median_pace = statistics.median(self._paces) if len(self._paces) >= 3 else pace
-        if pace <= _SLOW_FACTOR * median_pace:
+        was_slow, self._is_slow = self._is_slow, pace > _SLOW_FACTOR * median_pace
+        if not self._is_slow:
             self._paces.append(pace)
-            self._is_slow = False
+        if was_slow or not self._is_slow:
             return None
-        if self._is_slow:
-            return None
-        self._is_slow = True
         shares = ", ".join(
             f"rank {rank} {100 * (used[rank] - before.get(rank, 0)) / (now_s - since):.0f} %"
             for rank in used

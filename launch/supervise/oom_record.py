@@ -33,14 +33,9 @@ def of_attempt(
     attempt = run.attempts()[-1]
     beats = [beat for beat in heartbeats.read_all(attempt) if beat.section != "tokenise"]
     section = max(beats, key=lambda beat: beat.monotonic_s).section if beats else "load"
-    memory = plan.estimate
-    predicted = memory.device_bytes - memory.margin_bytes
-    if of == "host":
-        predicted = budgets.host_bytes(plan.strategy, memory)
-    elif of == "pinned":
-        predicted = memory.pinned_bytes * plan.strategy.processes_per_machine
-    elif section in oom_history.WRITING:
-        predicted = memory.model_state_bytes
+    predicted = _predicted_bytes(plan)[of]
+    if of == "device" and section in oom_history.WRITING:
+        predicted = plan.estimate.model_state_bytes
     machine_after = probe_machine.machine(run_dir=run.root)
     before, after = (
         available_bytes(of, machine, plan.strategy) for machine in (planned_on, machine_after)
@@ -54,6 +49,16 @@ def of_attempt(
         available_bytes=max(before, after),
         is_own=_is_own(of, predicted, before, after, result),
     )
+
+
+def _predicted_bytes(plan: Plan) -> dict[Memory, int]:
+    """The bytes that a plan takes of each memory."""
+    memory, strategy = plan.estimate, plan.strategy
+    return {
+        "device": memory.device_bytes - memory.margin_bytes,
+        "host": budgets.host_bytes(strategy, memory),
+        "pinned": memory.pinned_bytes * strategy.processes_per_machine,
+    }
 
 
 def _limit_bytes(of: str, planned_on: Machine, plan: Plan) -> int:
@@ -97,11 +102,7 @@ def add_refuted(
     oom_history: OomHistory, compared: Comparison, plan: Plan, planned_on: Machine, run: RunDir
 ) -> OomHistory:
     """Add a plan whose second step took more memory than there is."""
-    memory = plan.estimate
-    predicted = {
-        "device": memory.device_bytes - memory.margin_bytes,
-        "host": budgets.host_bytes(plan.strategy, memory),
-    }
+    predicted = _predicted_bytes(plan)
     for of, measured in compared.needs.items():
         available = available_bytes(of, planned_on, plan.strategy)
         limit = _limit_bytes(of, planned_on, plan)
@@ -127,9 +128,7 @@ def write(run: RunDir, ran_out: tuple[OomEvent, ...]) -> None:
 def of_unfinished(runs: Path, recipe_name: str, output_dir: str | None = None) -> OomHistory:
     """The history of the run that unfinished() finds; empty if there is none."""
     run = unfinished(runs, recipe_name, output_dir)
-    with suppress(CheckpointError):  # resume.decide() says so, where it is the run that goes on
-        return OomHistory(ran_out=read(run)) if run else OomHistory()
-    return OomHistory()
+    return OomHistory(ran_out=read(run) if run else ())
 
 
 def unfinished(runs: Path, recipe_name: str, output_dir: str | None = None) -> RunDir | None:

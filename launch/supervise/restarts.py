@@ -17,6 +17,8 @@ _AFTER_PROGRESS = frozenset({"crash", "unknown", "signal", "gpu_broken"})
 NO_PROGRESS = 3  # restarts in a row that committed no new step
 # another plan may take less
 MEMORY = frozenset({"device_oom", "host_oom", "host_pressure", "pinned_oom"})
+# of kernels that are compiled where they run, if a plan chose them
+KERNELS = frozenset({"library", "gpu_unsupported"})
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 
 
@@ -56,8 +58,7 @@ def decide(
     True for launch.on_oom: replan. Plans after a shortage of memory are not counted here, because
     each takes less than the one before. `is_plans_fault` is False for a shortage that other
     programs or tokenising caused, which may pass."""
-    has_new = committed > began
-    history.in_vain = 0 if has_new else history.in_vain
+    history.in_vain = 0 if committed > began else history.in_vain
     is_memory = failure.kind in MEMORY
     if is_memory and not replans:
         return _Next("stop", "launch.on_oom: fail")

@@ -14,8 +14,7 @@ from launch.base.workspace import Workspace
 from launch.plan.planner import Choice
 from launch.probe import machine as probe_machine
 from launch.queue import admission, leases, starts
-from launch.queue.admission import Supply
-from launch.queue.leases import Lease, Needs, NoLeases, OwnLease, Record, Taken
+from launch.queue.leases import Lease, NoLeases, OwnLease, Record, Taken
 from launch.run_folder import disk_space
 from launch.run_folder.layout import RunDir
 from launch.schema.result import SecondStep
@@ -60,12 +59,11 @@ class RunLease:
 
         Raises ResourceError when the recipe's hours are over, or without a folder for leases."""
         launch, place = choice.recipe.launch, leases.folder()
-        blocked = Blocked(launch, place, workspace)
         lease, is_granted = starts.wait(
             place,
             self._record(choice, run),
             lambda granted: self._supply(choice, run, granted),
-            blocked.reason,
+            Blocked(launch, place, workspace).reason,
             self._say,
             self._own,
             launch.wait_s,
@@ -117,23 +115,27 @@ class RunLease:
         self._own.write(needs=admission.later_needs(record.needs, plan, taken), taken=taken)
 
     def _record(self, choice: Choice, run: RunDir) -> Record:
-        needs = _needs(choice, run)
-        self._stored_bytes = disk_space.stored_bytes(run, choice.recipe, choice.plan)
+        """The most that a plan takes, with all checkpoints that are there at once."""
+        recipe, plan = choice.recipe, choice.plan
+        disk_bytes = (disk_space.num_kept(recipe) + 1) * plan.checkpoint_bytes
+        disk = run.checkpoints.stat().st_dev, disk_bytes
+        needs = admission.needs_of(plan, choice.machine, recipe, disk)
+        self._stored_bytes = disk_space.stored_bytes(run, recipe, plan)
         return leases.boot_record(
             state="granted",
             needs=needs,
             taken=Taken(disk_bytes=self._stored_bytes),
             cards=tuple(gpu.key for gpu in choice.machine.gpus[: needs.num_cards]),
-            priority=choice.recipe.launch.priority,
-            recipe=choice.recipe.name[:100],
+            priority=recipe.launch.priority,
+            recipe=recipe.name[:100],
             run=str(run.root),
         )
 
-    def _supply(self, choice: Choice, run: RunDir, granted: Sequence[Lease]) -> Supply:
+    def _supply(self, choice: Choice, run: RunDir, granted: Sequence[Lease]) -> admission.Supply:
         """The memory that is free now, and the disk space for checkpoints."""
         machine = probe_machine.with_memory_of_now(choice.machine, self._root)
         device = run.checkpoints.stat().st_dev
-        return Supply(machine, granted, {device: files.free_bytes(run.checkpoints)})
+        return admission.Supply(machine, granted, {device: files.free_bytes(run.checkpoints)})
 
 
 class Blocked:
@@ -141,11 +143,17 @@ class Blocked:
 
     def __init__(self, launch: LaunchSection, place: Path, workspace: Workspace) -> None:
         self._place, self._after = place, launch.after
-        self._not_before: datetime | None = None
-        if launch.not_before:
-            self._not_before = start_time(launch.not_before, datetime.now())
-        if launch.after is None or self._is_number:
-            self._check_number()
+        self._not_before = (
+            start_time(launch.not_before, datetime.now()) if launch.not_before else None
+        )
+        if launch.after is None:
+            return
+        if launch.after.isascii() and launch.after.isdigit():
+            if int(launch.after) > (last := leases.last_number(place)):
+                raise ConfigError(
+                    f"launch.after {launch.after}: there was no such run, the last is number"
+                    f" {last}; python -m launch queue lists those that run and wait"
+                )
             return
         folder = (workspace.root / launch.after).resolve()
         leased = [lease.record.run for lease in leases.live(place) if lease.is_own]
@@ -166,33 +174,3 @@ class Blocked:
                 if str(lease.number) == self._after or is_its_run:
                     return f"launch.after: the end of {lease.name}"
         return ""
-
-    @property
-    def _is_number(self) -> bool:
-        return self._after is not None and self._after.isascii() and self._after.isdigit()
-
-    def _check_number(self) -> None:
-        last = leases.last_number(self._place)
-        if self._is_number and int(self._after or 0) > last:
-            raise ConfigError(
-                f"launch.after {self._after}: there was no such run, the last is number {last};"
-                " python -m launch queue lists those that run and wait"
-            )
-
-
-def _needs(choice: Choice, run: RunDir) -> Needs:
-    """The most that a plan takes, with all checkpoints that are there at once."""
-    recipe, plan = choice.recipe, choice.plan
-    disk_bytes = (disk_space.num_kept(recipe) + 1) * plan.checkpoint_bytes
-    disk = run.checkpoints.stat().st_dev, disk_bytes
-    return admission.needs_of(plan, choice.machine, recipe, disk)
-
-
-def leased_disk_bytes(folder: Path, granted: Sequence[Lease]) -> int:
-    """Bytes on the disk of a folder that other runs have leased and not yet written."""
-    device = folder.stat().st_dev
-    return sum(
-        admission.rest(lease).disk_bytes
-        for lease in granted
-        if lease.record.needs.disk_device == device
-    )

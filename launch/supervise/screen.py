@@ -125,7 +125,7 @@ class Screen:
 
     def start(self, attempt: AttemptDir) -> None:
         self.stop()
-        self._attempt, self._lines, self._figures = attempt, Tail(attempt.train_log), ""
+        self._attempt, self._lines, self._figures = attempt, Tail(attempt.train_log, 0), ""
         if self._console.is_terminal:
             self._bar = ProgressBar(self._console, stays=True)
 
@@ -151,17 +151,18 @@ class Screen:
 
 
 class Tail:
-    """New complete lines of a file that another process appends to."""
+    """New complete lines of a file that another process appends to, and those in the last
+    `old_bytes` of what is there already; the first of these may be cut."""
 
-    def __init__(self, path: Path, from_start: bool = False) -> None:
+    def __init__(self, path: Path, old_bytes: int = sys.maxsize) -> None:
         self._path = path
-        self._offset = path.stat().st_size if path.exists() and not from_start else 0
+        self.offset = max(path.stat().st_size - old_bytes, 0) if path.exists() else 0
 
     def new_lines(self) -> list[str]:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            file.seek(self._offset)
+            file.seek(self.offset)
             lines, newline, _ = file.read().rpartition(b"\n")
-        self._offset += len(lines) + len(newline)
+        self.offset += len(lines) + len(newline)
         return lines.decode("utf-8", "replace").splitlines() if newline else []

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
+from launch.base import files as base_files
 from launch.base.errors import DataError
 from launch.data.conversation import Sample, text_of
 from launch.data.files import shards
@@ -35,7 +34,7 @@ def encoded(
     tokenizer = tokens.recipe.tokenizer.path or tokens.recipe.model.path
     of_folder = f" with the tokenizer of {tokenizer}" if tokenizer else ""
     reply = WORKER.reply(request, f"encodes the first rows{of_folder}")
-    return TypeAdapter(ShownRows).validate_json(reply)
+    return base_files.adapter(ShownRows).validate_json(reply)
 
 
 def check(tokens: TokenCache) -> None:

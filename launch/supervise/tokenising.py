@@ -22,16 +22,11 @@ from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import Failure, RunResult, TokenisingEnd
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise import heartbeats, restarts
-from launch.supervise.attempt import Beginning
-from launch.supervise.heartbeats import Progress
 from launch.supervise.screen import Tail
 from launch.supervise.stop_signals import StopSignals
 from launch.supervise.watch import Ended
 
 GRACE_S = 5.0  # time for the child to remove half-written files
-_MORE_MEMORY = (
-    "it was tokenising, not training: give it more memory; the same line again keeps finished parts"
-)
 
 
 class Failed(Exception):
@@ -59,7 +54,7 @@ def until_done(facts: Facts, run: RunDir, say: Callable[[str], None], signals: S
     while True:
         attempt = run.new_attempt()
         files.write_json(attempt.tokenising_file, facts.rows.tokens)
-        beginning = Beginning()
+        beginning = supervise_attempt.Beginning()
         ended = _child(facts, run, attempt, say, signals)
         if ended.returncode == 0:
             seconds = time.monotonic() - beginning.monotonic_s
@@ -81,7 +76,11 @@ def until_done(facts: Facts, run: RunDir, say: Callable[[str], None], signals: S
             say(following.why)
         is_last = following.action == "stop" or not signals.wait(following.wait_s)
         if is_last and failure.kind in restarts.MEMORY:
-            failure = replace(failure, fix=_MORE_MEMORY)
+            failure = replace(
+                failure,
+                fix="it was tokenising, not training: give it more memory; the same line again"
+                " keeps finished parts",
+            )
             result = replace(result, failure=failure)
         supervise_attempt.write_outcome(result, attempt)
         if is_last:
@@ -111,8 +110,8 @@ def _child(
             start_new_session=True,
             preexec_fn=processes.settle_child,
         )
-    lines = Tail(attempt.tokenising_log, from_start=True)
-    until_s, hang, progress = None, "", Progress()
+    lines = Tail(attempt.tokenising_log)
+    until_s, hang, progress = None, "", heartbeats.Progress()
     while True:
         with suppress(subprocess.TimeoutExpired):
             child.wait(timeout=processes.POLL_S)

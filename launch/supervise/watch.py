@@ -1,23 +1,24 @@
-"""Watch of an attempt's ranks until all have ended: pass stops on, warn, end ranks that hang."""
+"""Watch of an attempt's ranks until all have ended: pass stops on, warn, end ranks that hang, stop
+all before the kernel kills one for memory."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-import psutil
-
-from launch.base import processes
+from launch.base import files, processes
+from launch.base.text import size
 from launch.probe import machine
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import SecondStep
 from launch.schema.run_sections import LaunchSection
-from launch.supervise import heartbeats, host_guard
+from launch.supervise import heartbeats
 from launch.supervise.heartbeats import Beat, Progress
 from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
@@ -30,6 +31,9 @@ _HANG_GRACE_S = 10.0  # time between SIGTERM and SIGKILL of ranks that hang
 _ALONE_GRACE_S = 10.0  # time for the launcher and the other ranks, once a rank has ended
 _REPORT_S = 2.0  # time for the launcher to report how each rank ended, once all have ended
 _STACKS_SIGNAL = signal.SIGQUIT
+# share of ten seconds in which all processes of the machine waited for memory
+_STALLED_PERCENT = 50.0
+_PRESSURE = re.compile(r"^full avg10=([\d.]+)", re.MULTILINE)
 
 
 @dataclass
@@ -148,7 +152,7 @@ class RankWatcher:
         self._ended.host_left_bytes = min(self._ended.host_left_bytes or for_job, for_job)
         if not self._ended.pressure:
             fraction = self._launch.host_stop_fraction
-            self._ended.pressure = host_guard.pressure(self._host_limit_bytes, fraction, job) or ""
+            self._ended.pressure = pressure(self._host_limit_bytes, fraction, job) or ""
             if self._ended.pressure:
                 self._screen.say(f"saving and stopping: {self._ended.pressure}")
 
@@ -177,12 +181,9 @@ class RankWatcher:
                 )
         number = signal.SIGINT if self._signals.stop == signal.SIGINT else signal.SIGTERM
         for beat in beats:
-            with suppress(psutil.NoSuchProcess):  # it has just ended
-                if beat.pid not in self._signalled and processes.is_tagged(
-                    psutil.Process(beat.pid), self._run.tag
-                ):
-                    self._signalled.add(beat.pid)
-                    processes.send(beat.pid, number)
+            if beat.pid not in self._signalled and processes.is_tagged(beat.pid, self._run.tag):
+                self._signalled.add(beat.pid)
+                processes.send(beat.pid, number)
         if not beats and not self._signalled and child.poll() is None:
             child.terminate()
         is_training = any(beat.section not in heartbeats.BEFORE_TRAINING for beat in beats)
@@ -230,9 +231,8 @@ class RankWatcher:
         if now_s - self._alone_since <= _ALONE_GRACE_S:
             return False
         for beat in beats:
-            with suppress(psutil.NoSuchProcess):  # it has followed
-                if processes.is_tagged(psutil.Process(beat.pid), self._run.tag):
-                    self._end_rank(beat, now_s - self._alone_since)
+            if processes.is_tagged(beat.pid, self._run.tag):
+                self._end_rank(beat, now_s - self._alone_since)
         return now_s - self._alone_since > _ALONE_GRACE_S + _REPORT_S
 
     def _end_rank(self, beat: Beat, waited_s: float) -> None:
@@ -244,3 +244,27 @@ class RankWatcher:
                 f" another rank ended {waited_s:.0f} s ago, and this rank still runs"
             )
         processes.send(beat.pid, signal.SIGKILL)
+
+
+def pressure(
+    limit_bytes: int, fraction: float, job_bytes: int, root: Path = Path("/")
+) -> str | None:
+    """The reason why a run should stop now, None without one. `fraction` is
+    launch.host_stop_fraction of the limit; 0: never.
+
+    Page cache counts as free. `job_bytes` is of JobMemory, because some limits (Slurm's, an
+    rlimit) do not show how much of them is used."""
+    if not fraction:
+        return None
+    free, why = machine.host_available(root)
+    if free < (1 - fraction) * limit_bytes:
+        return f"{size(free)} of host RAM is left ({why})"
+    if job_bytes > fraction * limit_bytes:
+        return f"the job takes {size(job_bytes)} of a host limit of {size(limit_bytes)}"
+    stalled = _PRESSURE.search(files.system_text(root / "proc/pressure/memory"))
+    if stalled and float(stalled[1]) > _STALLED_PERCENT:
+        return (
+            f"every process waited for memory in {stalled[1]} % of the last 10 s"
+            " (/proc/pressure/memory)"
+        )
+    return None

@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from launch.base import processes
+from launch.recipe.load import load
+from launch.status.runs import RunFiles
 from tests import builders, stopping
 from tests.stopping import Child
 
@@ -115,6 +118,11 @@ def test_the_same_signal_again_ends_it_at_once_and_keeps_the_old_checkpoints(tmp
         assert child.left() == []
 
 
+def check_says_what_stays(child: Child, saved: str) -> None:
+    end = child.said().rpartition("error: stopped by")[2]
+    assert saved in end and "  fix    run the same line again to continue" in end, child.said()
+
+
 SECTIONS = {  # section -> what is slow there
     "load": {"module": "training.model.build", "attribute": "build"},
     "evaluation": {
@@ -147,6 +155,8 @@ def test_a_stop_is_obeyed_in_every_section(tmp_path, injected, section):
         expected = {"load": [], "evaluation": [5, 6], "save": [5], "export": [5, 10, 12]}
         assert child.committed() == expected[section]
         assert not (tmp_path / "model").exists()
+        step = [0, *expected[section]][-1]
+        check_says_what_stays(child, f"step {step}" if step else "no step is saved")
     if section == "export":
         again = builders.launch(tmp_path / "workspace", "run", str(tmp_path / "tiny.yaml"))
         assert again.returncode == 0, again.stdout
@@ -170,6 +180,8 @@ def test_a_stop_while_rows_are_tokenised_leaves_nothing_half_made(tmp_path, inje
         tokens = tmp_path / "workspace/.cache/tokens"
         # .parts holds finished units, which the next start keeps
         unfinished = {".lock", ".parts"}
+        check_says_what_stays(child, "no step is saved, tokenised rows stay")
+        assert load(str(child.run.recipe_yaml))[0].name == "tiny"  # for the line that goes on
         assert {path.suffix for path in tokens.glob("*")} <= unfinished, "taken for whole rows"
 
 
@@ -516,6 +528,7 @@ def test_a_stop_while_the_plan_after_tokenising_is_made_starts_no_rank(tmp_path)
         child.tag = child.until("a folder for the rows", lambda: child.run.tag)
         child.until("a plan for the rows", lambda: "step(s) of llama-tiny, at" in child.said())
         assert "tokenising train.parquet" in child.said()
+        assert RunFiles(child.run).state().state == "starting"
         ends_soon(child, signal.SIGTERM)
         assert "plan for tiny" not in child.said()
         assert stopping.runs_of(child.workspace) == [], "a run folder is left of which nothing ran"
@@ -534,12 +547,18 @@ def test_a_stop_while_the_plan_after_tokenising_is_made_starts_no_rank(tmp_path)
 def test_a_stop_while_the_first_plan_is_made_ends_at_once(tmp_path, command, number):
     recipe = builders.recipe(tmp_path)
     argv = (sys.executable, "-m", "launch", command, str(recipe))
-    traces = tmp_path / "traces"
-    extra = {"LOWMEM_TRACES": str(traces), "LOWMEM_RUN": f"planned-{command}-{number}"}
+    tag = f"planned-{command}-{number}"
+    extra = {"LOWMEM_TRACES": str(tmp_path / "traces"), "LOWMEM_RUN": tag}
+
+    def traces() -> bool:
+        with suppress(psutil.Error):  # gone meanwhile
+            return any("training.worker" in each.cmdline() for each in processes.tagged(tag))
+        return False
+
     with stopping.ended(
         Child(tmp_path, argv, tmp_path / "workspace", tmp_path / "out", **extra)
     ) as child:
-        child.until("a trace", lambda: traces.exists() and list(traces.glob("*/stderr")))
+        child.until("a child with torch", traces)
         ends_soon(child, number)
         assert "Traceback" not in child.said()
         assert child.left() == []

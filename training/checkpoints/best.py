@@ -5,15 +5,13 @@ trainer_state.json of every checkpoint names that step, so that a continued run 
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from transformers import Trainer, TrainerState
 
 from launch.run_folder import manifest
 from training.compat import transformers_private
-
-logger = logging.getLogger("lowmem")
+from training.log import logger
 
 
 def checkpoint_name(state: TrainerState) -> str | None:

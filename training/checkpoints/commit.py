@@ -184,15 +184,12 @@ def _in_storages_of_their_own(weights: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------
 
 
-def size_bytes(folder: Path) -> int:
-    return sum(entry["bytes"] for entry in manifest.read(folder)["files"].values())
-
-
 def check_disk_space(checkpoints: Path, predicted_bytes: int) -> None:
     """Raises StorageError if the next checkpoint will not fit. It is expected to be as large as the
     last checkpoint, or else as predicted."""
     sealed = [folder for folder in manifest.ours(checkpoints) if (folder / manifest.FILE).exists()]
-    expected = size_bytes(sealed[-1]) if sealed else predicted_bytes
+    files = manifest.read(sealed[-1])["files"].values() if sealed else ()
+    expected = sum(entry["bytes"] for entry in files) or predicted_bytes
     need = int(expected * _FREE_FACTOR)
     if need > base_files.free_bytes(checkpoints):
         raise StorageError(f"No space left on device: it needs {need:,} bytes")
@@ -329,18 +326,16 @@ def clear_staging(checkpoints: Path) -> None:
 # ---------------------------------------------------------------------------
 
 
-# Trainer's files that are the same under every engine
-OF_TRAINER = frozenset(("trainer_state.json", "scheduler.pt", "scaler.pt"))
-
-
 def converted(source: Path, write: Callable[[Path], None]) -> Path:
     """Make a folder that Trainer resumes from, with the files of `write` in place of the
     engine's."""
     folder = source.with_name(f"{_CONVERTED}{source.name}")
     folder.mkdir()
     write(folder)
+    # Trainer's files that are the same under every engine
+    same = ("trainer_state.json", "scheduler.pt", "scaler.pt", "rng_state")
     for relative in manifest.read(source)["files"]:
-        if relative in OF_TRAINER or relative.startswith("rng_state"):
+        if relative.startswith(same):
             _link(source / relative, folder / relative)
     return folder
 

@@ -169,7 +169,7 @@ class _StandIn:
     """Has the attributes of an object of DeepSpeed."""
 
     def __init__(self, *args: Any) -> None:
-        pass
+        """Take what the object was made of, and leave it."""
 
 
 PLAIN = {

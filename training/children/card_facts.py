@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend
 from training.children import link
 from training.compat import torch_private
 from training.trace import cuda_semantics
-from training.trace.cuda_semantics import Call, Target
 
 _COPY_BYTES = 256 << 20
 COPIES = 5
@@ -72,7 +71,9 @@ def attention(capability: str) -> dict[str, list[str]]:
         mask = torch.ones(2, 1, LENGTH, LENGTH, device="cuda", dtype=torch.bool) if masked else None
         arguments = (query, key, value, mask, 0.0, not masked)
         kernel = torch_private.attention_kernel(*arguments)
-        planned = cuda_semantics.choose(Target(capability), Call(*arguments))
+        planned = cuda_semantics.choose(
+            cuda_semantics.Target(capability), cuda_semantics.Call(*arguments)
+        )
         name = f"{str(dtype).removeprefix('torch.')}{', mask' if masked else ''}"
         chosen[name] = [KERNELS[kernel], planned]
     return chosen

@@ -8,7 +8,6 @@ import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ import torch
 from launch.base import files, modules, processes
 from launch.base.errors import ResourceError
 from launch.base.text import shown, size
-from launch.data import sources, token_cache
-from launch.data.rows import IGNORED, BadRows
-from launch.data.token_cache import TokenCache
+from launch.data import sources
+from launch.data.rows import IGNORED
+from launch.data.token_cache import TOKENS_READY, TokenCache, token_files
 from launch.schema.result import Evaluation, FinishedModel
 
 MOST_ROWS = 64  # at once: more are hardly faster
@@ -69,7 +68,7 @@ def mean_loss(work: Work) -> tuple[float, int]:
     from training.model import evaluation
 
     is_pair, count = work.tokens.model.is_encoder_decoder, work.rows_at_once
-    rows = TokenRows(*token_cache.token_files(work.tokens.folder, "train"))
+    rows = TokenRows(*token_files(work.tokens.folder, "train"))
     start = work.model.config.decoder_start_token_id if is_pair else None
     collator = Collator(
         work.tokenizer.pad_token_id, start, is_packed=work.tokens.recipe.data.packing
@@ -96,8 +95,7 @@ def scores(work: Work) -> dict[str, Any]:
     from training.loop import evaluate
 
     tokens, data, overlaps = work.tokens, work.tokens.recipe.data, list[float]()
-    of_file = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
-    dataset = chain.from_iterable(source.read(BadRows(data.max_bad_rows)) for source in of_file)
+    dataset = sources.samples_in(tokens.of_part("train"), data.max_bad_rows)
     limit, is_pair = data.max_train_samples or sys.maxsize, tokens.model.is_encoder_decoder
     pairs = evaluate.questions(dataset, limit, work.tokenizer, is_pair)
     if not pairs:
@@ -135,7 +133,7 @@ def _evaluate(
         from training.model import finished
 
     prepare.ensure(tokens, _say)
-    counts = (files.read(tokens.folder / token_cache.TOKENS_READY, dict[str, Any]) or {})["train"]
+    counts = (files.read(tokens.folder / TOKENS_READY, dict[str, Any]) or {})["train"]
     recipe, loaded = tokens.recipe, tokenizer.load(tokens.folder / "tokenizer")
     model, file = finished.load(source, loaded, device), recipe.data.train_names
     if fuses:

@@ -8,7 +8,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from launch.base.workspace import Workspace
 from launch.data import sources, token_cache
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.row_choice import Part
-from launch.data.rows import UNLIMITED, BadRows
+from launch.data.rows import UNLIMITED
 from launch.run_folder.layout import RunDir
 from launch.schema.result import ExpectedAnswers, FinishedModel, Prompt
 
@@ -79,12 +79,11 @@ def strings(texts: Sequence[str]) -> Iterator[str]:
 def _rows_of_run(folder: Path) -> tuple[list[Sample], list[Sample]]:
     """The first samples of a run's training data and of its held-out data; none where the data is
     gone."""
-    run, bad = RunDir(folder), BadRows(UNLIMITED)
+    run = RunDir(folder)
     recipe, plan = run.read_recipe(), run.read_plan()
 
     def first(part: Part) -> list[Sample]:
-        of_part = sources.of_part(recipe.data, tokens.data_format, tokens.row_counts, part)
-        return list(islice(chain.from_iterable(source.read(bad) for source in of_part), NUM_ROWS))
+        return list(islice(sources.samples_in(tokens.of_part(part), UNLIMITED), NUM_ROWS))
 
     try:
         tokens = token_cache.token_cache(

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,11 +89,13 @@ def measure(device: torch.device, rank: int, world_size: int) -> float:
     # float32; small messages take another path through NCCL than large messages
     for size in (1024, _BUFFER_BYTES // 4):
         buffer = torch.full((size,), rank + 1.0, device=device)
-        seconds = _timed_all_reduce(buffer, device)
+        seconds = timed(partial(dist.all_reduce, buffer), device)
         check(buffer, expected, f"all-reduce of {size} values")
     repeats = max(1, min(_MAX_REPEATS, int(_MEASURE_S / _agreed_max(seconds, device))))
     buffer.fill_(1.0)
-    best = min(_agreed_max(_timed_all_reduce(buffer, device), device) for _ in range(repeats))
+    best = min(
+        _agreed_max(timed(partial(dist.all_reduce, buffer), device), device) for _ in range(repeats)
+    )
     check(buffer, float(world_size) ** repeats, f"{repeats} rounds of all-reduce")
     # a single rank moves nothing between cards: its bus bandwidth is 0 by definition
     return _BUFFER_BYTES * 2 * (world_size - 1) / world_size / best
@@ -107,12 +110,8 @@ def check(buffer: torch.Tensor, expected: float, action: str) -> None:
         )
 
 
-def _timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> float:
-    """Time an all-reduce in place, in seconds."""
-    return timed(lambda: dist.all_reduce(buffer), device)
-
-
 def timed(do: Callable[[], object], device: torch.device) -> float:
+    """The seconds of an action, and of the work that it gives to the device."""
     synchronize(device)
     began = time.perf_counter()
     do()

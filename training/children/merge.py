@@ -11,49 +11,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launch.base import files, modules, processes
 from launch.base.errors import ResourceError, StorageError
 from launch.base.text import cause
 from launch.schema.result import MAX_SHARD_BYTES, ExportedModel
 
-if TYPE_CHECKING:
-    import torch
-
-    from training.compat.transformers_private import Network
-
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
     """Write `out` under another name, compare it with the adapter on its base, and rename it. The
     weights keep the base's dtype, and their sum is rounded once."""
     with modules.uncollected():
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
+        from training.compat import peft_private
         from training.data import tokenizer
         from training.loop import exported_files
         from training.model import build, merging
 
-    config = build.folder_config(base)
-    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-
-    def load(folder: Path) -> Network:
-        return family.from_pretrained(
-            folder,
-            dtype="auto",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-        )
-
     try:
-        base_model = load(base)
+        base_model = _load(base)
         source = adapter if (adapter / "tokenizer_config.json").is_file() else base
         merged_tokenizer = tokenizer.load(source)
-        build.grow_vocabulary(base_model, len(merged_tokenizer))  # rows that the adapter trained
-        build.take_generation(base_model, merged_tokenizer, adapter)
-        adapted = PeftModel.from_pretrained(base_model, adapter, local_files_only=True)
+        build.prepare_base(base_model, merged_tokenizer, adapter)
+        adapted = peft_private.with_adapter(base_model, adapter)
     except (OSError, ValueError, RuntimeError) as error:
         raise ResourceError(f"{adapter} on {base}: cannot be loaded ({cause(error)})") from error
     expected = merging.logits(adapted, merged_tokenizer)
@@ -69,7 +49,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
         facts = ExportedModel(f"merge of {adapter}", base=str(base), tokenizer_loading=loading)
         files.write_json(aside / "lowmem.json", facts)
         del base_model, adapted, merged  # before the model is there a second time
-        merging.check(merging.logits(load(aside), merged_tokenizer), expected, str(out))
+        merging.check(merging.logits(_load(aside), merged_tokenizer), expected, str(out))
     exported = files.read(adapter / "lowmem.json", ExportedModel)
     if exported and exported.quantization:
         print(
@@ -82,10 +62,8 @@ def pack(base: Path, adapter: Path, out: Path) -> None:
     4 bits that the adapter was trained on. What is loaded again has the logits of the adapter on
     the base that is packed while it loads."""
     with modules.uncollected():
-        from peft import PeftModel
-        from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
         from launch.schema.model_sections import QuantizationSection
+        from training.compat import peft_private
         from training.data import tokenizer
         from training.loop import exported_files
         from training.model import build, four_bit, merging
@@ -93,31 +71,17 @@ def pack(base: Path, adapter: Path, out: Path) -> None:
     facts = files.read(adapter / "lowmem.json", ExportedModel)
     assert facts and facts.quantization
     in_4_bits = four_bit.config(QuantizationSection.model_validate(facts.quantization))
-    is_pair = build.folder_config(base).is_encoder_decoder
-    family = AutoModelForSeq2SeqLM if is_pair else AutoModelForCausalLM
     of_adapter = tokenizer.load(adapter)
 
-    def load(folder: Path, dtype: str = "auto", **quantized: Any) -> Network:
-        return family.from_pretrained(
-            folder,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            **quantized,
-        )
-
-    def logits(model: Network) -> torch.Tensor:
-        adapted = PeftModel.from_pretrained(model, adapter, local_files_only=True)
-        return merging.logits(adapted, of_adapter)
+    def logits(model: Any) -> Any:
+        return merging.logits(peft_private.with_adapter(model, adapter), of_adapter)
 
     try:
         with four_bit.giving_blocks_back():
             # other types round the weights before they are packed
             dtype = facts.dtype or "auto"
-            model = load(base, dtype, quantization_config=in_4_bits, device_map={"": "cpu"})
-        build.grow_vocabulary(model, len(of_adapter))  # rows that the adapter trained
-        build.take_generation(model, of_adapter, adapter)
+            model = _load(base, dtype=dtype, quantization_config=in_4_bits, device_map={"": "cpu"})
+        build.prepare_base(model, of_adapter, adapter)
     except (OSError, ValueError, RuntimeError) as error:
         raise ResourceError(f"{base}: cannot be loaded in 4 bits ({cause(error)})") from error
     with _new_folder(out) as aside:
@@ -127,7 +91,15 @@ def pack(base: Path, adapter: Path, out: Path) -> None:
             print(line)
         expected = logits(model)
         del model
-        merging.check(logits(load(aside / "base")), expected, str(out))
+        merging.check(logits(_load(aside / "base")), expected, str(out))
+
+
+def _load(folder: Path, **options: Any) -> Any:
+    """The model of a folder, in the types of its files unless `options` name another."""
+    from training.model import build
+
+    is_pair = build.folder_config(folder).is_encoder_decoder
+    return build.pretrained(folder, is_pair, **{"dtype": "auto", **options})
 
 
 @contextmanager

@@ -4,10 +4,11 @@ loading of weights of 4 bits."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from transformers import core_model_loading, modeling_utils
 
 from training.compat.transformers_private import Network
@@ -25,6 +26,13 @@ def is_view_of_weight(tensor: torch.Tensor) -> bool:
     return isinstance(tensor._base, torch.nn.Parameter)
 
 
+def leave_out_frozen(network: torch.nn.Module) -> None:
+    """Let DDP send no frozen weight of rank 0 to the others. Sent, weights that are views of a
+    mapped file become memory of each rank's own, as does the copy by which they are sent."""
+    frozen = [name for name, part in network.named_parameters() if not part.requires_grad]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(network, frozen)
+
+
 def compiled() -> Compiled:
     """The counts of torch's compiler."""
     from torch._dynamo.utils import counters
@@ -38,22 +46,21 @@ def compiled() -> Compiled:
 
 
 @contextmanager
-def each_loaded(
-    visit: Callable[[Network, str], None],
+def each_packed(
+    visit: Callable[[Network, str, Any], None],
     is_on_host: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[None]:
-    """Inside, from_pretrained() loads one parameter after another and calls `visit(model, name)`
-    once it is in its module, leaves those on the host whose names are said to be there, and
-    reserves no block of the whole model's size on a card."""
+    """Inside, from_pretrained() loads one parameter after another and calls `visit(model, name,
+    weight)` once a weight of 4 bits is in its module, leaves those on the host whose names are said
+    to be there, and reserves no block of the whole model's size on a card."""
     place, find_device = core_model_loading.set_param_for_module, core_model_loading.get_device
-    reserve, materialize = (
-        modeling_utils.caching_allocator_warmup,
-        core_model_loading.spawn_materialize,
-    )
+    materialize = core_model_loading.spawn_materialize
 
     def place_and_visit(model: Network, target_name: str, *args: Any, **kwargs: Any) -> None:
         place(model, target_name, *args, **kwargs)
-        visit(model, target_name)
+        weight = model.get_parameter_or_buffer(target_name)
+        if getattr(weight, "quant_state", None) is not None:
+            visit(model, target_name, weight)
 
     def device_of(device_map: Any, param_name: str, **kwargs: Any) -> Any:
         return "cpu" if is_on_host(param_name) else find_device(device_map, param_name, **kwargs)
@@ -62,14 +69,13 @@ def each_loaded(
         # threads would bring packed weights to the card before they are asked for
         return materialize(None, *args, **kwargs)
 
-    core_model_loading.set_param_for_module = place_and_visit
-    core_model_loading.get_device = device_of
-    core_model_loading.spawn_materialize = materialize_later
-    modeling_utils.caching_allocator_warmup = lambda *args, **kwargs: None
-    try:
+    with ExitStack() as replaced:
+        for owner, name, function in (
+            (core_model_loading, "set_param_for_module", place_and_visit),
+            (core_model_loading, "get_device", device_of),
+            (core_model_loading, "spawn_materialize", materialize_later),
+            (modeling_utils, "caching_allocator_warmup", lambda *args, **kwargs: None),
+        ):
+            replaced.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
         yield
-    finally:
-        core_model_loading.set_param_for_module = place
-        core_model_loading.get_device = find_device
-        core_model_loading.spawn_materialize = materialize
-        modeling_utils.caching_allocator_warmup = reserve

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
+
+
+def with_adapter(network: torch.nn.Module, folder: Path) -> Any:
+    """The network with the adapter of a folder. PEFT asks for is_gradient_checkpointing, of which
+    transformers 5.23 warns: the property that replaces it answers."""
+    from peft import PeftModel
+
+    if current := getattr(PreTrainedModel, "is_activation_checkpointing", None):
+        PreTrainedModel.is_gradient_checkpointing = current  # pyright: ignore[reportAttributeAccessIssue]
+    return PeftModel.from_pretrained(network, folder, local_files_only=True)
 
 
 def leave_casts_to_autocast(network: torch.nn.Module) -> None:

@@ -3,7 +3,6 @@ conditions of its own."""
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from pathlib import Path
@@ -15,8 +14,7 @@ from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
 from training.control.heartbeat import Heartbeat
 from training.control.stop_word import Control, Halted, Word
-
-logger = logging.getLogger("lowmem")
+from training.log import logger
 
 _DISK_INTERVAL_S = 5.0
 DISK_LOW = 1.35  # times the last checkpoint: the next checkpoint, which takes 1.1, is written now

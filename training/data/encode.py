@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from operator import neg
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from launch.base.errors import DataError
+from launch.data import chat_templates
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.rows import IGNORED, BadRows
-from launch.data.token_cache import NUM_MOST_TARGETS
+from launch.data.token_cache import BESIDE_CONFIG, NUM_MOST_TARGETS, TokenCache
 from training.data import stored_rows, tokenizer
 from training.data.chat import rendering
 from training.data.chat.loss_spans import ConversationRenderer, Rendered
 from training.data.chat.span_tokens import SpanEncoder
-from training.data.tokenizer import NAME as TOKENIZER_NAME
+from training.data.packing import Packer
 
-if TYPE_CHECKING:
-    from training.data.packing import Packer
 Row = dict[str, Any]  # input_ids, labels, and TRUNCATED of a row that has lost tokens
 TRUNCATED = "truncated"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,9 @@ RenderedSample = str | list[Rendered] | Pair | None
 
 
 @dataclass(frozen=True)
-class Encoder:
-    """Turns samples into token ids. A sample without targets becomes no row and is counted.
+class EncoderSettings:
+    """The choices of a recipe and its model that decide the rows of a sample."""
 
-    Decoder: one sequence, labels IGNORED outside the targets. T5: input_ids for the encoder, labels
-    for the decoder.
-    """
-
-    tokenizer: Any  # a transformers tokenizer with chat_template, eos and pad
     encoder_decoder: bool
     task: str
     max_length: int
@@ -64,9 +59,37 @@ class Encoder:
     # None: of conversations, but not of rows that are one text
     split_special_tokens: bool | None = None
     template_name: str = rendering.NAME  # name in errors
-    tokenizer_name: str = TOKENIZER_NAME  # name in errors
+    tokenizer_name: str = tokenizer.NAME  # name in errors
     # pairs get the tokens of the tokenizer's own call, and not an end token alone
     own_call: bool = True
+
+    @classmethod
+    def of(cls, tokens: TokenCache) -> EncoderSettings:
+        """The settings for the tokenised rows of a recipe."""
+        recipe, data = tokens.recipe, tokens.recipe.data
+        return cls(
+            tokens.model.is_encoder_decoder,
+            recipe.task,
+            data.max_length,
+            data.packing and recipe.task == "pretrain",
+            data.truncation_side,
+            recipe.tokenizer.split_special_tokens,
+            chat_templates.name_of(recipe),
+            tokenizer.name_of(recipe),
+            BESIDE_CONFIG in tokens.identity,
+        )
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Turns samples into token ids. A sample without targets becomes no row and is counted.
+
+    Decoder: one sequence, labels IGNORED outside the targets. T5: input_ids for the encoder, labels
+    for the decoder.
+    """
+
+    tokenizer: Any  # a transformers tokenizer with chat_template, eos and pad
+    settings: EncoderSettings
 
     @cached_property
     def largest_id(self) -> int:
@@ -95,25 +118,25 @@ class Encoder:
         call = partial(self.tokenizer, **{argument: texts}, **options)
         is_fast = self.tokenizer.is_fast
         character_s = tokenizer.CHARACTER_S if is_fast else tokenizer.SLOW_CHARACTER_S
-        return tokenizer.called(call, texts, self.tokenizer_name, character_s)["input_ids"]
+        return tokenizer.called(call, texts, self.settings.tokenizer_name, character_s)["input_ids"]
 
     def render(self, sample: Sample) -> RenderedSample:
         """The texts that a sample is trained as. Raises DataError for a bad row."""
-        if self.encoder_decoder:
+        if self.settings.encoder_decoder:
             pair = source_and_target(sample)
             return pair and Pair(*pair, is_text=isinstance(sample, str))
         if isinstance(sample, str):
             return sample
-        if self.task == "pretrain":
+        if self.settings.task == "pretrain":
             return [self.renderer.whole_text(sample.messages, sample.tools, place=sample.place)]
         return self.renderer.render(sample.messages, sample.tools, place=sample.place)
 
     def encode_rendered(self, rendered: Sequence[RenderedSample]) -> list[list[Row]]:
         """The rows of each rendered sample."""
-        if self.encoder_decoder:
+        if self.settings.encoder_decoder:
             return self._pairs([pair if isinstance(pair, Pair) else None for pair in rendered])
         texts = [sample for sample in rendered if isinstance(sample, str)]
-        tokens = iter(self._ids(texts, bool(self.split_special_tokens)))
+        tokens = iter(self._ids(texts, bool(self.settings.split_special_tokens)))
         talks = [text for sample in rendered if isinstance(sample, list) for text in sample]
         labelled = self._spans.encode(talks) if talks else iter(())
         return [
@@ -126,19 +149,19 @@ class Encoder:
     def leaves_messages_out(self, sample: Sample) -> bool:
         """True for a conversation whose last messages a T5 has no use for."""
         return (
-            self.encoder_decoder
+            self.settings.encoder_decoder
             and isinstance(sample, Conversation)
             and sample.messages[-1]["role"] != "assistant"
         )
 
     @cached_property
     def renderer(self) -> ConversationRenderer:
-        splits = self.split_special_tokens is not False
-        return ConversationRenderer(self.tokenizer, splits, self.template_name)
+        splits = self.settings.split_special_tokens is not False
+        return ConversationRenderer(self.tokenizer, splits, self.settings.template_name)
 
     @cached_property
     def _spans(self) -> SpanEncoder:
-        return SpanEncoder(self.tokenizer, self.renderer.protected, self.tokenizer_name)
+        return SpanEncoder(self.tokenizer, self.renderer.protected, self.settings.tokenizer_name)
 
     @cached_property
     def _beginning(self) -> list[int]:
@@ -148,7 +171,7 @@ class Encoder:
     @cached_property
     def _around(self) -> tuple[list[int], list[int], list[int], list[int]]:
         """The tokens before and behind a pair's source, and before and behind its target."""
-        if not self.own_call:
+        if not self.settings.own_call:
             eos = [self.tokenizer.eos_token_id]
             return [], eos, [], eos
         return (
@@ -163,7 +186,7 @@ class Encoder:
     def _pairs(self, parts: Sequence[Pair | None]) -> list[list[Row]]:
         """The rows of a T5."""
         pairs = [part for part in parts if part]
-        splits_special_tokens = self.split_special_tokens
+        splits_special_tokens = self.settings.split_special_tokens
         if splits_special_tokens is None:
             splits_special_tokens = not any(pair.is_text for pair in pairs)
         sources = self._ids([pair.source for pair in pairs], splits_special_tokens)
@@ -175,12 +198,14 @@ class Encoder:
         """The row of a pair. What is truncated keeps the tokens around a source, and those before a
         target, whose end would teach an answer to stop where it was cut."""
         before, behind, first, last = self._around
-        most = self.max_length - len(before) - len(behind)
-        is_cut = len(source) > most or len(first) + len(target) + len(last) > self.max_length
-        source = source[-most:] if self.truncation_side == "left" else source[:most]
+        most = self.settings.max_length - len(before) - len(behind)
+        is_cut = (
+            len(source) > most or len(first) + len(target) + len(last) > self.settings.max_length
+        )
+        source = source[-most:] if self.settings.truncation_side == "left" else source[:most]
         labels = [*first, *target, *last]
-        if len(labels) > self.max_length:
-            labels = [*first, *target][: self.max_length]
+        if len(labels) > self.settings.max_length:
+            labels = [*first, *target][: self.settings.max_length]
         row = {"input_ids": [*before, *source, *behind], "labels": labels}
         return [row | {TRUNCATED: True} if is_cut else row] if target else []
 
@@ -191,9 +216,11 @@ class Encoder:
             ids, labels = [*ids, eos], [*labels, eos]
         labels[:1] = [IGNORED] * len(labels[:1])
         row = {"input_ids": ids, "labels": labels}
-        if self.task == "pretrain":
+        if self.settings.task == "pretrain":
             return (
-                [row] if self.whole_texts and len(ids) > 1 else list(pieces(row, self.max_length))
+                [row]
+                if self.settings.whole_texts and len(ids) > 1
+                else list(pieces(row, self.settings.max_length))
             )
         row = self._truncated(row)
         no_content = {IGNORED, *self.renderer.end_ids}
@@ -202,14 +229,14 @@ class Encoder:
     def _truncated(self, row: Row) -> Row:
         """The row with at most max_length tokens. From the left, BOS stays."""
         ids, labels = row["input_ids"], row["labels"]
-        if len(ids) <= self.max_length:
+        if len(ids) <= self.settings.max_length:
             return row
-        if self.truncation_side == "left":
+        if self.settings.truncation_side == "left":
             first = ids[:1] if ids[0] == self.tokenizer.bos_token_id else []
-            start = len(ids) - self.max_length + len(first)
+            start = len(ids) - self.settings.max_length + len(first)
             ids = [*first, *ids[start:]]
             labels = [*[IGNORED] * (len(first) + 1), *labels[start + 1 :]]
-        ids, labels = ids[: self.max_length], labels[: self.max_length]
+        ids, labels = ids[: self.settings.max_length], labels[: self.settings.max_length]
         return {"input_ids": ids, "labels": labels, TRUNCATED: True}
 
 
@@ -372,7 +399,9 @@ def write_cache(
     At most 1,000 samples are in memory at a time, and with a `packer` its window. The lengths of
     packed rows, and the numbers of read, dropped and truncated rows, are counted before packing."""
     counts, packed = CacheCounts(), CacheCounts()
-    schema = stored_rows.schema(encoder.largest_id, encoder.encoder_decoder, packer is not None)
+    schema = stored_rows.schema(
+        encoder.largest_id, encoder.settings.encoder_decoder, packer is not None
+    )
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
 
         def write(rows: Iterable[Mapping[str, Any]]) -> None:
@@ -382,13 +411,13 @@ def write_cache(
                 if packer:
                     packed.add(some)
 
-        for batch in _batches(source, 1000, limit):
+        for batch, _ in batches(islice(source, limit), 1000, text_of):
             rows: list[Row] = []
             counts.unread += sum(map(encoder.leaves_messages_out, batch))
             for encoded in encoder.encode(batch, bad):
-                counts.split += encoder.task == "sft" and len(encoded) > 1
+                counts.split += encoder.settings.task == "sft" and len(encoded) > 1
                 split = (
-                    [piece for row in encoded for piece in pieces(row, encoder.max_length)]
+                    [piece for row in encoded for piece in pieces(row, encoder.settings.max_length)]
                     if packer
                     else encoded
                 )
@@ -404,14 +433,17 @@ def write_cache(
     return replace(packed, **before, documents=packer.documents)
 
 
-def _batches(source: Iterator[Sample], size: int, limit: int | None) -> Iterator[list[Sample]]:
-    batch: list[Sample] = []
+def batches(
+    source: Iterable[T], size: int, text: Callable[[T], str]
+) -> Iterator[tuple[list[T], int]]:
+    """(as many in a row as `size` and BATCH_CHARACTERS allow, the characters of their texts)."""
+    batch: list[T] = []
     characters = 0
-    for sample in islice(source, limit):
-        batch.append(sample)
-        characters += len(text_of(sample))
+    for each in source:
+        batch.append(each)
+        characters += len(text(each))
         if len(batch) == size or characters >= BATCH_CHARACTERS:
-            yield batch
+            yield batch, characters
             batch, characters = [], 0
     if batch:
-        yield batch
+        yield batch, characters

@@ -15,12 +15,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.base import files, locks, modules
-from launch.base import processes as base_processes
+from launch.base import files, locks, modules, processes
 from launch.base.errors import DataError, LaunchError, ResourceError, Stopped
 from launch.base.progress import RowProgress
-from launch.data import token_cache, token_hashes
-from launch.data.token_cache import TokenCache
+from launch.data import sources, token_cache, token_hashes
+from launch.data.conversation import text_of
 from launch.run_folder.layout import AttemptDir
 from training.compat import without_torch
 from training.control.heartbeat import Heartbeat
@@ -37,10 +36,10 @@ _FIRST_LINE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # time between lines on tokenised r
 
 
 def ensure(
-    tokens: TokenCache,
+    tokens: token_cache.TokenCache,
     say: Callable[[str], None],
     goes_on: Callable[[], None] = lambda: None,
-    processes: int = 1,
+    num_processes: int = 1,
 ) -> None:
     """Fill the folder of the tokenised rows (with tokenizer/ and counts.json) once, under a lock,
     and again if its hashes show damage.
@@ -62,7 +61,7 @@ def ensure(
             staging = folder.with_name(f".{folder.name}{STAGING}")
             staging.mkdir(exist_ok=True)
             try:
-                _write(tokens, staging, say, goes_on, processes)
+                _write(tokens, staging, say, goes_on, num_processes)
             except LaunchError:
                 shutil.rmtree(staging)
                 raise
@@ -86,17 +85,17 @@ def _clear_abandoned(folder: Path) -> None:
 
 
 def _write(
-    tokens: TokenCache,
+    tokens: token_cache.TokenCache,
     folder: Path,
     say: Callable[[str], None],
     goes_on: Callable[[], None],
-    processes: int,
+    num_processes: int,
 ) -> None:
     # imported late: they take a second, and most starts find their rows tokenised
     with modules.uncollected():
         from training.data import row_summary, tokenise, tokenizer
 
-    source = tokens.recipe.data
+    data, how = tokens.recipe.data, (say, goes_on, num_processes)
     if not (folder / tokenise.TOKENIZER).exists():
         aside = folder / f"{tokenise.TOKENIZER}.tmp"
         trained = tokenizer_of(tokens, say)
@@ -106,14 +105,10 @@ def _write(
     counts: dict[str, Any] = {"tokenizer_note": (note := _reading(tokens, loaded))}
     if note:
         say(note)
-    if not source.streaming:
-        job = tokenise.job_of_part(tokens, folder, "train", goes_on)
-        assert job is not None
-        limit = source.max_train_samples
-        counts["train"] = _part(job, tokens.rows, limit, say, goes_on, processes)
+    if not data.streaming and (job := tokenise.job_of_part(tokens, folder, "train", goes_on)):
+        counts["train"] = _part(job, tokens.rows, data.max_train_samples, *how)
     if job := tokenise.job_of_part(tokens, folder, "validation", goes_on):
-        limit = source.max_validation_samples
-        counts["validation"] = _part(job, None, limit, say, goes_on, processes)
+        counts["validation"] = _part(job, None, data.max_validation_samples, *how)
     for unneeded in [*folder.glob("*.tmp"), *folder.glob("*.json")]:
         unneeded.unlink()
     files.write_json(folder / token_cache.TOKENS_MADE_OF, tokens.identity)
@@ -123,41 +118,36 @@ def _write(
     token_hashes.write(folder, goes_on)
 
 
-def tokenizer_of(tokens: TokenCache, say: Callable[[str], None]) -> Any:
+def tokenizer_of(tokens: token_cache.TokenCache, say: Callable[[str], None]) -> Any:
     """Load the tokenizer of the recipe's folder, or train a tokenizer."""
-    from launch.data import sources
     from training.data import tokenizer
 
-    recipe = tokens.recipe
-    data, section = recipe.data, recipe.tokenizer
-    local, is_pair = section.path or recipe.model.path, tokens.model.is_encoder_decoder
+    section, config = tokens.recipe.tokenizer, tokens.model.config
+    local, is_pair = section.path or tokens.recipe.model.path, tokens.model.is_encoder_decoder
     if local:
-        loaded = tokenizer.load(Path(local), section.chat_template, section.loading)
-        tokenizer.add_tokens(loaded, section.add_tokens)
+        made = tokenizer.load(Path(local), section.chat_template, section.loading)
+        tokenizer.add_tokens(made, section.add_tokens)
         if _is_beside(tokens):
-            loaded = tokenizer.read_beside(loaded, tokens.model.config)
-        if rows := tokens.model.config.get("vocab_size"):
-            tokenizer.check_ids(loaded, rows, local)
-        tokenizer.set_languages(loaded, section, is_pair)
-        if is_pair:
-            tokenizer.end_inputs(loaded)
-        return loaded
-    size = section.vocab_size or tokens.model.config["vocab_size"]
-    named = sources.of_part(data, tokens.data_format, tokens.row_counts, "train")
-    say(f"training a tokenizer of at most {size:,} tokens on {sources.name(named)}")
-    texts = _said(_texts(tokens), say)
-    texts = _first(texts) if data.streaming else texts
-    config = tokens.model.config if _is_beside(tokens) else None
-    trained = tokenizer.train(texts, section, size, config)
-    if section.chat_template:
-        tokenizer.set_template(trained, section.chat_template)
-    tokenizer.set_languages(trained, section, is_pair)
+            made = tokenizer.read_beside(made, config)
+        if rows := config.get("vocab_size"):
+            tokenizer.check_ids(made, rows, local)
+    else:
+        size, name = (
+            section.vocab_size or config["vocab_size"],
+            sources.name(tokens.of_part("train")),
+        )
+        say(f"training a tokenizer of at most {size:,} tokens on {name}")
+        texts = _texts_for_tokenizer(tokens, say)
+        made = tokenizer.train(texts, section, size, config if _is_beside(tokens) else None)
+        if section.chat_template:
+            tokenizer.set_template(made, section.chat_template)
+    tokenizer.set_languages(made, section, is_pair)
     if is_pair:
-        tokenizer.end_inputs(trained)
-    return trained
+        tokenizer.end_inputs(made)
+    return made
 
 
-def _is_beside(tokens: TokenCache) -> bool:
+def _is_beside(tokens: token_cache.TokenCache) -> bool:
     """True for rows with the ids of AutoTokenizer beside the model's config.json."""
     from training.data import tokenizer
 
@@ -165,29 +155,29 @@ def _is_beside(tokens: TokenCache) -> bool:
     return is_auto and token_cache.BESIDE_CONFIG in tokens.identity
 
 
-def _texts(tokens: TokenCache) -> Iterator[str]:
+def _texts(tokens: token_cache.TokenCache) -> Iterator[str]:
     """Yield the text of each row that is trained, repeated rows once."""
-    from launch.data import sources
-    from launch.data.conversation import text_of
-    from launch.data.rows import BadRows
-
-    data = tokens.recipe.data
-    for source in sources.of_part(data, tokens.data_format, tokens.row_counts, "train"):
-        if not source.is_repeat:
-            yield from map(text_of, source.read(BadRows(data.max_bad_rows)))
+    once = [source for source in tokens.of_part("train") if not source.is_repeat]
+    return map(text_of, sources.samples_in(once, tokens.recipe.data.max_bad_rows))
 
 
-def _said(texts: Iterator[str], say: Callable[[str], None]) -> Iterator[str]:
-    """Yield the texts, and say at intervals how many a tokenizer has been trained on."""
-    due = time.monotonic() + _LONGEST_PAUSE_S
-    for number, text in enumerate(texts):
+def _texts_for_tokenizer(
+    tokens: token_cache.TokenCache, say: Callable[[str], None]
+) -> Iterator[str]:
+    """Yield the texts that a tokenizer is trained on, of a streamed corpus the first ones, and say
+    at intervals how many were read."""
+    due, characters = time.monotonic() + _LONGEST_PAUSE_S, 0
+    for number, text in enumerate(_texts(tokens)):
         if time.monotonic() > due:
             say(f"training the tokenizer: {number:,} rows read so far")
             due += _LONGEST_PAUSE_S
         yield text
+        characters += len(text)
+        if tokens.recipe.data.streaming and characters >= _TOKENIZER_CHARACTERS:
+            return
 
 
-def _reading(tokens: TokenCache, loaded: Any) -> str:
+def _reading(tokens: token_cache.TokenCache, loaded: Any) -> str:
     """The line of the plan on a folder whose tokenizer.json says otherwise than AutoTokenizer; ""
     if it does not. Raises ResourceError where AutoTokenizer loses characters of the rows."""
     from training.data import tokenizer
@@ -213,23 +203,13 @@ def _reading(tokens: TokenCache, loaded: Any) -> str:
     )
 
 
-def _first(texts: Iterator[str]) -> Iterator[str]:
-    """Yield the first texts of a streamed corpus, enough to train a tokenizer."""
-    characters = 0
-    for text in texts:
-        yield text
-        characters += len(text)
-        if characters >= _TOKENIZER_CHARACTERS:
-            return
-
-
 def _part(
     job: TokeniseJob,
     rows: int | None,
     limit: int | None,
     say: Callable[[str], None],
     goes_on: Callable[[], None],
-    processes: int,
+    num_processes: int,
 ) -> dict[str, Any]:
     """Tokenise the missing units of a part and return its counts (encode.CacheCounts).
 
@@ -238,16 +218,16 @@ def _part(
 
     name = job.name
     counter = _RowCounter(name, rows, say, goes_on)
-    total, bad = tokenise_pool.part(job, limit, processes, counter, say)
+    total, bad = tokenise_pool.part(job, limit, num_processes, counter, say)
     if not total.rows:
         paths = dict.fromkeys(str(source.path) for source in job.sources)
         raise DataError(
             f"{', '.join(paths)}: no row has a target to train on ({total.samples:,} read,"
-            f" {total.dropped:,} without a target within max_length {job.max_length}); check the"
-            " columns and data.max_length"
+            f" {total.dropped:,} without a target within max_length {job.settings.max_length});"
+            " check the columns and data.max_length"
         )
     counts = asdict(total)
-    say(summary(name, counts, job.max_length))
+    say(summary(name, counts, job.settings.max_length))
     if bad.count:
         say(
             f"{name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first"
@@ -267,26 +247,24 @@ def summary(name: str, counts: dict[str, Any], max_length: int) -> str:
         each = counts["documents"] / counts["rows"]
         line = (
             f"{name}: {counts['documents']:,} rows in {counts['rows']:,} sequences, {each:.1f} in"
-            " each on average, "
+            f" each on average, {mean / max_length:.1%} full"
         )
-        line += f"{mean / max_length:.1%} full"
-    if counts["truncated"]:
-        line += f", {counts['truncated']:,} truncated at max_length {max_length}"
-    if counts["split"]:
-        line += (
-            f", {counts['split']:,} conversations as a row for each answer (the chat template"
-            " renders a turn differently once others follow, or ends it with no token)"
-        )
-    if counts["unread"]:
-        line += (
-            f", {counts['unread']:,} conversations without their messages behind the last answer"
-            " (a T5 reads those before it)"
-        )
-    if counts["dropped"]:
-        line += f", {counts['dropped']:,} left out (no target to train on)"
-        if counts["dropped"] > counts["samples"] / 2:
-            line += "; more than half: check data.max_length and the columns"
-    return line
+    meanings = {
+        "truncated": f"truncated at max_length {max_length}",
+        "split": (
+            "conversations as a row for each answer (the chat template renders a turn differently"
+            " once others follow, or ends it with no token)"
+        ),
+        "unread": (
+            "conversations without their messages behind the last answer (a T5 reads those before"
+            " it)"
+        ),
+        "dropped": "left out (no target to train on)",
+    }
+    counted = [f"{counts[key]:,} {meaning}" for key, meaning in meanings.items() if counts[key]]
+    if counts["dropped"] > counts["samples"] / 2:
+        counted[-1] += "; more than half: check data.max_length and the columns"
+    return ", ".join([line, *counted])
 
 
 class _RowCounter:
@@ -314,15 +292,15 @@ class _RowCounter:
 
 
 def main() -> int:
-    attempt, processes = AttemptDir(Path(sys.argv[1])), int(sys.argv[2])
-    base_processes.settle_process()
+    attempt, num_processes = AttemptDir(Path(sys.argv[1])), int(sys.argv[2])
+    processes.settle_process()
     without_torch.hide()
     heartbeat = Heartbeat(attempt.heartbeat_file(0))
     heartbeat.beat("tokenise")
     try:
-        base_processes.check_threads()
+        processes.check_threads()
         Control().listen()
-        ensure(attempt.read_tokenising(), partial(print, flush=True), heartbeat.beat, processes)
+        ensure(attempt.read_tokenising(), partial(print, flush=True), heartbeat.beat, num_processes)
     except Halted as halted:
         attempt.leave_word(0, Stopped(str(halted), halted.word.exit_code))
         return halted.word.exit_code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
@@ -12,22 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.errors import DataError
-from launch.data import chat_templates, sources
+from launch.data import sources
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.files import shards
 from launch.data.row_choice import RowChoice
 from launch.data.rows import IGNORED, BadRows, Place, Slice, placed_samples
-from launch.data.token_cache import BESIDE_CONFIG, TokenCache
+from launch.data.token_cache import TokenCache
 from launch.schema.plan import DataFormat
 from launch.schema.rows import ShownPart, ShownRow, ShownRows
-from training.data import tokenizer
 from training.data.encode import (
-    BATCH_CHARACTERS,
     TRUNCATED,
     CacheCounts,
     Encoder,
+    EncoderSettings,
     RenderedSample,
     Row,
+    batches,
 )
 
 UNLIMITED = 1 << 40  # tokens
@@ -56,14 +56,18 @@ class _Placed:
 class _BadOfFile(BadRows):
     """Bad rows of a file, each counted in its part; those of rows that no part takes are not."""
 
-    def __init__(self, count_of: Callable[[int], BadRows | None], otherwise: BadRows) -> None:
+    def __init__(
+        self, passes: list[tuple[int, RowChoice]], trained: BadRows, held_out: BadRows
+    ) -> None:
         super().__init__()
-        self._count_of, self._otherwise = count_of, otherwise
+        self._passes, self._trained, self._held_out = passes, trained, held_out
 
     def add(self, error: DataError, number: int | None = None) -> None:
-        part = self._otherwise if number is None else self._count_of(number)
-        if part is not None:
-            part.add(error)
+        times, is_held_out = (1, False) if number is None else _uses(number, self._passes)
+        if is_held_out:
+            self._held_out.add(error)
+        elif times:
+            self._trained.add(error)
 
 
 class RowSummary:
@@ -72,18 +76,7 @@ class RowSummary:
     def __init__(self, tokens: TokenCache, loaded: Any, max_bad_rows: int | None = None) -> None:
         self._tokens, self._recipe = tokens, tokens.recipe
         self._is_pair, self.tokenizer = tokens.model.is_encoder_decoder, loaded
-        self._max_length = tokens.recipe.data.max_length
-        self._encoder = Encoder(
-            loaded,
-            self._is_pair,
-            tokens.recipe.task,
-            self._max_length,
-            truncation_side=tokens.recipe.data.truncation_side,
-            split_special_tokens=tokens.recipe.tokenizer.split_special_tokens,
-            template_name=chat_templates.name_of(tokens.recipe),
-            tokenizer_name=tokenizer.name_of(tokens.recipe),
-            own_call=BESIDE_CONFIG in tokens.identity,
-        )
+        self._encoder = Encoder(loaded, replace(EncoderSettings.of(tokens), whole_texts=False))
         limit = tokens.recipe.data.max_bad_rows if max_bad_rows is None else max_bad_rows
         self.bad, self._bad_of_held_out = BadRows(limit), BadRows(limit)
         self.rows: list[ShownRow] = []
@@ -95,23 +88,25 @@ class RowSummary:
         """Read the first rows of a file, no more than MOST_CHARACTERS of them."""
         num_shown, before = num_shown + len(self.rows), len(self._lengths)
         self._num_files += 1
-        batch: list[_Placed] = []
-        batch_characters = characters = 0
-        data_format, passes = self._format(file), self._passes(file)
-        bad = self._bad_of(file, passes)
-        placed = placed_samples(Slice(file), data_format, bad)
-        for number, place, sample in islice(placed, num_read):
-            try:
-                batch.append(self._placed(place, sample, number, passes))
-            except DataError as error:
-                bad.add(error, number)
-            batch_characters += len(text_of(sample))
-            if batch_characters >= BATCH_CHARACTERS:
-                self._add(batch, num_shown)
-                characters, batch, batch_characters = characters + batch_characters, [], 0
+        characters = 0
+        placed = self._placed_rows(file, num_read)
+        for batch, more in batches(placed, num_read, lambda row: text_of(row.sample)):
+            self._add(batch, num_shown)
+            characters += more
             if characters >= MOST_CHARACTERS or len(self._lengths) - before >= _MOST_LENGTHS:
                 break
-        self._add(batch, num_shown)
+
+    def _placed_rows(self, file: Path, num_read: int) -> Iterator[_Placed]:
+        passes = self._passes(file)
+        bad = self._bad_of(file, passes)
+        rows = placed_samples(Slice(file), self._format(file), bad)
+        for number, place, sample in islice(rows, num_read):
+            try:
+                row = self._placed(place, sample, number, passes)
+            except DataError as error:
+                bad.add(error, number)
+            else:
+                yield row
 
     def add_line(self, file: Path, line: int) -> None:
         """Read the row at a line, or of a number. Bad rows before it are passed over."""
@@ -142,21 +137,14 @@ class RowSummary:
         held_out = self._recipe.data.validation_file
         if held_out is not None and file in shards.list_shards(Path(held_out)):
             return self._bad_of_held_out
-
-        def count_of(number: int) -> BadRows | None:
-            times, is_held_out = _uses(number, passes)
-            return self._bad_of_held_out if is_held_out else self.bad if times else None
-
-        return _BadOfFile(count_of, self.bad)
+        return _BadOfFile(passes, self.bad, self._bad_of_held_out)
 
     def _passes(self, file: Path) -> list[tuple[int, RowChoice]]:
         """(number of the file's first row, the rows that are taken) of each pass over a file of
         data.train_file; none if all of its rows are trained once."""
-        tokens = self._tokens
-        named = sources.of_part(self._recipe.data, tokens.data_format, tokens.row_counts, "train")
         return [
             (source.row_offsets[shards.list_shards(source.path).index(file)], source.choice)
-            for source in named
+            for source in self._tokens.of_part("train")
             if source.choice is not None and file in shards.list_shards(source.path)
         ]
 
@@ -184,8 +172,9 @@ class RowSummary:
                 self._left_out[reason] += 1
             self._num_held_out += placed.is_held_out
             if len(self.rows) < num_shown:
-                shown = [self._shown(row, placed.place) for row in rows]
-                shown = shown or [ShownRow(placed.place, [], left_out=reason)]
+                shown = [self._shown(row, placed.place) for row in rows] or [
+                    ShownRow(placed.place, [], left_out=reason)
+                ]
                 facts = {"is_held_out": placed.is_held_out, "times": placed.times}
                 self.rows += [replace(row, **facts) for row in shown]
             if isinstance(sample, Conversation):
@@ -200,8 +189,10 @@ class RowSummary:
 
     def _reason(self, sample: Sample) -> str:
         """The reason why a sample is left out."""
-        if replace(self._encoder, max_length=UNLIMITED).encode([sample])[0]:
-            return f"its prompt fills data.max_length {self._max_length}"
+        settings = self._encoder.settings
+        unlimited = replace(settings, max_length=UNLIMITED)
+        if replace(self._encoder, settings=unlimited).encode([sample])[0]:
+            return f"its prompt fills data.max_length {settings.max_length}"
         return "no answer in it has a loss"
 
     def _shown(self, row: Row, place: str) -> ShownRow:
@@ -309,8 +300,7 @@ def _shortened(row: ShownRow) -> ShownRow:
         free -= len(parts[-1].text)
         if free <= 0:
             missing = sum(len(part.text) for part in row.parts) - _REPORT_CHARACTERS
-            more = [ShownPart(f" ... ({missing:,} more characters)", False)] if missing else []
-            parts += more
+            parts += [ShownPart(f" ... ({missing:,} more characters)", False)] if missing else []
             break
     return replace(row, place=row.place.rpartition("/")[2], parts=parts)
 

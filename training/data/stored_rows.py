@@ -45,7 +45,11 @@ def _column(rows: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array:
     name = field.name.removesuffix(_HIGH)
     lists = [np.asarray(row["labels" if name == "targets" else name], np.int64) for row in rows]
     if name == "targets":
-        lists = [_borders(labels != IGNORED) for labels in lists]
+        # the places where targets begin and end, by turns
+        lists = [
+            np.flatnonzero(np.diff(labels != IGNORED, prepend=False, append=False))
+            for labels in lists
+        ]
     ends = np.cumsum([0, *map(len, lists)]).astype(np.int32)
     values = np.concatenate(lists) if lists else np.empty(0, np.int64)
     if field.name != name:
@@ -59,11 +63,6 @@ def _array(values: np.ndarray, value_type: pa.DataType) -> pa.Array:
     """Integers as an Arrow array. pa.array() would import pandas, which takes 0.4 s and 40 MiB."""
     stored = values.astype(value_type.to_pandas_dtype())
     return pa.Array.from_buffers(value_type, len(stored), [None, pa.py_buffer(stored)])
-
-
-def _borders(is_target: np.ndarray) -> np.ndarray:
-    """The places where targets begin and end, by turns."""
-    return np.flatnonzero(np.diff(is_target, prepend=False, append=False))
 
 
 def lengths(table: pa.Table) -> np.ndarray:

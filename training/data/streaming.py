@@ -33,7 +33,6 @@ from launch.data.token_cache import TokenCache
 from training.data import tokenise
 from training.data.batches import NOTHING, Row, TokenRows
 from training.data.sample_order import SampleOrder
-from training.data.tokenise import TOKENIZER, TokeniseJob
 from training.data.tokenise_pool import Child
 
 BLOCK_UNITS = 4  # DataSection.stream_unit_bytes knows it
@@ -44,7 +43,7 @@ COUNTS, _COUNT_BYTES = "units.u32", 4
 Result = TypeVar("Result")
 
 
-def job(tokens: TokenCache, attempt: Path) -> TokeniseJob:
+def job(tokens: TokenCache, attempt: Path) -> tokenise.TokeniseJob:
     """The job that turns units into files in the attempt's folder, which all ranks see."""
     sources = data_sources.of_part(tokens.recipe.data, tokens.data_format, None, "train")
     return tokenise.job(tokens, sources, attempt / _WINDOW, "train")
@@ -96,13 +95,11 @@ class _Layout:
 
 
 def _counted(counts: Path, unit: int) -> int | None:
-    try:
-        with counts.open("rb") as file:
-            file.seek(_COUNT_BYTES * unit)
-            stored = int.from_bytes(file.read(_COUNT_BYTES), "little")
-    except FileNotFoundError:
+    if not counts.exists():
         return None
-    return stored - 1 if stored else None  # a count that was never written reads as 0
+    stored = np.fromfile(counts, "<u4", count=1, offset=_COUNT_BYTES * unit)
+    # a count that was never written reads as 0, or as nothing behind the file's end
+    return int(stored[0]) - 1 if stored.any() else None
 
 
 class StreamRows(Dataset):
@@ -111,7 +108,7 @@ class StreamRows(Dataset):
 
     def __init__(
         self,
-        job: TokeniseJob,
+        job: tokenise.TokeniseJob,
         counts: Path,
         seed: int,
         num_samples: int,
@@ -187,7 +184,9 @@ class Feeder(TrainerCallback):
 
     When a step has ended every rank has its sequences, so earlier sequences are not needed."""
 
-    def __init__(self, job: TokeniseJob, counts: Path, order: SampleOrder, seed: int) -> None:
+    def __init__(
+        self, job: tokenise.TokeniseJob, counts: Path, order: SampleOrder, seed: int
+    ) -> None:
         self._job, self._counts, self._order = job, counts, order
         self._layout = _Layout(counts, len(job.units), seed)
         self._position = 0
@@ -209,7 +208,9 @@ class Feeder(TrainerCallback):
             shutil.rmtree(leftover)
         self._counts.touch()
         self._job.folder.mkdir()
-        shutil.copytree(self._counts.parent / TOKENIZER, self._job.folder / TOKENIZER)
+        shutil.copytree(
+            self._counts.parent / tokenise.TOKENIZER, self._job.folder / tokenise.TOKENIZER
+        )
         self._job.write()
         self._thread.start()
 
@@ -281,7 +282,6 @@ class Feeder(TrainerCallback):
 
     def _finished(self, unit: int) -> None:
         tokenised = self._job.failed(unit) or self._job.done(unit)
-        assert tokenised is not None
         if tokenised.error:
             raise DataError(tokenised.error)
         with self._counts.open("r+b") as file:

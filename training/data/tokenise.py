@@ -8,22 +8,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from launch.base import files
 from launch.base.errors import DataError
-from launch.data import chat_templates, rows
+from launch.data import rows
 from launch.data import sources as data_sources
 from launch.data.files import shards
 from launch.data.row_choice import Part
-from launch.data.sources import Source
-from launch.data.token_cache import BESIDE_CONFIG, TokenCache
+from launch.data.token_cache import TokenCache
 from training.data import encode, tokenizer
-from training.data import packing as data_packing
 from training.data import units as data_units
-from training.data.chat import rendering
+from training.data.packing import Packer
 
 JOB = "job.json"
 TOKENIZER = "tokenizer"
@@ -44,23 +42,16 @@ class TokeniseJob:
 
     folder: Path
     part: str
-    sources: tuple[Source, ...]
-    encoder_decoder: bool
-    task: str
-    max_length: int
+    sources: tuple[data_sources.Source, ...]
+    settings: encode.EncoderSettings
     packing: bool
     max_bad_rows: int
     unit_bytes: int
-    truncation_side: Literal["right", "left"] = "right"
-    split_special_tokens: bool | None = None
-    template_name: str = rendering.NAME
-    tokenizer_name: str = tokenizer.NAME
     # number of the first row of each slice of each unit, if the part takes some rows only
     row_offsets: tuple[tuple[int, ...], ...] = ()
-    own_call: bool = False  # field of encode.Encoder
 
     @cached_property
-    def units(self) -> list[tuple[Source, data_units.Unit]]:
+    def units(self) -> list[tuple[data_sources.Source, data_units.Unit]]:
         return data_units.of_sources(self.sources, self.unit_bytes)
 
     @property
@@ -76,24 +67,7 @@ class TokeniseJob:
 
     @cached_property
     def encoder(self) -> encode.Encoder:
-        loaded = tokenizer.load(self.folder / TOKENIZER)
-        return encode.Encoder(
-            loaded,
-            self.encoder_decoder,
-            self.task,
-            self.max_length,
-            self._splits_texts,
-            self.truncation_side,
-            self.split_special_tokens,
-            self.template_name,
-            self.tokenizer_name,
-            self.own_call,
-        )
-
-    @property
-    def _splits_texts(self) -> bool:
-        """True if texts follow one another in full sequences."""
-        return self.packing and self.task == "pretrain"
+        return encode.Encoder(tokenizer.load(self.folder / TOKENIZER), self.settings)
 
     def rows_file(self, unit: int) -> Path:
         return self.folder / (
@@ -128,7 +102,9 @@ class TokeniseJob:
             data_sources.samples_of(of, first, source, bad)
             for of, first in zip(slices, row_offsets, strict=True)
         )
-        packer = data_packing.Packer(self.max_length, self._splits_texts) if self.packing else None
+        packer = (
+            Packer(self.settings.max_length, self.settings.whole_texts) if self.packing else None
+        )
         aside = self.rows_file(unit).with_suffix(".tmp")
         try:
             counts = encode.write_cache(
@@ -144,26 +120,21 @@ class TokeniseJob:
         return tokenised
 
 
-def job(tokens: TokenCache, sources: tuple[Source, ...], folder: Path, part: Part) -> TokeniseJob:
+def job(
+    tokens: TokenCache, sources: tuple[data_sources.Source, ...], folder: Path, part: Part
+) -> TokeniseJob:
     """The job for the rows of a part of a recipe. A streamed corpus has small units."""
-    recipe, data = tokens.recipe, tokens.recipe.data
+    data = tokens.recipe.data
     is_streamed = data.streaming and part == "train"
     unit_bytes = shards.unit_bytes(*(source.path for source in sources))
     return TokeniseJob(
         folder,
         part,
         sources,
-        tokens.model.is_encoder_decoder,
-        recipe.task,
-        data.max_length,
+        encode.EncoderSettings.of(tokens),
         data.packing,
         data.max_bad_rows,
         data.stream_unit_bytes if is_streamed else unit_bytes,
-        data.truncation_side,
-        recipe.tokenizer.split_special_tokens,
-        chat_templates.name_of(recipe),
-        tokenizer.name_of(recipe),
-        own_call=BESIDE_CONFIG in tokens.identity,
     )
 
 
@@ -172,7 +143,7 @@ def job_of_part(
 ) -> TokeniseJob | None:
     """The job for a part of the tokenised rows; None if there are no such rows. `goes_on` is called
     while rows are counted."""
-    sources = data_sources.of_part(tokens.recipe.data, tokens.data_format, tokens.row_counts, part)
+    sources = tokens.of_part(part)
     if not sources:
         return None
     planned = job(tokens, sources, folder, part)

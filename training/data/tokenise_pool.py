@@ -15,9 +15,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from launch.base import files as base_files
-from launch.base import processes as base_processes
-from launch.base import workspace
+from launch.base import files, processes, workspace
 from launch.base.errors import DataError, ResourceError
 from launch.base.text import size
 from launch.data.rows import BadRows
@@ -32,7 +30,7 @@ _LONE = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "HF_HUB_OFFL
 def part(
     job: TokeniseJob,
     limit: int | None,
-    processes: int,
+    num_processes: int,
     progress: Callable[[int], Any],
     say: Callable[[str], None],
 ) -> tuple[CacheCounts, BadRows]:
@@ -44,7 +42,7 @@ def part(
     missing = [unit for unit in range(count) if job.done(unit) is None]
     if len(missing) < count:
         say(f"{name}: {count - len(missing):,} of {count:,} parts were tokenised earlier")
-    several = min(processes, len(missing), job.full_units) if limit is None else 1
+    several = min(num_processes, len(missing), job.full_units) if limit is None else 1
     if several > 1:
         say(f"tokenising {name} in {len(missing):,} parts with {several} processes")
         job.write()
@@ -70,9 +68,9 @@ def _check_disk_space(job: TokeniseJob, unit: int) -> None:
     count = len(job.units)
     if unit % max(count // _SPACE_CHECKS, 1):
         return
-    files = list(job.folder.glob(f"{job.part}-*.arrow"))
-    more = sum(file.stat().st_size for file in files) * (count - len(files)) // max(len(files), 1)
-    free = base_files.free_bytes(job.folder)
+    done = [file.stat().st_size for file in job.folder.glob(f"{job.part}-*.arrow")]
+    more = sum(done) * (count - len(done)) // max(len(done), 1)
+    free = files.free_bytes(job.folder)
     if more > free:
         raise ResourceError(
             f"{job.folder.parent}: the tokens of {job.name} take about {size(more)}"
@@ -93,7 +91,7 @@ class Child:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,  # Ctrl-C goes to this process, which ends the child
-            preexec_fn=base_processes.die_with_launcher,
+            preexec_fn=processes.die_with_launcher,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self.stdout = self._process.stdin, self._process.stdout
@@ -123,13 +121,13 @@ class Child:
 
 
 def _run(
-    job: TokeniseJob, units: Sequence[int], processes: int, progress: Callable[[int], Any]
+    job: TokeniseJob, units: Sequence[int], num_processes: int, progress: Callable[[int], Any]
 ) -> None:
     """Give the units in their order to processes that are free; after an error, start no other
     unit."""
     waiting = iter(units)
     with selectors.DefaultSelector() as selector, ExitStack() as children:
-        for _ in range(processes):
+        for _ in range(num_processes):
             child = Child(job.folder)
             children.callback(child.end)
             selector.register(child.stdout, selectors.EVENT_READ, child)

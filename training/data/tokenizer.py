@@ -156,8 +156,11 @@ def called(
 
 def _files(folder: Path) -> str:
     """The files that hold a folder's tokens."""
-    names = (*chat_templates.TOKENIZER_FILES, "config.json")
-    names = [name for name in names if (folder / name).is_file()]
+    names = [
+        name
+        for name in (*chat_templates.TOKENIZER_FILES, "config.json")
+        if (folder / name).is_file()
+    ]
     return " or ".join(names) or "a file of it"
 
 

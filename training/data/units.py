@@ -6,22 +6,17 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
-from launch.base.errors import DataError
 from launch.data import rows
 from launch.data.files import folders, shards
 from launch.data.files.delimited import DELIMITERS
-from launch.data.rows import Slice
 from launch.data.sources import Source
 from launch.schema.plan import DataFormat
 
-Unit = tuple[Slice, ...]
+Unit = tuple[rows.Slice, ...]
 
 
 def of_sources(sources: Sequence[Source], size: int) -> list[tuple[Source, Unit]]:
@@ -38,7 +33,7 @@ def row_offsets(
 ) -> tuple[tuple[int, ...], ...]:
     """The number of the first row of each slice of each unit. Rows are counted only in files that
     are split, and once."""
-    numbers: dict[Slice, int] = {}
+    numbers: dict[rows.Slice, int] = {}
     before = None
     for source, unit in units:
         of_files = dict(zip(shards.list_shards(source.path), source.row_offsets, strict=True))
@@ -57,21 +52,25 @@ def divide(files: Sequence[Path], data_format: DataFormat, size: int) -> list[Un
 
     A file that can only be read from its beginning (compressed, tar, JSON array, CSV) is not split,
     nor is a file of turns."""
-    units: list[Unit] = []
-    unit: list[Slice] = []
-    unit_bytes = 0
-    for piece, piece_bytes in _pieces(files, data_format, size):
-        if unit and unit_bytes + piece_bytes > size:
-            units.append(tuple(unit))
-            unit, unit_bytes = [], 0
-        unit.append(piece)
-        unit_bytes += piece_bytes
-    return [*units, tuple(unit)]
+    pieces = list(_pieces(files, data_format, size))
+    joined = _joined((piece_bytes for _, piece_bytes in pieces), size)
+    return [tuple(piece for piece, _ in pieces[begin:end]) for begin, end, _ in joined]
+
+
+def _joined(sizes: Iterable[int], most: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, sum) of as many sizes in a row as `most` takes; a larger one is alone."""
+    begin, total, number = 0, 0, -1
+    for number, size in enumerate(sizes):
+        if total and total + size > most:
+            yield begin, number, total
+            begin, total = number, 0
+        total += size
+    yield begin, number + 1, total
 
 
 def _pieces(
     files: Sequence[Path], data_format: DataFormat, size: int
-) -> Iterator[tuple[Slice, int]]:
+) -> Iterator[tuple[rows.Slice, int]]:
     """Yield (slice, its bytes) in order."""
     for file in files:
         file_bytes = file.stat().st_size
@@ -82,39 +81,19 @@ def _pieces(
             or data_format.file_type in ("json", *DELIMITERS, "webdataset", "whole_text")
         )
         if is_whole or file_bytes <= size:
-            yield Slice(file), file_bytes
+            yield rows.Slice(file), file_bytes
         elif data_format.file_type in ("parquet", "arrow"):
-            yield from _tables(file, data_format.file_type, size)
+            for begin, end, joined_bytes in _joined(
+                _group_bytes(file, data_format.file_type), size
+            ):
+                yield rows.Slice(file, begin, end), joined_bytes
         else:
             count = -(-file_bytes // size)
             for start, end in pairwise([file_bytes * i // count for i in range(count + 1)]):
-                yield Slice(file, start, end), end - start
-
-
-def _tables(file: Path, file_type: str, size: int) -> Iterator[tuple[Slice, int]]:
-    """Join row groups of a parquet file, or batches of an Arrow file, up to `size` bytes."""
-    start, joined_bytes, group = 0, 0, -1
-    for group, group_bytes in enumerate(_group_bytes(file, file_type)):
-        if joined_bytes and joined_bytes + group_bytes > size:
-            yield Slice(file, start, group), joined_bytes
-            start, joined_bytes = group, 0
-        joined_bytes += group_bytes
-    yield Slice(file, start, group + 1), joined_bytes
+                yield rows.Slice(file, start, end), end - start
 
 
 def _group_bytes(file: Path, file_type: str) -> list[int]:
-    try:
-        if file_type == "arrow":
-            with shards.arrow_batches(file) as (_, batches):
-                return [batch.nbytes for batch in batches]
-        with pq.ParquetFile(file) as opened:
-            metadata = opened.metadata
-            groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-            return [
-                sum(group.column(i).total_compressed_size for i in range(group.num_columns))
-                for group in groups
-            ]
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"{file}: cannot be read ({str(error).splitlines()[0]}); write or copy it again"
-        ) from error
+    """The bytes of the row groups of a parquet file, or of the batches of an Arrow file."""
+    with shards.opened_table(file, file_type) as (_, groups):
+        return [group.stored_bytes() for group in groups]

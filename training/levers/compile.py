@@ -21,6 +21,7 @@ logger = logging.getLogger("lowmem")
 
 
 def arguments(training: TrainingSection, levers: Levers, values: dict[str, Any]) -> None:
+    values["torch_compile"] = levers.torch_compile
     if not levers.torch_compile:
         for key in COMPILE_KEYS:
             values.pop(key, None)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -15,18 +13,14 @@ from typing import IO, Any
 import numpy as np
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.utils import logging as transformers_logging
 
-from launch.base import files as base_files
-from launch.base import processes
+from launch.base import files, processes
 from launch.base.progress import eta
-from launch.base.text import shown
 from launch.run_folder.layout import AttemptDir
 from launch.schema.result import HeldOut, PhasePeaks, SecondStep, StepEvent
 from training.engines.setup import local_bytes
+from training.log import logger
 from training.loop.memory_peaks import MemoryPeaks, Part
-
-logger = logging.getLogger("lowmem")
 
 _STEADY_STEP = 2  # the first step has no optimizer states yet
 LONG_WAIT_S = 60.0  # wait until a log line: the remaining time is logged before
@@ -158,8 +152,8 @@ class Reporter(TrainerCallback):
     ) -> None:
         self._check_loss, self._peaks = check_loss, peaks
         self._rank, self._meter, self._order, self._device = rank, meter, order, peaks.device
-        files = (attempt.events_file, attempt.held_out_file) if rank == 0 else ()
-        self._events, self._held_out = [file.open("a", encoding="utf-8") for file in files] or (
+        paths = (attempt.events_file, attempt.held_out_file) if rank == 0 else ()
+        self._events, self._held_out = [path.open("a", encoding="utf-8") for path in paths] or (
             None,
             None,
         )
@@ -192,7 +186,7 @@ class Reporter(TrainerCallback):
             second_step = SecondStep(
                 highest.allocated_bytes, highest.reserved_bytes, self.host.highest(), free
             )
-            base_files.write_json(self._attempt.second_step_file, second_step)
+            files.write_json(self._attempt.second_step_file, second_step)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -255,10 +249,9 @@ class Reporter(TrainerCallback):
         self._peaks.begin("step")
         if self._steps == _STEADY_STEP:
             self._write_second_step()
-            now_s = time.monotonic()
+            now_s = self._second_step_at = time.monotonic()
+            self._scheduled = processes.scheduled()
         self._step_began = now_s
-        if self._second_step_at is None and self._steps > 1:
-            self._second_step_at, self._scheduled = now_s, processes.scheduled()
         if self._steps == _STEADY_STEP + 1:
             logging_steps = max(int(args.logging_steps), 1)
             self._say_time_left_early(state.global_step, state.max_steps, logging_steps)
@@ -373,9 +366,8 @@ class Reporter(TrainerCallback):
     def _write(self, file: IO[str] | None, figures: Sequence[StepEvent | HeldOut]) -> None:
         """Write figures. If the disk refuses them they are lost, a warning says so once, and the
         training continues."""
-        assert file is not None
         try:
-            file.write("".join(base_files.to_json(asdict(figure)) + "\n" for figure in figures))
+            file.write("".join(files.to_json(asdict(figure)) + "\n" for figure in figures))
             file.flush()
         except OSError as error:
             if not self._is_refused:
@@ -390,36 +382,3 @@ def _bar() -> Any:
     from launch.base.progress_bar import ProgressBar
 
     return ProgressBar(Console(highlight=False, soft_wrap=True), stays=True)
-
-
-class _StandardOutput(logging.Handler):
-    """Handler that prints. While there is a bar, standard output is its console."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # a single write, because ranks share the terminal
-        print(f"{self.format(record)}\n", end="", flush=True)
-
-
-class _Shown(logging.Formatter):
-    """Formatter of lines that may be shown in a log."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return shown(super().format(record))
-
-
-def start_logging(files: list[Path], rank: int) -> None:
-    """Start logging. Rank 0 logs to its standard output and to `files`. Other ranks only log
-    warnings, to standard error."""
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logger.propagate = False
-    transformers_logging.disable_progress_bar()  # "Writing model shards" beside our bar
-    plain = _Shown("%(asctime)s  %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    handlers: list[logging.Handler] = [
-        _StandardOutput() if rank == 0 else logging.StreamHandler(sys.stderr)
-    ]
-    for path in files if rank == 0 else []:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path, encoding="utf-8"))
-    for handler in handlers:
-        handler.setFormatter(plain)
-        logger.addHandler(handler)

@@ -8,7 +8,6 @@ would hold the states a second time: 8 to 12 bytes a parameter.
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 
 from training.compat import deepspeed_private
+from training.log import logger
 
-logger = logging.getLogger("lowmem")
 _LEAST_BYTES = 1 << 20  # least size of a tensor; smaller ones share pages with other objects
 
 

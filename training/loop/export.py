@@ -4,7 +4,6 @@ replaces the previous folder in one step."""
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import re
 import shutil
@@ -25,17 +24,15 @@ from launch.schema.recipe import Recipe
 from launch.schema.result import ExportedModel
 from training.compat.transformers_private import Network
 from training.data import tokenizer as data_tokenizer
+from training.log import logger
 from training.loop import exported_files, nan_guard
 from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit, merging
-
-logger = logging.getLogger("lowmem")
 
 
 def write(
     network: Network,
     trainer: LowMemTrainer,
-    tokenizer: PreTrainedTokenizerBase,
     recipe: Recipe,
     plan: Plan,
     run_id: str,
@@ -68,7 +65,8 @@ def write(
     )
     files.write_json(aside / "lowmem.json", facts)  # first: it marks the folder as ours
     content = save_weights(
-        *(network, tokenizer, recipe, plan.shape.config, aside, trainer.state.global_step),
+        *(network, trainer.processing_class, recipe, plan.shape.config, aside),
+        trainer.state.global_step,
         is_short_of_ram=plan.strategy.launch_mode.offloads,
     )
     (aside / "README.md").write_text(_card(trainer, recipe, plan, content), encoding="utf-8")
@@ -146,10 +144,11 @@ def save_weights(
     is_lora = hasattr(model, "peft_config")
     if is_lora and section.path is None:
         model.save_pretrained(folder / "adapter")
-        if recipe.quantization is not None:
-            merge = partial(four_bit.merged, model, getattr(torch, section.dtype))
-        else:
-            merge = model.merge_and_unload
+        merge = (
+            model.merge_and_unload
+            if recipe.quantization is None
+            else partial(four_bit.merged, model, getattr(torch, section.dtype))
+        )
         model = merging.merged(model, merge)
     source = recipe.tokenizer.path or section.path
     for line in exported_files.save_tokenizer(tokenizer, folder, Path(source) if source else None):

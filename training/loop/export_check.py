@@ -13,8 +13,6 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -30,13 +28,14 @@ from launch.schema.machine import GIB
 from launch.schema.model_sections import TokenizerLoading
 from launch.schema.recipe import Recipe
 from launch.schema.result import CHECK_BYTES
+from training.compat import peft_private
 from training.compat.transformers_private import Network
 from training.data import tokenise, tokenizer
-from training.data.encode import Encoder, Row
+from training.data.encode import Encoder, EncoderSettings, Row
 from training.levers.compile import eagerly
 from training.loop import evaluate
 from training.loop.trainer import LowMemTrainer, empty_cache
-from training.model import build, four_bit, merging, varlen_attention
+from training.model import build, merging, varlen_attention
 
 NUM_ROWS = 100
 ROW_TOKENS = 128  # tokens of the row whose logits are compared
@@ -72,7 +71,7 @@ class Rows:
         end = [self.encoder.tokenizer.eos_token_id]
         row = next(rows, {"input_ids": end, "labels": end})
         inputs = {"input_ids": row["input_ids"][:ROW_TOKENS]}
-        if self.encoder.encoder_decoder:
+        if self.encoder.settings.encoder_decoder:
             inputs["decoder_input_ids"] = row["labels"][:ROW_TOKENS]
         return inputs
 
@@ -100,13 +99,9 @@ def trained(
 
 
 def _rows(start: RankStart, tokens: Path, questions: Sequence[Conversation]) -> Rows:
-    recipe, token_cache = start.recipe, start.tokens
-    of_training = sources.of_part(
-        recipe.data, token_cache.data_format, token_cache.row_counts, "train"
-    )
-    bad = BadRows(UNLIMITED)
-    dataset = chain.from_iterable(source.read(bad) for source in of_training)
-    encoder = tokenise.job(token_cache, of_training, tokens, "train").encoder
+    loaded = tokenizer.load(tokens / tokenise.TOKENIZER)
+    encoder = Encoder(loaded, EncoderSettings.of(start.tokens))
+    dataset = sources.samples_in(start.tokens.of_part("train"), UNLIMITED)
     return Rows(encoder, list(islice(dataset, NUM_ROWS)), questions[:NUM_ROWS])
 
 
@@ -217,7 +212,7 @@ def _of_tokenizer(folder: Path, rows: Rows, loading: TokenizerLoading) -> Iterat
             yield f"row {number} has other ids than trained: {different}"
     if rows.questions:
         trained_prompts, answered = (
-            evaluate.prompts(each, rows.questions, encoder.encoder_decoder)
+            evaluate.prompts(each, rows.questions, encoder.settings.encoder_decoder)
             for each in (trained, exported)
         )
         if trained_prompts != answered:
@@ -238,7 +233,7 @@ def _of_generation(folder: Path, rows: Rows) -> Iterator[str]:
     encoder = rows.encoder
     is_chat = any(isinstance(sample, Conversation) for sample in rows.dataset)
     ends = {encoder.tokenizer.eos_token_id}
-    if is_chat and not encoder.encoder_decoder and encoder.task != "pretrain":
+    if is_chat and not encoder.settings.encoder_decoder and encoder.settings.task != "pretrain":
         ends |= {*encoder.renderer.end_ids}
     listed = None
     if (folder / "generation_config.json").is_file():
@@ -249,26 +244,16 @@ def _of_generation(folder: Path, rows: Rows) -> Iterator[str]:
         yield f"generation_config.json does not name {names}, with which trained rows end"
 
 
-def _load(
-    folder: str | Path, trained: Network, dtype: torch.dtype, device: torch.device, **options: Any
-) -> Any:
-    """A model's folder as a user loads it, in the type in which it was trained."""
-    family = AutoModelForSeq2SeqLM if trained.config.is_encoder_decoder else AutoModelForCausalLM
-    return family.from_pretrained(
-        folder,
-        dtype=dtype,
-        device_map={"": device},
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        **options,
-    )
-
-
 def _load_model(
     folder: Path, trained: Network, dtype: torch.dtype, device: torch.device
 ) -> Network:
-    network, checked = _load(folder, trained, dtype, device, output_loading_info=True)
+    network, checked = build.pretrained(
+        folder,
+        trained.config.is_encoder_decoder,
+        dtype=dtype,
+        device_map={"": device},
+        output_loading_info=True,
+    )
     if faults := {key: sorted(map(str, names)) for key, names in checked.items() if names}:
         raise ExportError(f"{folder}: transformers says of its weights: {faults}")
     return network
@@ -281,24 +266,13 @@ def _load_adapter(
     dtype: torch.dtype,
     accelerator: Accelerator,
 ) -> Network:
-    from peft import PeftModel
-
     base, precision = trained.get_base_model(), cast(Any, accelerator.mixed_precision)
-    quantization = recipe.quantized(precision)
     path = str(recipe.model.path)
-    config, options = build.folder_config(path), dict[str, Any]()
-    if quantization:
-        options["quantization_config"] = four_bit.config(quantization)
-    is_packed = build.take_quantization(config, options)
-    if is_packed:
-        options["config"] = config
-    network = _load(path, base, dtype, accelerator.device, **options)
-    if quantization:
-        four_bit.settle(network)
-    if is_packed:
-        four_bit.convert(network, dtype)
+    network, _ = build.loaded(
+        *(path, build.folder_config(path), recipe.quantized(precision), dtype, accelerator.device)
+    )
     build.grow_vocabulary(network, base.config.get_text_config().vocab_size)
-    return PeftModel.from_pretrained(network, folder, local_files_only=True)
+    return peft_private.with_adapter(network, folder)
 
 
 def _of_parameters(trained: Network, loaded: Network) -> Iterator[str]:

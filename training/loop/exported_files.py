@@ -40,8 +40,7 @@ def save_model(
         # transformers 4.57 would make a random head beside tie_word_embeddings: false
         weights = {**model.state_dict(), "lm_head.weight": head.weight.detach().clone()}
     model.save_pretrained(folder, state_dict=weights, max_shard_size=max_bytes)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = _for_both_versions(config, base)
+    config = _for_both_versions(json.loads((folder / "config.json").read_bytes()), base)
     is_tied = head is None or head.weight is model.get_input_embeddings().weight
     if not is_tied and merging.can_untie(model):  # transformers 4.57 ties what this says
         for part in (config, config.get("text_config", {})):

@@ -9,7 +9,6 @@ reads a single number per step.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import statistics
 from collections import deque
@@ -27,9 +26,8 @@ from launch.base.errors import NonFinite
 from training.compat import deepspeed_private, torch_private
 from training.compat.transformers_private import OpenTrainer
 from training.data.sample_order import SampleOrder
+from training.log import logger
 from training.model import four_bit
-
-logger = logging.getLogger("lowmem")
 
 # Overflows in a row: fp16's loss scale starts at 65,536 and halves each time, so a longer series
 # has another cause than the scale
@@ -233,7 +231,8 @@ class NanGuard(TrainerCallback):
 
         def see_norms(norms: list[Any]) -> None:
             nonlocal may_step
-            norm = _combined(torch.stack([torch.as_tensor(norm) for norm in norms]).tolist())
+            values = torch.stack([torch.as_tensor(norm) for norm in norms]).tolist()
+            norm = math.nan if -1 in values else math.hypot(*values)  # -1: DeepSpeed's NaN
             # fp16's scaler skips the step by itself
             if not self._fp16 or math.isfinite(norm):
                 may_step = self.check_step(norm / float(zero.loss_scale))
@@ -350,11 +349,6 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank holds."""
     part = deepspeed_private.local_part(tensor)
     return part.to_local() if hasattr(part, "to_local") else part.detach()
-
-
-def _combined(norms: Sequence[float]) -> float:
-    """The norm of all groups. -1 stands for NaN in DeepSpeed."""
-    return math.nan if -1 in norms else math.hypot(*norms)
 
 
 def _exchange(name: str, facts: dict[str, Any]) -> dict[int, dict[str, Any]]:

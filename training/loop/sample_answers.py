@@ -5,7 +5,6 @@ holds."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import asdict
 
@@ -19,9 +18,8 @@ from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.result import Answers, Question, Questions
 from training.compat.transformers_private import Network
+from training.log import logger
 from training.loop import evaluate
-
-logger = logging.getLogger("lowmem")
 
 _DEFAULT_COUNT = 3
 _LEAST_NEW_TOKENS = 4  # a question that leaves fewer is not asked
@@ -68,11 +66,29 @@ class SampleAnswers:
         `row_tokens`: most tokens of a row, question and answer; `all_tokens`: of all rows that are
         answered together; `is_pair`: a T5."""
         most = min(row_tokens, all_tokens)
-        chosen = []
+        limit = most - _LEAST_NEW_TOKENS
+        chosen, lengths = [], []
         for conversation, reference in pairs:
             (ids,) = evaluate.prompts(tokenizer, [conversation], is_pair)
-            if len(ids) + _LEAST_NEW_TOKENS <= most and len(chosen) < num_questions:
+            lengths.append(len(ids))
+            if len(ids) <= limit and len(chosen) < num_questions:
                 chosen.append((conversation, reference, len(ids)))
+        self.shortfall = ""  # why fewer questions are answered than the recipe asks for
+        if len(chosen) < num_questions:
+            self.shortfall = (
+                f"evaluation.sample_answers {num_questions}: {len(chosen)} of {len(lengths)}"
+                " held-out questions are answered"
+            )
+            if len(chosen) < len(lengths):
+                limited_by = (
+                    f"rows have at most {row_tokens} (data.max_length cuts longer ones)"
+                    if row_tokens <= all_tokens
+                    else "a larger training.per_device_eval_batch_size has memory for more"
+                )
+                self.shortfall += (
+                    f": the shortest has {min(lengths)} tokens, and {limit} fit beside an answer;"
+                    f" {limited_by}"
+                )
         prompt_tokens = max((length for _, _, length in chosen), default=0)
         self._tokenizer = tokenizer
         self._conversations = [conversation for conversation, _, _ in chosen]

@@ -8,7 +8,6 @@ a run goes on in the tracker's run.
 from __future__ import annotations
 
 import contextvars
-import logging
 import os
 import sys
 import threading
@@ -23,8 +22,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from launch.base.text import shown
 from launch.run_folder.layout import RunDir
 from launch.schema.training_section import TENSORBOARD, Tracker
-
-logger = logging.getLogger("lowmem")
+from training.log import logger
 
 _FINISH_S = 60.0  # time for what has not been sent when training ends
 # Variables with which a tracker works without its service, and the line that sends its figures
@@ -90,9 +88,10 @@ class _TrackerCallback(TrainerCallback):
             if self._name == "wandb":  # its process still has the run
                 import_module("wandb").teardown()
             if not (again := _failure(begin)):
+                programs, run = Path(sys.executable).parent, self._run.root
                 logger.warning(
                     "training.report_to: %s works offline (%s); later: %s",
-                    *(self._name, error, _line(later, self._run)),
+                    *(self._name, error, later.format(programs=programs, run=run)),
                 )
             error = again
         self._leave_out_after(error)
@@ -132,10 +131,6 @@ class _TrackerCallback(TrainerCallback):
                 "training.report_to: %s fails and is left out of the rest of this start: %s",
                 *(self._name, error),
             )
-
-
-def _line(later: str, run: RunDir) -> str:
-    return later.format(programs=Path(sys.executable).parent, run=run.root)
 
 
 def _failure(call: Callable[[], None]) -> str | None:

@@ -3,7 +3,6 @@ checkpoints."""
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -29,19 +28,18 @@ from training.compat.python_private import end_what_cannot_send
 from training.compat.transformers_private import Network, OpenTrainer
 from training.control.stop_callback import StopCallback
 from training.control.stop_word import Halted
-from training.data.batches import TARGET_TENSORS, Collator, EpochLoader, TokenRows
+from training.data.batches import TARGET_TENSORS, EpochLoader, TokenRows
 from training.data.sample_order import SampleOrder
 from training.engines import setup
 from training.levers.compile import eagerly
 from training.levers.logits import LossHead, target_loss_sum
 from training.levers.offloading import Offloading
 from training.levers.streaming import Streaming
+from training.log import logger
 from training.loop import data_worker_memory, nan_guard
 from training.loop.callbacks import StepMeter
 from training.loop.memory_peaks import MemoryPeaks
 from training.model import evaluation
-
-logger = logging.getLogger("lowmem")
 
 # accelerate calls the CPU of a rank cpu:0, and Trainer loads an optimizer there. torch 2.11 knows
 # only "cpu".
@@ -152,12 +150,10 @@ class LowMemTrainer(OpenTrainer):
         return norm
 
     def _loader(self, rows: TokenRows, batches: Any, workers: int) -> EpochLoader:
-        collator = self.data_collator
-        assert isinstance(collator, Collator)
         return EpochLoader(
             rows,
             batch_sampler=batches,
-            collate_fn=collator,
+            collate_fn=self.data_collator,
             num_workers=workers,
             pin_memory=self.args.device.type == "cuda" and self.args.dataloader_pin_memory,
             persistent_workers=workers > 0 and self.args.dataloader_persistent_workers,
@@ -224,7 +220,6 @@ class LowMemTrainer(OpenTrainer):
             try:
                 return super().evaluate(*args, **kwargs)
             except Halted:
-                assert self.stop_callback is not None
                 self.stop_callback.cut_evaluation(self.state, self.control)
                 return {}
             finally:
@@ -297,42 +292,30 @@ class LowMemTrainer(OpenTrainer):
         self, library: Callable[[str | None], Any], resume_from_checkpoint: str | None
     ) -> tuple[torch.nn.Module, DataLoader]:
         """Trainer's own method, which also loads optimizer and schedule."""
-        prepared = self._prepared(library, resume_from_checkpoint)
-        if self.args.dataloader_num_workers:  # they are forked after this
-            data_worker_memory.exclude_from_forks(data_worker_memory.state_tensors(self))
-        return prepared
-
-    def _prepared(
-        self, library: Callable[[str | None], Any], resume_from_checkpoint: str | None
-    ) -> tuple[torch.nn.Module, DataLoader]:
-        scaler = self.accelerator.scaler
+        scaler, folder = self.accelerator.scaler, Path(resume_from_checkpoint or "")
         if scaler and resume_from_checkpoint:
             # Torch makes FSDP2's states, before it loads them, by a step without gradients, which
             # needs a scale. Trainer loads the checkpoint's scale after them.
             scaler.scale(torch.zeros((), device=self.args.device))
-        if not self.is_converted:
-            if resume_from_checkpoint:
-                names.check(self.model, Path(resume_from_checkpoint))
-            prepared = library(resume_from_checkpoint)
-            bitsandbytes_private.page_states(self.optimizer)
-            convert.apply_schedule(self)
-            return prepared
-        assert resume_from_checkpoint and self._strategy
-        prepared = library(None)
-        folder = Path(resume_from_checkpoint)
-        without = convert.load(self, self._strategy, folder)
+        if resume_from_checkpoint and not self.is_converted:
+            names.check(self.model, folder)
+        prepared = library(None if self.is_converted else resume_from_checkpoint)
+        converted = self._strategy if self.is_converted else None
+        without = convert.load(self, converted, folder) if converted else []
         bitsandbytes_private.page_states(self.optimizer)
-        convert.load_schedule(self, torch.load(folder / "scheduler.pt", weights_only=True))
+        if self.is_converted:
+            convert.load_schedule(self, torch.load(folder / "scheduler.pt", weights_only=True))
+            scale = folder / "scaler.pt"  # DeepSpeed has a scale of its own
+            if scaler and scale.exists():
+                scaler.load_state_dict(torch.load(scale, weights_only=True))
         convert.apply_schedule(self)
-        scale = folder / "scaler.pt"  # DeepSpeed has a scale of its own
-        if scaler and scale.exists():
-            scaler.load_state_dict(torch.load(scale, weights_only=True))
         if without and self.args.should_save:
             logger.warning(
                 "no optimizer state for %s and %d more: it starts anew there",
-                without[0],
-                len(without) - 1,
+                *(without[0], len(without) - 1),
             )
+        if self.args.dataloader_num_workers:  # they are forked after this
+            data_worker_memory.exclude_from_forks(data_worker_memory.state_tensors(self))
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -4,7 +4,6 @@ in part or extended with LoRA."""
 from __future__ import annotations
 
 import json
-import logging
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -43,9 +42,8 @@ from training.compat import (
 from training.compat.transformers_private import Network
 from training.data import tokenizer as data_tokenizer
 from training.data.chat.loss_spans import ConversationRenderer
+from training.log import logger
 from training.model import four_bit, varlen_attention
-
-logger = logging.getLogger("lowmem")
 
 # Types whose decoders begin with the padding token where their config says nothing. Source: the
 # errors of their own _shift_right.
@@ -106,6 +104,18 @@ def folder_config(folder: str | Path) -> PreTrainedConfig:
             f" ({cause(error)}); code that comes with a model is never run: use a model_type and"
             " values that transformers has itself"
         ) from error
+
+
+def pretrained(folder: str | Path, is_encoder_decoder: bool, **options: Any) -> Any:
+    """from_pretrained() of a local folder: of its safetensors, and without code of its own."""
+    family = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
+    return family.from_pretrained(
+        folder,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        **options,
+    )
 
 
 def without_weights(
@@ -174,14 +184,6 @@ def from_folder(
     """Load the model of a folder. `attention` None: that which its type prefers."""
     assert section.path is not None
     config = folder_config(section.path)
-    family = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    in_4_bits: dict[str, Any] = {}
-    if quantization is not None:
-        in_4_bits = {
-            "quantization_config": four_bit.config(quantization),
-            "device_map": {"": device},
-        }
-    is_packed = take_quantization(config, in_4_bits)
     asked_tie = section.tie_word_embeddings
     if asked_tie is not None:
         config.tie_word_embeddings = asked_tie
@@ -192,16 +194,10 @@ def from_folder(
             four_bit.giving_blocks_back() if packs_here or streams else nullcontext(),
             _leaving_card(levers, keeps_streamed) if streams else nullcontext(),
         ):
-            loading: Any = family.from_pretrained(
-                section.path,
-                config=config,
-                dtype=getattr(torch, section.dtype),
+            model, facts = loaded(
+                *(section.path, config, quantization, getattr(torch, section.dtype)),
+                device if quantization is not None else None,
                 attn_implementation=attention,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-                **in_4_bits,
             )
     except (OSError, ValueError) as error:
         raise ResourceError(
@@ -212,33 +208,53 @@ def from_folder(
             f"{section.path}: the model cannot be loaded ({type(error).__name__}: {error}); a value"
             " in config.json or generation_config.json is none that transformers takes there"
         ) from error
-    model, loaded = loading
-    if unread := sorted(map(str, loaded["unexpected_keys"])):
+    if unread := sorted(map(str, facts["unexpected_keys"])):
         logger.info(
             "%s: %d tensors are not in the model of config.json, and neither trained nor exported,"
             " such as %s",
             *(section.path, len(unread), unread[0]),
         )
-    if asked_tie is False and "lm_head.weight" in loaded["missing_keys"]:
+    if asked_tie is False and "lm_head.weight" in facts["missing_keys"]:
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         with deepspeed_private.gathered([head.weight, embedding.weight]):
             head.weight.data.copy_(embedding.weight.data)
-    if quantization is not None:
-        four_bit.settle(model)
-    if is_packed:
-        four_bit.convert(model, getattr(torch, section.dtype))
     if packs_here:
         _leave_files(model)
     return model
 
 
-def take_quantization(config: PreTrainedConfig, in_4_bits: dict[str, Any]) -> bool:
-    """True for a folder that is packed: its config takes the place of the keyword, of which it has
-    what its weights do not say. With both, transformers takes the folder's compute dtype."""
+def loaded(
+    folder: str | Path,
+    config: PreTrainedConfig,
+    quantization: QuantizationSection | None,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    **options: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """The model of a folder, which may be packed in 4 bits already, and transformers' facts of its
+    loading. `device` None: on the CPU, where weights may be views of the files."""
+    in_4_bits = {"quantization_config": four_bit.config(quantization)} if quantization else {}
     is_packed = hasattr(config, "quantization_config")
     if is_packed:
+        # The folder's config takes the place of the keyword, of which it has what its weights do
+        # not say. With both, transformers takes the folder's compute dtype.
         config.quantization_config = in_4_bits.pop("quantization_config").to_dict()
-    return is_packed
+    placed = {} if device is None else {"device_map": {"": device}}
+    model, facts = pretrained(
+        folder,
+        config.is_encoder_decoder,
+        config=config,
+        dtype=dtype,
+        output_loading_info=True,
+        **in_4_bits,
+        **placed,
+        **options,
+    )
+    if quantization:
+        four_bit.settle(model)
+    if is_packed:
+        four_bit.convert(model, dtype)
+    return model, facts
 
 
 def _keeping(rows_of: tuple[int, int] | None, family: ModelFamily) -> AbstractContextManager[None]:
@@ -247,15 +263,13 @@ def _keeping(rows_of: tuple[int, int] | None, family: ModelFamily) -> AbstractCo
     if rows_of is None:
         return nullcontext()
 
-    def divide(model: Network, name: str) -> None:
-        parameter = model.get_parameter_or_buffer(name)
-        if getattr(parameter, "quant_state", None) is not None:
-            four_bit.keep_rows(parameter, *rows_of)
+    def divide(model: Network, name: str, weight: Any) -> None:
+        four_bit.keep_rows(weight, *rows_of)
 
     def is_on_host(name: str) -> bool:
         return name.split(".")[-2] not in (family.quantizable or ())
 
-    return levers_private.each_loaded(divide, is_on_host)
+    return levers_private.each_packed(divide, is_on_host)
 
 
 def _leaving_card(levers: Levers, keeps: bool) -> AbstractContextManager[None]:
@@ -263,13 +277,12 @@ def _leaving_card(levers: Levers, keeps: bool) -> AbstractContextManager[None]:
     there. A rank that does not keep them has one value in the place of all."""
     of_streamed = cache(partial(_are_of_streamed, levers))
 
-    def leave(model: Network, name: str) -> None:
-        weight = model.get_parameter_or_buffer(name)
-        if getattr(weight, "quant_state", None) is not None and name.startswith(of_streamed(model)):
+    def leave(model: Network, name: str, weight: Any) -> None:
+        if name.startswith(of_streamed(model)):
             values = weight.data if keeps else weight.data.flatten()[:1]
             weight.data = values.cpu().expand(weight.shape)
 
-    return levers_private.each_loaded(leave)
+    return levers_private.each_packed(leave)
 
 
 def streamed_layers(network: torch.nn.Module, levers: Levers) -> list[torch.nn.Module]:
@@ -330,7 +343,7 @@ class _AsLoaded(GenerationConfig):
     which transformers refuses to save a model."""
 
     def validate(self, strict: bool = False, user_set_attributes: set[str] | None = None) -> None:
-        pass
+        """Accept them."""
 
 
 def set_special_tokens(
@@ -381,10 +394,10 @@ def _set_target_language(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
         )
 
 
-def take_generation(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, adapter: Path
-) -> None:
-    """Give a base the generation settings with which its adapter was saved, and its tokens."""
+def prepare_base(model: Network, tokenizer: PreTrainedTokenizerBase, adapter: Path) -> None:
+    """Give a base the rows that its adapter trained, the generation settings with which the adapter
+    was saved, and the tokenizer's special tokens."""
+    grow_vocabulary(model, len(tokenizer))
     file = adapter / "generation_config.json"
     if file.is_file():
         model.generation_config = GenerationConfig.from_dict(json.loads(file.read_bytes()))

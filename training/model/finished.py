@@ -11,6 +11,7 @@ from launch.base.errors import ResourceError
 from launch.base.text import cause
 from launch.schema.model_sections import ModelSection, QuantizationSection
 from launch.schema.result import FinishedModel
+from training.compat import peft_private
 from training.compat.transformers_private import Network
 from training.model import build
 
@@ -21,17 +22,14 @@ def load(finished: FinishedModel, tokenizer: Any, device: torch.device) -> Netwo
     Raises ResourceError."""
     transformers_logging.disable_progress_bar()
     section = ModelSection(path=str(finished.base), dtype=finished.dtype)
-    quantization = None
-    if finished.quantization:
-        quantization = QuantizationSection.model_validate(finished.quantization)
+    quantization = (
+        QuantizationSection.model_validate(finished.quantization) if finished.quantization else None
+    )
     try:
         model: Network = build.from_folder(section, quantization, device, attention=None)
         if finished.is_adapter:
-            from peft import PeftModel
-
-            build.grow_vocabulary(model, len(tokenizer))  # rows that the adapter trained
-            build.take_generation(model, tokenizer, finished.folder)
-            model = PeftModel.from_pretrained(model, finished.folder, local_files_only=True)
+            build.prepare_base(model, tokenizer, finished.folder)
+            model = peft_private.with_adapter(model, finished.folder)
         else:
             build.set_special_tokens(model, tokenizer, keeps_ids=True)
     except (OSError, ValueError, RuntimeError) as error:

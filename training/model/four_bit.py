@@ -173,7 +173,7 @@ def gather_trained(model: torch.nn.Module, keeps: bool) -> None:
             setattr(module, name, gathered[id(part)])
 
 
-def named_numbers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def named_numbers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """named_parameters() without the weights of 4 bits, whose bytes are no numbers of their type
     where FSDP2 has divided them."""
     modules = model.modules()
@@ -258,7 +258,6 @@ def merged(model: Network, dtype: torch.dtype) -> torch.nn.Module:
     weights, rounded once.
 
     PEFT's own merging would quantise the sum again."""
-    from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit  # pyright: ignore[reportPrivateImportUsage]
 
     weights: dict[str, torch.Tensor] = {}
@@ -266,8 +265,7 @@ def merged(model: Network, dtype: torch.dtype) -> torch.nn.Module:
         has_adapter = hasattr(layer, "get_base_layer")
         base = layer.get_base_layer() if has_adapter else layer
         if isinstance(base, Linear4bit) and not name.endswith(".base_layer"):
-            packed: Any = base.weight
-            weight = dequantize_4bit(packed.data, packed.quant_state).float()
+            weight = dequantized(base, torch.float32)
             if has_adapter:
                 weight += layer.get_delta_weight("default")
             weights[name] = weight.to("cpu", dtype)
@@ -282,7 +280,6 @@ def merged(model: Network, dtype: torch.dtype) -> torch.nn.Module:
 def _ordinary(layer: Any, weight: torch.Tensor) -> torch.nn.Module:
     """An ordinary layer with this weight (out, in), in place of a quantised layer."""
     out_features, in_features = weight.shape
-    plain: torch.nn.Module
     with torch.device("meta"):
         if layer.source_cls is Conv1D:
             plain, weight = Conv1D(out_features, in_features), weight.T.contiguous()

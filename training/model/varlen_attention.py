@@ -13,7 +13,6 @@ import torch
 from transformers import AttentionInterface
 
 from training.compat import transformers_private
-from training.compat.transformers_private import Network
 
 NAME = "varlen_attn"
 
@@ -27,7 +26,7 @@ def register(attention: str) -> None:
 
 
 @contextmanager
-def answering_with_masks(network: Network) -> Iterator[None]:
+def answering_with_masks(network: transformers_private.Network) -> Iterator[None]:
     """Inside, a network with this attention uses sdpa, which computes the same: prompts of a batch
     are padded."""
     attention = transformers_private.attention(network)

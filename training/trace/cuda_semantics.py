@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -78,8 +79,9 @@ def cuda_semantics(
             warnings.simplefilter("ignore")  # "Overriding a previously registered kernel"
             library.impl("scaled_dot_product_attention", attention(target), "AutogradCPU")
             library.impl("dropout", _dropout, "AutogradCPU")
-            library.impl("softmax.int", _softmax(aten._softmax.default), "AutogradCPU")
-            library.impl("log_softmax.int", _softmax(aten._log_softmax.default), "AutogradCPU")
+            library.impl("softmax.int", partial(_softmax, aten._softmax.default), "AutogradCPU")
+            log_softmax = partial(_softmax, aten._log_softmax.default)
+            library.impl("log_softmax.int", log_softmax, "AutogradCPU")
             library.impl("_fused_rms_norm", _no_kernel, "CPU")  # else it is made of other operators
             _autocast_as_cuda(library)
         types = [torch.Tensor, torch.nn.Parameter, FakeTensor]
@@ -358,16 +360,14 @@ def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.native_dropout(tensor, p, True)[0] if p < 1 else tensor * 0
 
 
-def _softmax(kernel: Any) -> Callable[..., torch.Tensor]:
-    """Make CUDA's softmax: in fp32 of fp16 scores it needs no fp32 copy of them; of bf16 scores it
+def _softmax(
+    kernel: Any, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """CUDA's softmax: in fp32 of fp16 scores it needs no fp32 copy of them; of bf16 scores it
     does."""
-
-    def softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        if tensor.dtype == torch.float16 and dtype == torch.float32:
-            return kernel(tensor, dim, True)
-        return kernel(tensor if dtype is None else tensor.to(dtype), dim, False)
-
-    return softmax
+    if tensor.dtype == torch.float16 and dtype == torch.float32:
+        return kernel(tensor, dim, True)
+    return kernel(tensor if dtype is None else tensor.to(dtype), dim, False)
 
 
 def _no_kernel(*args: Any) -> Any:
@@ -491,42 +491,34 @@ def _autocast_as_cuda(library: torch.library.Library) -> None:
             if has_kernel(f"aten::{name}", "AutocastCUDA"):  # rms_norm: not in 2.11
                 packet, _, overload = name.partition(".")
                 operator = getattr(getattr(aten, packet), overload or "default")
-                library.impl(name, policy(operator), "AutocastCPU")
+                library.impl(name, partial(policy, operator), "AutocastCPU")
 
 
 def _wide(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALF else value
 
 
-def _in_fp32(operator: Any) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return torch_private.without_autocast(
-            operator, map(_wide, args), {name: _wide(value) for name, value in kwargs.items()}
-        )
-
-    return run
-
-
-def _out_in_fp32(operator: Any) -> Callable[..., Any]:
-    position = [argument.name for argument in torch_private.schema(operator).arguments].index(
-        "dtype"
+def _in_fp32(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch_private.without_autocast(
+        operator, map(_wide, args), {name: _wide(value) for name, value in kwargs.items()}
     )
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        dtype = kwargs.get("dtype", args[position] if len(args) > position else None)
-        if dtype is None and args[0].is_floating_point() and args[0].dtype != torch.float64:
-            args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
-        return torch_private.without_autocast(operator, args, kwargs)
 
-    return run
+def _out_in_fp32(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    position = _place_of_dtype(operator)
+    dtype = kwargs.get("dtype", args[position] if len(args) > position else None)
+    if dtype is None and args[0].is_floating_point() and args[0].dtype != torch.float64:
+        args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+    return torch_private.without_autocast(operator, args, kwargs)
 
 
-def _promoted(operator: Any) -> Callable[..., Any]:
-    run_wide = _in_fp32(operator)
+@cache
+def _place_of_dtype(operator: Any) -> int:
+    arguments = torch_private.schema(operator).arguments
+    return [argument.name for argument in arguments].index("dtype")
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in args):
-            return run_wide(*args, **kwargs)
-        return torch_private.without_autocast(operator, args, kwargs)
 
-    return run
+def _promoted(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in args):
+        return _in_fp32(operator, *args, **kwargs)
+    return torch_private.without_autocast(operator, args, kwargs)

@@ -56,9 +56,11 @@ def summed(target: Target, name: str, args: Sequence[Any]) -> tuple[int, int, in
         return None
     tensor, dims = args[:2]
     columns = tensor.shape[-1] if tensor.dim() > 1 else 0
-    if not columns or not tensor.is_contiguous():
-        return None
-    if {dim % tensor.dim() for dim in dims or ()} != set(range(tensor.dim() - 1)):
+    if (
+        not columns
+        or not tensor.is_contiguous()
+        or {dim % tensor.dim() for dim in dims or ()} != set(range(tensor.dim() - 1))
+    ):
         return None
     threads = THREADS.get(target.capability, MOST_THREADS)
     return tensor.numel() // columns, columns, MULTIPROCESSORS[target.capability], threads
@@ -84,10 +86,6 @@ def cublas_workspace_bytes(architecture: str) -> int:
     return size + own_bytes
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
@@ -95,7 +93,7 @@ def _up(size: int, multiple: int) -> int:
 def _copied(grad: torch.Tensor) -> int:
     """Bytes of a copy of a gradient (batch, heads, seq, width), which is made unless its memory
     order is (batch, seq, heads, width)."""
-    return 0 if grad.transpose(1, 2).is_contiguous() else _bytes(grad)
+    return 0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes
 
 
 def _flash_backward(
@@ -140,7 +138,7 @@ def _varlen_backward(
     tokens, heads, width = query.shape
     rows = heads * (tokens + 128 * (len(starts) - 1) * target.documents)
     grouped = 2 * tokens * heads * width * query.element_size() if key.shape[1] != heads else 0
-    copied = 0 if grad.is_contiguous() else _bytes(grad)
+    copied = 0 if grad.is_contiguous() else grad.nbytes
     return [copied, rows * 4, rows * _up(width, 32 if width <= 128 else 64) * 4, grouped]
 
 
@@ -245,14 +243,14 @@ def _embedding_backward(
     count = indices.numel()
     if count <= _FEW_INDICES:
         return []
-    copied = 0 if grad.is_contiguous() else _bytes(grad)
+    copied = 0 if grad.is_contiguous() else grad.nbytes
     return [copied, *[count * indices.element_size()] * 6, count * grad.shape[-1] * 4]
 
 
 def _safe_softmax(target: Target, scores: torch.Tensor, *arguments: Any, **_: Any) -> list[int]:
     """_safe_softmax in attention.cpp: the softmax and a mask of the scores that are -inf, beside
     the result."""
-    return [_bytes(scores), scores.numel()]
+    return [scores.nbytes, scores.numel()]
 
 
 def _foreach_norm(

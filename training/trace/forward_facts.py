@@ -14,10 +14,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from launch.schema.plan import ForwardFacts, HeadResult
 from training.compat import forward_private, torch_private, transformers_private
-from training.compat.forward_private import tree_leaves
-from training.compat.torch_private import TorchDispatchMode
 from training.levers import norms, tiled_mlp
 from training.trace import layer_stacks
+from training.trace.cuda_semantics import replaced
 
 # Two numbers that no model's width has, so that a dimension says what it counts
 ROWS, LENGTH = 3, 5
@@ -181,21 +180,18 @@ def _output(query: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def _recording(model: Any, attention: _Attention, masked: _Masked) -> Iterator[None]:
     """Let a model in training compute attention by the first implementation, in 16 bits: some
     experts compute in no other type."""
-    inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     planned = transformers_private.attention(model)
     dtype, is_training = model.dtype, model.training
     AttentionInterface.register(RECORDED, attention)
     AttentionInterface.register(_MASKED, masked)
     AttentionMaskInterface.register(_MASKED, masked.mask)
     transformers_private.set_attention(model, RECORDED)
-    for module in inner:  # it would read the tokens
-        module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None
     model.to(torch.bfloat16).train()
+    warning = "warn_if_padding_and_no_attention_mask"  # it would read the tokens
     try:
-        yield
+        with replaced((each, warning, lambda *_, **__: None) for each in _models(model)):
+            yield
     finally:
-        for module in inner:
-            del module.warn_if_padding_and_no_attention_mask
         transformers_private.set_attention(model, planned)
         model.to(dtype).train(is_training)
 
@@ -217,7 +213,7 @@ def _logits(model: PreTrainedModel, result: torch.Tensor) -> Any:
     inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
-    with _replaced(_head(model), project), _without_layers(model), torch.no_grad():
+    with replaced([(_head(model), "forward", project)]), _without_layers(model), torch.no_grad():
         logits = model(**inputs, use_cache=False).logits
     if calls != [(ROWS, LENGTH)]:
         raise ValueError(f"the head was called with {calls}")
@@ -230,28 +226,17 @@ def _without_layers(model: PreTrainedModel) -> Iterator[None]:
     them."""
     head = _head(model)
     hidden = torch.zeros(ROWS, LENGTH, head.weight.shape[1], device="meta")
-    inner = [
-        module
-        for module in model.modules()  # some forward() calls a model inside its model
-        if isinstance(module, PreTrainedModel) and head not in set(module.modules())
-    ]
-    before = [module.forward for module in inner]
-    for module in inner:
-        module.forward = lambda *_, **__: _Hidden(last_hidden_state=hidden)
-    try:
+    # Some forward() calls a model inside its model
+    inner = [module for module in _models(model) if head not in set(module.modules())]
+    with replaced(
+        (module, "forward", lambda *_, **__: _Hidden(last_hidden_state=hidden)) for module in inner
+    ):
         yield
-    finally:
-        for module, forward in zip(inner, before, strict=True):
-            module.forward = forward
 
 
-@contextmanager
-def _replaced(module: Any, forward: Any) -> Iterator[None]:
-    before, module.forward = module.forward, forward
-    try:
-        yield
-    finally:
-        module.forward = before
+def _models(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """A model, and the models inside it."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 class _Hidden(BaseModelOutput):
@@ -262,7 +247,7 @@ class _Hidden(BaseModelOutput):
             raise AttributeError(name)
 
 
-class _Follower(TorchDispatchMode):
+class _Follower(torch_private.TorchDispatchMode):
     """Follows a tensor through operators that compute each of its positions alone."""
 
     def __init__(self, first: torch.Tensor) -> None:
@@ -275,7 +260,9 @@ class _Follower(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tensors = [each for each in tree_leaves((args, kwargs)) if torch.is_tensor(each)]
+        tensors = [
+            each for each in forward_private.tree_leaves((args, kwargs)) if torch.is_tensor(each)
+        ]
         followed = [each for each in tensors if self.has(each)]
         self.num_operators += bool(followed)
         unfollowed = (each for each in tensors if not self.has(each))
@@ -284,7 +271,11 @@ class _Follower(TorchDispatchMode):
             and torch.is_tensor(out)
             and out.shape == followed[0].shape
             # a view of the same shape is all of it, in its order
-            and (torch.Tag.pointwise in func.tags or func.is_view or _name(func) in COPIES)
+            and (
+                torch.Tag.pointwise in func.tags
+                or func.is_view
+                or func.overloadpacket.__name__ in COPIES
+            )
             and all(set(each.shape[:-1]) <= {1} for each in unfollowed)
         )
         if is_by_position:
@@ -292,7 +283,3 @@ class _Follower(TorchDispatchMode):
         elif torch_private.schema(func).is_mutable:  # it may write to a part of a followed tensor
             self._followed.clear()
         return out
-
-
-def _name(func: Any) -> str:
-    return func.overloadpacket.__name__

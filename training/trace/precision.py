@@ -8,9 +8,7 @@ from typing import Any
 import torch
 
 from launch.schema.plan import Strategy
-from training.compat import accelerate_private, transformers_private
-from training.compat.torch_private import tree_map_only
-from training.compat.transformers_private import Network
+from training.compat import accelerate_private, torch_private, transformers_private
 from training.model import four_bit
 
 
@@ -36,20 +34,21 @@ def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
     return strategy
 
 
-def _fsdp2_modules(network: Network) -> list[torch.nn.Module]:
+def _fsdp2_modules(network: transformers_private.Network) -> list[torch.nn.Module]:
     """The modules that Accelerate shards on their own: the layers, the embeddings, the final
     norm."""
     layer_classes = transformers_private.layer_classes(network)
-    outer = [accelerate_private.final_norm(network)]
-    for end in ("input", "output"):
-        outer.append(getattr(network, f"get_{end}_embeddings", lambda: None)())
+    outer = [
+        accelerate_private.final_norm(network),
+        *(getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")),
+    ]
     layers = (module for module in network.modules() if type(module).__name__ in layer_classes)
     return [*layers, *(module for module in outer if module is not None)]
 
 
 def _float32_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
     """Cast each floating tensor of a module's output, as MixedPrecisionPolicy.output_dtype does."""
-    return tree_map_only(
+    return torch_private.tree_map_only(
         torch.Tensor,
         lambda tensor: tensor.float() if tensor.is_floating_point() else tensor,
         output,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, cast
 
 import torch
@@ -35,7 +35,6 @@ from launch.schema.recorded_step import (
     Sum,
 )
 from training.compat import torch_private
-from training.compat.torch_private import FakeTensor, TorchDispatchMode
 
 aten = torch.ops.aten
 _DEVICE, _UNSAFE_VIEW = torch.ops.prim.device.default, aten._unsafe_view.default
@@ -47,7 +46,7 @@ _NO_KERNEL = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::n
 _FINAL_NODE = (1 << 64) - 1
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(torch_private.TorchDispatchMode):
     """Fills a Log while it is active. `phase` names the part of the step; hooks name the layer."""
 
     supports_higher_order_operators = True
@@ -87,7 +86,7 @@ class Recorder(TorchDispatchMode):
         """Tell the layers of these stacks apart, forward and backward."""
         for stack, layers in enumerate(stacks):
             for index, layer in enumerate(layers):
-                layer.register_forward_pre_hook(self._entering((stack, index)))
+                layer.register_forward_pre_hook(partial(self._enter, (stack, index)))
                 layer.register_forward_hook(self._leaving, always_call=True)
 
     def watch_parts(self, head: Any) -> None:
@@ -97,7 +96,7 @@ class Recorder(TorchDispatchMode):
 
         def watched(smoothing: float, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             number = places.setdefault(int(hidden.storage_offset()), len(places))
-            self._entering((LOSS, number))(head, hidden)
+            self._enter((LOSS, number), head, hidden)
             try:
                 return part_sum(smoothing, hidden, labels)
             finally:
@@ -105,13 +104,10 @@ class Recorder(TorchDispatchMode):
 
         head.part_sum = watched
 
-    def _entering(self, layer: Layer) -> Any:
-        def enter(module: torch.nn.Module, args: Any) -> None:
-            self._layers.append(layer)
-            self._returned = None
-            self._ranges.append((torch_private.next_node_number(), -1, layer))
-
-        return enter
+    def _enter(self, layer: Layer, module: torch.nn.Module, args: Any) -> None:
+        self._layers.append(layer)
+        self._returned = None
+        self._ranges.append((torch_private.next_node_number(), -1, layer))
 
     def _leaving(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         layer = self._returned = self._layers.pop()
@@ -152,21 +148,21 @@ class Recorder(TorchDispatchMode):
             self._backward = torch_private.next_node_number()
 
     def point(self, op: str) -> None:
-        """Record a moment: a block without bytes."""
+        """Record a moment, before which a value is read: a block without bytes."""
+        self._called(Operator("aten::_local_scalar_dense", "wait"), None)
         self.log.events.append(Event(len(self.log.blocks), True, self.phase, None))
         self.log.blocks.append(Block(0, 0, "", op, self.phase, None))
 
     def hold(self, tensors: Iterable[tuple[str, torch.Tensor, Layer | None]], op: str) -> None:
         """Add the tensors that exist before the step: (kind, tensor, layer it belongs to)."""
         for kind, tensor, layer in tensors:
-            block = self._add(tensor, op, layer)
-            if block is not None:
-                self.log.blocks[block].kind = kind
+            self._add(tensor, op, layer, kind)
 
     def offload(self, tensor: torch.Tensor) -> None:
         """Add a tensor that forward copies to the host."""
-        size = self.log.split(tensor.numel() * tensor.element_size())
-        self._called(Operator("offload", "offload", bytes=size), self.layer())
+        self._called(
+            Operator("offload", "offload", bytes=self.log.split(tensor.nbytes)), self.layer()
+        )
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -179,16 +175,16 @@ class Recorder(TorchDispatchMode):
     def _id(self, tensor: torch.Tensor) -> int | None:
         return self._ids.get(torch_private.storage_key(tensor.untyped_storage()))
 
-    def _add(self, tensor: torch.Tensor, op: str, layer: Layer | None) -> int | None:
+    def _add(self, tensor: torch.Tensor, op: str, layer: Layer | None, kind: str = "") -> None:
         storage = tensor.untyped_storage()
         key = torch_private.storage_key(storage)
         if key in self._ids:
-            return None
+            return
         number = len(self.log.blocks)
         self._ids[key] = number
         fixed, sample, target, all_targets = map(int, self.log.split(self._size(tensor)))
         is_wide = tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
-        kind = "logits" if is_wide and sample + target + all_targets > 0 else ""
+        kind = kind or ("logits" if is_wide and sample + target + all_targets > 0 else "")
         self.log.blocks.append(
             Block(
                 *(fixed, sample, kind, op, self.phase, layer),
@@ -198,7 +194,6 @@ class Recorder(TorchDispatchMode):
         )
         self.log.events.append(Event(number, True, self.phase, layer))
         self._deaths[number] = weakref.ref(storage, partial(self._free, key, number))
-        return number
 
     def _size(self, tensor: torch.Tensor) -> int:
         """Bytes of a tensor's storage. A fake storage ends with the last visible element. If the
@@ -207,8 +202,7 @@ class Recorder(TorchDispatchMode):
         size, batch = tensor.untyped_storage().nbytes(), self.log.batch
         if size % batch and tensor.dim() and tensor.shape[0] == batch:
             sample = tensor.stride(0) * tensor.element_size()
-            if 0 < batch * sample - size < sample:
-                return batch * sample
+            return batch * sample if 0 < batch * sample - size < sample else size
         return size
 
     def _free(self, key: int, number: int, storage: Any) -> None:
@@ -222,7 +216,7 @@ class Recorder(TorchDispatchMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._returned = None
-        if func is _DEVICE and type(args[0]) is FakeTensor:  # two of three calls
+        if func is _DEVICE and type(args[0]) is torch_private.FakeTensor:  # two of three calls
             return args[0].fake_device
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it desugars to the local tensors first
@@ -233,7 +227,8 @@ class Recorder(TorchDispatchMode):
                 return self.decompositions[func](*args, **kwargs)
         # item(), bool(): a fake tensor has no value
         if func is aten._local_scalar_dense.default:
-            self._called(Operator("aten::_local_scalar_dense", "wait"), self.layer())
+            if self.phase != "optimizer":  # it counts its steps on the host
+                self._called(Operator("aten::_local_scalar_dense", "wait"), self.layer())
             return self._value_of(args[0])
         # Autograd adds a second gradient in place where it holds the only reference to a tensor
         # that is no view; under a dispatch mode it never does. settle() takes the copy back.
@@ -299,10 +294,14 @@ class Recorder(TorchDispatchMode):
         blocks = []
         for size, size_of_more in zip(sizes, more, strict=True):
             fixed, sample, target, all_targets = map(int, self.log.split(size))
-            block = Block(fixed, sample, "workspace", name, self.phase, layer, target_bytes=target)
-            block.all_target_bytes = all_targets
-            block.document_bytes = (size_of_more - size) // self.log.batch
-            blocks.append(block)
+            blocks.append(
+                Block(
+                    *(fixed, sample, "workspace", name, self.phase, layer),
+                    target_bytes=target,
+                    document_bytes=(size_of_more - size) // self.log.batch,
+                    all_target_bytes=all_targets,
+                )
+            )
         self._pass(blocks, layer)
 
     def _buffer_of_sum(
@@ -355,10 +354,17 @@ class Recorder(TorchDispatchMode):
         if self.phase.startswith("start"):
             return
         name = operator.name
+        written = (operator.argument(each, args, kwargs) for each in operator.written)
+        lists = [outputs] if outputs else [*written]
+        outputs = _tensors(lists)
         if operator.is_view or not outputs:  # a view moves nothing
             self._called(Operator(name, "view"), layer)
             return
         dtype = str(outputs[0].dtype).removeprefix("torch.")
+        if self.phase == "optimizer":
+            if args and isinstance(args[0], list | tuple):
+                return self._count_lists(name, dtype, [*args, *kwargs.values(), *lists])
+            layer = self._layer_of(next(iter(_tensors(args)), None))
         moved = self._moved([*_tensors((args, kwargs)), *outputs])
         flops = None
         if operator.is_of_documents:
@@ -380,8 +386,18 @@ class Recorder(TorchDispatchMode):
         counted = self.log.split(float(flops))
         self._called(Operator(name, kind, dtype, counted, moved, launches), layer)
 
+    def _count_lists(self, name: str, dtype: str, arguments: Sequence[Any]) -> None:
+        """Count a kernel on lists of tensors, which are those of many layers: its launch, and the
+        tensors of each layer apart."""
+        self._called(Operator(name, "other", dtype, launches=1), None)
+        rows = zip_longest(*(each for each in arguments if isinstance(each, list | tuple)))
+        for layer, group in groupby(rows, lambda row: self._layer_of(row[0])):
+            of_layer = [*group]
+            sizes = (0, 0, 0, 0), self._moved(_tensors(of_layer)), len(of_layer)
+            self._called(Operator(name, "other", dtype, *sizes, form="list"), layer)
+
     def _moved(self, tensors: Iterable[torch.Tensor]) -> Parts:
-        sizes = [self.log.split(_bytes(each)) for each in tensors]
+        sizes = [self.log.split(each.nbytes) for each in tensors]
         return cast(Parts, tuple(map(sum, zip(*sizes, strict=True))))
 
     # ---- after the step
@@ -421,15 +437,16 @@ class _OperatorFacts:
     is_backward: bool
     flops: Any  # FLOPs of a product, of its arguments and out_val; None: it is no product
     places: Mapping[str, int]  # argument -> its place
+    written: Sequence[str]  # arguments that it changes
 
     def is_causal(self, args: Any, kwargs: Any) -> bool:
         """True if attention looks at no position behind its own."""
         causal, window = (
-            self._argument(name, args, kwargs) for name in ("is_causal", "window_size")
+            self.argument(name, args, kwargs) for name in ("is_causal", "window_size")
         )
         return bool(causal) or bool(window and window[1] == 0)
 
-    def _argument(self, name: str, args: Any, kwargs: Any) -> Any:
+    def argument(self, name: str, args: Any, kwargs: Any) -> Any:
         place = self.places.get(name, len(args))
         return args[place] if place < len(args) else kwargs.get(name)
 
@@ -448,11 +465,14 @@ def _facts_of(func: Any) -> _OperatorFacts:
         "backward" in schema.name,
         None if is_attention else _FLOPS.get(func) or flop_registry.get(torch_private.packet(func)),
         {argument.name: place for place, argument in enumerate(schema.arguments)},
+        [
+            argument.name
+            for argument in schema.arguments
+            if argument.alias_info
+            and argument.alias_info.is_write
+            and argument.name != "grads"  # a fused optimizer writes them for a scaler alone
+        ],
     )
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _form(tensors: Sequence[torch.Tensor]) -> Form:
@@ -475,11 +495,13 @@ def _alignment(args: Any, outputs: Sequence[torch.Tensor]) -> str:
     divides, "" of all others: 8 elements are the 16 bytes that the fastest kernels load at once."""
     if outputs[0].element_size() != 2:
         return ""
-    divisor = 8
-    for tensor in [*_tensors(args), *outputs]:
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            if size > 1 and stride > 1:
-                divisor = math.gcd(divisor, stride)
+    strides = [
+        stride
+        for tensor in [*_tensors(args), *outputs]
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if size > 1 and stride > 1
+    ]
+    divisor = math.gcd(8, *strides)
     return f" by {divisor}" if divisor < 8 else ""
 
 

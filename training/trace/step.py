@@ -13,7 +13,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,7 +42,12 @@ from launch.schema.recorded_step import (
     Log,
     RecordedStep,
 )
-from training.compat import fake_private, liger_private, torch_private, transformers_private
+from training.compat import (
+    fake_private,
+    liger_private,
+    torch_private,
+    transformers_private,
+)
 from training.compat.bitsandbytes_private import is_paged
 from training.compat.torch_private import FakeTensorMode, unset_fake_temporarily
 from training.data.batches import TARGET_TENSORS
@@ -71,12 +76,13 @@ class Shapes:
     # the cache stays from a step to the next one, in a process that does nothing else
     is_kept: bool = False
 
-    def begin(self, target: Target | None) -> None:
+    @contextmanager
+    def of(self, target: Target | None) -> Iterator[None]:
+        """Let the cache hold none but the shapes of this card inside."""
         if not self.is_kept or target != self.target:
             FakeTensorMode.cache_clear()
         self.target = target
-
-    def end(self) -> None:
+        yield
         if not self.is_kept:
             FakeTensorMode.cache_clear()
 
@@ -192,7 +198,7 @@ class _Steady(TrainerCallback):
         )
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._recorder.point(UPDATE)
+        self._recorder.point(UPDATE)  # the guard has read the norm
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._recorder.mark("zero")
@@ -256,9 +262,9 @@ def step(
     recorder = Recorder(batch)
     recorder.padded, recorder.vocabulary = padded, plan.shape.config["vocab_size"]
     fp16 = planned.mixed_precision == "fp16"
-    SHAPES.begin(target)
     collects = gc.isenabled()
     with (
+        SHAPES.of(target),
         cuda_semantics(target, fp16, True)
         if target
         else replaced([transformers_private.REAL_MASKS]),
@@ -272,8 +278,9 @@ def step(
         if target:
             recorder.kernel_workspace = partial(workspace, target)
             if target.documents:
-                more = replace(target, documents=target.documents + 1)
-                recorder.documents_workspace = partial(workspace, more)
+                recorder.documents_workspace = partial(
+                    workspace, replace(target, documents=target.documents + 1)
+                )
             recorder.kernel_sum = partial(summed, target)
         with FakeTensorMode():
             tracer = _tracer(recorder, recipe, plan, strategy, lengths)
@@ -291,7 +298,6 @@ def step(
             finally:
                 if collects:
                     gc.enable()
-    SHAPES.end()
     log = recorder.settle()
     if target:
         _add_cublas(log, cublas_workspace_bytes(target.architecture))
@@ -340,9 +346,9 @@ def _tracer(
         for parameter in layer.parameters()
     }
     recorder.mark("start:weights")
-    streaming = None
-    if strategy.levers.streamed_layers:  # a step without it is recorded, but for tests
-        streaming = RecordedStreaming(recorder, network, strategy.levers)
+    levers = strategy.levers
+    streaming = RecordedStreaming(recorder, network, levers) if levers.streamed_layers else None
+    if streaming is not None:  # a step without it is recorded, but for tests
         recorder.hold((("weights", slot, None) for slot in streaming.slots), SLOT)
     for name, parameter in network.named_parameters():
         op = TRAINED if parameter.requires_grad else FROZEN
@@ -358,7 +364,7 @@ def _tracer(
         order=SampleOrder(batch, batch, 1, 1, 0, 0),
         meter=StepMeter(),
         keep_checkpoints=2,
-        levers=strategy.levers,
+        levers=levers,
         streaming=streaming,
         facts={},
         model=network,
@@ -370,7 +376,6 @@ def _tracer(
     tracer.remove_callback(PrinterCallback)
     steady.tracer = tracer
     source, target = lengths
-    levers = strategy.levers
     if levers.logits_at_targets:
         tracer.num_targets = TARGETS * levers.num_output_chunks
     tracer.flattens = levers.flattens

@@ -28,9 +28,9 @@ _MOST_MULTIPROCESSORS = 304  # an MI300X's, for cards that MULTIPROCESSORS lacks
 @contextmanager
 def counted(recorder: Recorder, target: Target | None) -> Iterator[None]:
     """Let Liger's functions launch into a recorder, for this card."""
-    programs = 1
-    if target:
-        programs = MULTIPROCESSORS.get(target.capability or (0, 0), _MOST_MULTIPROCESSORS)
+    programs = (
+        MULTIPROCESSORS.get(target.capability or (0, 0), _MOST_MULTIPROCESSORS) if target else 1
+    )
     kernels = [
         (module, name, _Kernel(recorder, name, programs))
         for module, name in liger_private.kernels()
@@ -54,7 +54,7 @@ class _Kernel:
             sums = [each for each in tensors if grid == (1,) and each.shape[:-1] == (1,)]
             again = [args[place] for place in _WRITTEN_IN_PLACE.get(self._name, ())]
             more_rows = self._programs - 1
-            workspace = [more_rows * each.numel() * each.element_size() for each in sums]
+            workspace = [more_rows * each.nbytes for each in sums]
             self._recorder.kernel(f"triton::{self._name}", [*tensors, *again], workspace)
 
         return launch

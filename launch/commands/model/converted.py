@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from launch.base.text import shown
 from launch.schema.result import ConvertedAnswers, ExpectedAnswers
 
 # Two logits of the model that are nearer may change places when its weights are rounded. bf16 keeps
@@ -18,7 +20,7 @@ EQUAL = 19 / 20  # of all tokens. SmolLM2-135M-Instruct on 20 questions: f16 532
 # lines of a model's README.md, of an export's too, that the one of a new export takes over
 _FACT = re.compile("- (?!base:|licence:|compared:)")
 _OF_FOLDER = re.compile("; (this folder holds|to merge it into) .*")  # ends of such lines
-_NUM_CTX = 4096  # of Ollama, where the model was not made for less
+_NUM_CTX = 4096  # context of Ollama, where the model was not made for less
 
 
 def problems(
@@ -38,6 +40,12 @@ def problems(
     different, total = len(list(_differences(expected, converted))), _num_tokens(expected)
     if different > (1 - EQUAL) * total:
         yield f"{different} of {total} tokens differ, expected at most {1 - EQUAL:.0%}"
+
+
+def split_otherwise(converted: ConvertedAnswers, width: int) -> str:
+    """The text that llama.cpp splits otherwise, with all of its ids, in lines of this width."""
+    line = shown(f"llama.cpp splits some texts otherwise: {converted.other_ids}")
+    return textwrap.fill(line, width, subsequent_indent="  ")
 
 
 def _differences(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 from launch.base.errors import LaunchError
 from launch.base.text import shown
@@ -11,14 +11,13 @@ from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments
 from launch.hub import download, names
 
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "name",
-        nargs="+",
-        help="OWNER/NAME[@REVISION] of a model, OWNER/NAME/FILE.gguf of one file,"
+FLAGS = {
+    "name": {
+        "nargs": "+",
+        "help": "OWNER/NAME[@REVISION] of a model, OWNER/NAME/FILE.gguf of one file,"
         " hf:OWNER/NAME[/CONFIG][:SPLIT][@REVISION] of data",
-    )
+    }
+}
 
 
 def main(arguments: Namespace) -> int:

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from launch.commands import recipe_arguments
 from launch.commands.model import export, finished, merge
 from launch.data import chat_templates, columns, token_cache
 from launch.data.token_cache import TokenCache
-from launch.predict import model_config
+from launch.predict.models import model_config
 from launch.probe import machine as probe_machine
 from launch.recipe import load, paths
 from launch.run_folder.layout import RunDir
@@ -37,24 +37,20 @@ _OF_TRAINING = {
     *("validation_file", "validation_size", "max_train_samples", "max_validation_samples"),
     *("streaming", "shuffle_buffer_mib", "group_by_length", "batch_by_tokens"),
 }
-_OF_TOKENS = {"split_special_tokens", "src_lang", "tgt_lang"}  # of its tokenizer section
+_OF_TOKENS = {"split_special_tokens", "src_lang", "tgt_lang"}  # keys of its tokenizer section
 _INSTALL = 'python -m pip install "lm-eval[hf]"'
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.epilog = (
-        "Keys of a recipe replace those of the run, or their defaults:\n"
-        "--data.prompt_column=question --data.max_length=1024 --evaluation.max_new_tokens=128"
-    )
-    recipe_arguments.add_flags(
-        parser,
-        {
-            "source": {"type": Path, "help": "the folder of a model, an adapter or a run"},
-            "--file": {"help": "rows, as data.train_file takes them"},
-            "--json": {"action": "store_true", "help": "print one JSON object"},
-            "--tasks": {"help": "instead: tasks of lm-evaluation-harness, as it takes them"},
-        },
-    )
+EPILOG = (
+    "Keys of a recipe replace those of the run, or their defaults:\n"
+    "--data.prompt_column=question --data.max_length=1024 --evaluation.max_new_tokens=128"
+)
+FLAGS = {
+    "source": {"type": Path, "help": "the folder of a model, an adapter or a run"},
+    "--file": {"help": "rows, as data.train_file takes them"},
+    "--json": {"action": "store_true", "help": "print one JSON object"},
+    "--tasks": {"help": "instead: tasks of lm-evaluation-harness, as it takes them"},
+}
 
 
 def main(arguments: Namespace, unparsed: Sequence[str]) -> int | None:
@@ -179,13 +175,13 @@ def _notes(tokens: TokenCache, figures: Evaluation) -> Iterator[str]:
     yield from tokens.data_format.notes
     if figures.rows_truncated:
         yield (
-            f"{figures.rows_truncated:,} rows are longer than data.max_length"
-            f" {tokens.recipe.data.max_length} and were truncated; --data.max_length=N raises it"
+            f"{figures.rows_truncated:,} of {figures.rows:,} rows: longer than data.max_length"
+            f" {tokens.recipe.data.max_length}, truncated; --data.max_length=N raises it"
         )
     if figures.rows_left_out:
         yield (
-            f"{figures.rows_left_out:,} rows have no target within data.max_length"
-            f" {tokens.recipe.data.max_length}, and no part in the loss"
+            f"{figures.rows_left_out:,} of {figures.rows:,} rows: no target within data.max_length"
+            f" {tokens.recipe.data.max_length}, and no part in the loss; asked like the others"
         )
 
 
@@ -209,8 +205,8 @@ def _text(figures: Evaluation) -> str:
     lines = [
         f"{figures.model} on {figures.file}, on {figures.device}, {figures.rows_at_once} rows at"
         " once",
-        f"loss {figures.loss:.6f}, perplexity {figures.perplexity:,.2f}: {figures.rows:,} rows,"
-        f" {figures.target_tokens:,} target tokens",
+        f"loss {figures.loss:.6f}, perplexity {figures.perplexity:,.2f}:"
+        f" {figures.rows - figures.rows_left_out:,} rows, {figures.target_tokens:,} target tokens",
     ]
     if figures.exact_match is not None and figures.bleu is not None:
         lines.append(

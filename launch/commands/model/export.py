@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import shutil
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -19,12 +19,11 @@ from typing import Any
 
 from launch.base import compile_caches, files
 from launch.base.errors import ConfigError, ExportError, ResourceError
-from launch.base.text import from_here, shown
+from launch.base.text import columns, from_here, shown
 from launch.base.workspace import CODE, FILES, Workspace
-from launch.commands import recipe_arguments
 from launch.commands.model import converted, merge, push
 from launch.hub import upload
-from launch.predict import model_config, weight_files
+from launch.predict.models import model_config, weight_files
 from launch.run_folder import layout
 from launch.run_folder.layout import RunDir
 from launch.schema.result import (
@@ -40,11 +39,10 @@ TOOLS = Path(os.environ.get("LOWMEM_EXPORT_TOOLS") or CODE / ".cache" / "export_
 SCRIPTS = FILES / "scripts" / "export_tools"
 _ASK = ".cache/export_tools/bin/python scripts/export_tools/ask_gguf.py"
 Q4 = "q4_k_m"  # made of f16 by llama.cpp's llama-quantize
-BYTES = {"f16": 2, "bf16": 2, "q8_0": 34 / 32, Q4: 2 + 0.62}  # of a weight
+BYTES = {"f16": 2, "bf16": 2, "q8_0": 34 / 32, Q4: 2 + 0.62}  # bytes of a weight
 REST = 1.02  # with the weights that stay in float32
 _FOLDERS = ("merged", "packed", push.FOLDER)  # values of --to that transformers loads
 _SPARE_BYTES = 32 << 20  # vocabulary, ids and answers
-MOST_CHARACTERS = 300  # of a line on a text
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Conversion:
     """A model that becomes a GGUF file."""
 
     model: Path
-    run: Path | None  # that trained it
+    run: Path | None  # the run that trained it
     out: Path
     file_type: str
     prompts: Path | None
@@ -82,27 +80,23 @@ class Conversion:
         return exported.base if exported else str(self.weights)
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    recipe_arguments.add_flags(
-        parser,
-        {
-            "source": {"type": Path, "help": "the folder of a model, an adapter or a run"},
-            "--to": {"choices": (*_FOLDERS, "gguf", "ollama"), "required": True},
-            "--type": {"choices": BYTES, "help": "of a GGUF file's weights (default f16)"},
-            "--out": {"type": Path, "help": "a new folder (default: beside the model)"},
-            "--prompts": {
-                "type": Path,
-                "help": "a text file with a question a line, instead of held-out rows",
-            },
-            "--llama-quantize": {"metavar": "PROGRAM", "help": f"of llama.cpp, for {Q4}"},
-            "--push": {
-                "metavar": "OWNER/NAME",
-                "help": "upload the folder to this repository, a private one",
-            },
-            "--public": {"action": "store_true", "help": "a public one"},
-            "--dry-run": {"action": "store_true", "help": "show what --push would upload"},
-        },
-    )
+FLAGS = {
+    "source": {"type": Path, "help": "the folder of a model, an adapter or a run"},
+    "--to": {"choices": (*_FOLDERS, "gguf", "ollama"), "required": True},
+    "--type": {"choices": BYTES, "help": "of a GGUF file's weights (default f16)"},
+    "--out": {"type": Path, "help": "a new folder (default: beside the model)"},
+    "--prompts": {
+        "type": Path,
+        "help": "a text file with a question a line, instead of held-out rows",
+    },
+    "--llama-quantize": {"metavar": "PROGRAM", "help": f"of llama.cpp, for {Q4}"},
+    "--push": {
+        "metavar": "OWNER/NAME",
+        "help": "upload the folder to this repository, a private one",
+    },
+    "--public": {"action": "store_true", "help": "a public one"},
+    "--dry-run": {"action": "store_true", "help": "show what --push would upload"},
+}
 
 
 def main(arguments: Namespace) -> int | None:
@@ -133,6 +127,11 @@ def _conversion(arguments: Namespace) -> Conversion:
             raise ConfigError(
                 f"{flag} {value}: is of a GGUF file; leave it out beside --to {arguments.to}"
             )
+    if arguments.out and arguments.to == push.FOLDER:
+        raise ConfigError(
+            f"--out {arguments.out}: --to {push.FOLDER} uploads the model's own folder and writes"
+            " none; leave it out"
+        )
     if arguments.push and arguments.to == "packed":
         raise ConfigError(
             f"--push {arguments.push}: a hub has the base already; push the adapter: --to folder"
@@ -191,8 +190,7 @@ def _export(conversion: Conversion, origin: ExportedFrom) -> int:
         ) from error
     try:
         files.write_json(aside / EXPORTED, origin)
-        write = {"merged": _merge, "packed": _pack}.get(conversion.to, _convert)
-        return write(conversion, aside)
+        return (_write_folder if conversion.to in _FOLDERS else _convert)(conversion, aside)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -225,8 +223,9 @@ def _quantizer(arguments: Namespace) -> str:
 
 def has_llama_cpp() -> bool:
     """True if llama-cpp-python is installed for the tools, which see the packages here too."""
-    of_tools = TOOLS.glob("lib/python*/site-packages/llama_cpp")
-    return find_spec("llama_cpp") is not None or any(of_tools)
+    return find_spec("llama_cpp") is not None or any(
+        TOOLS.glob("lib/python*/site-packages/llama_cpp")
+    )
 
 
 def check(conversion: Conversion) -> None:
@@ -257,30 +256,20 @@ def check(conversion: Conversion) -> None:
     merge.check_sizes(folder, conversion.out, 4 * count, disk_bytes)  # answers are in float32
 
 
-def _merge(conversion: Conversion, aside: Path) -> int:
-    """Merge an adapter in the folder `aside`; the exit code."""
-    merged, out = aside / "model", conversion.out
-    if exit_code := merge.merge(conversion.model, merged):
+def _write_folder(conversion: Conversion, aside: Path) -> int:
+    """Merge an adapter, or pack its base in 4 bits, in the folder `aside`; the exit code."""
+    written, out, is_packed = aside / "model", conversion.out, conversion.to == "packed"
+    if exit_code := (merge.pack if is_packed else merge.merge)(conversion.model, written):
         return exit_code
-    merge.write_readme(conversion.model, conversion.weights, merged, out)
-    (aside / EXPORTED).rename(merged / EXPORTED)
-    _place(merged, out)
-    print(f"merged into {shown(str(out))}")
-    return 0
-
-
-def _pack(conversion: Conversion, aside: Path) -> int:
-    """Pack the base of an adapter in 4 bits in the folder `aside`; the exit code."""
-    packed, out = aside / "model", conversion.out
-    if exit_code := merge.pack(conversion.model, packed):
-        return exit_code
-    config = json.loads((packed / merge.ADAPTER).read_bytes())
-    config["base_model_name_or_path"] = str(out / "base")
-    files.write_json(packed / merge.ADAPTER, config)
-    merge.write_readme(conversion.model, conversion.weights, packed, out)
-    (aside / EXPORTED).rename(packed / EXPORTED)
-    _place(packed, out)
-    print(f"packed into {shown(str(out))}, whose base is {shown(str(out / 'base'))}")
+    if is_packed:
+        config = json.loads((written / merge.ADAPTER).read_bytes())
+        config["base_model_name_or_path"] = str(out / "base")
+        files.write_json(written / merge.ADAPTER, config)
+    merge.write_readme(conversion.model, conversion.weights, written, out)
+    (aside / EXPORTED).rename(written / EXPORTED)
+    _place(written, out)
+    base = f", whose base is {shown(str(out / 'base'))}" if is_packed else ""
+    print(f"{conversion.to} into {shown(str(out))}{base}")
     return 0
 
 
@@ -303,8 +292,7 @@ def _convert(conversion: Conversion, aside: Path) -> int:
     if answers.refused:
         raise ConfigError(shown(f"{conversion.model}: {answers.refused}"))
     if answers.other_ids:
-        line = f"llama.cpp splits some texts otherwise: {answers.other_ids}"
-        print(shown(line[:MOST_CHARACTERS]))
+        print(converted.split_otherwise(answers, columns()))
     for path in (expected_file, answers_file):
         path.unlink()
     shutil.rmtree(aside / "model", ignore_errors=True)
@@ -345,8 +333,7 @@ def _finish(
     _place(file.parent, conversion.out)
     written = shown(str(conversion.out / file.name))
     if faults:
-        line = shown(faults[0][:MOST_CHARACTERS])
-        raise ExportError(f"{written}: {line}; {figures}; do not use this file")
+        raise ExportError(f"{written}: {shown(faults[0])}; {figures}; do not use this file")
     print(f"{figures}\nwritten: {written}")
     tools = (TOOLS / "bin" / "python", SCRIPTS / "ask_gguf.py", conversion.out / file.name)
     print(f"ask it: {shlex.join(map(from_here, tools))} QUESTION")

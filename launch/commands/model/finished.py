@@ -12,7 +12,8 @@ from launch.base import files, modules
 from launch.base.errors import ResourceError
 from launch.base.workspace import FILES, Workspace
 from launch.commands.model import merge
-from launch.predict import model_config, optimizers, weight_files
+from launch.predict import optimizers
+from launch.predict.models import model_config, weight_files
 from launch.schema.model_sections import (
     DTYPE_BYTES,
     LoraSection,

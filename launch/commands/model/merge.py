@@ -9,18 +9,16 @@ import re
 import shlex
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
-from contextlib import suppress
+from argparse import Namespace
 from pathlib import Path
 
 from launch.base import compile_caches, environment, files, processes
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import from_here, shown, size
 from launch.base.workspace import CODE
-from launch.commands import recipe_arguments
 from launch.commands.model import converted
 from launch.hub import names
-from launch.predict import model_config, weight_files
+from launch.predict.models import model_config, weight_files
 from launch.probe import machine
 from launch.run_folder import layout
 from launch.schema.result import ExportedModel
@@ -28,18 +26,14 @@ from launch.schema.result import ExportedModel
 ADAPTER = "adapter_config.json"
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    recipe_arguments.add_flags(
-        parser,
-        {
-            "source": {"type": Path, "help": "the folder of an adapter, or of a run"},
-            "--out": {"type": Path, "required": True, "help": "a new folder"},
-            "--base": {
-                "type": Path,
-                "help": "the folder of the base, in place of the one that was trained on",
-            },
-        },
-    )
+FLAGS = {
+    "source": {"type": Path, "help": "the folder of an adapter, or of a run"},
+    "--out": {"type": Path, "required": True, "help": "a new folder"},
+    "--base": {
+        "type": Path,
+        "help": "the folder of the base, in place of the one that was trained on",
+    },
+}
 
 
 def main(arguments: Namespace) -> int:
@@ -88,13 +82,14 @@ def merge(source: Path, out: Path, base: Path | None = None) -> int:
     model_config.check_adapter(adapter)
     model_config.check_folder(base)
     if named is not None:
-        with suppress(ResourceError):  # the one that was trained on may be gone
-            _check_alike(base, base_of(adapter))
+        try:
+            unlike = _check_alike(base, base_of(adapter))
+        except ResourceError as error:  # the one that was trained on may be gone
+            unlike = str(error)
+        if unlike:
+            print(shown(f"--base {base}: not all weights were compared with the trained: {unlike}"))
     refuse_packed(base, adapter)
-    check_new(out)
-    weights_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
-    check_sizes(base, out, weights_bytes, weights_bytes)
-    return run_child(*child("merge"), "merge", base, adapter, out.absolute())
+    return _write("merge", base, adapter, out)
 
 
 def pack(adapter: Path, out: Path) -> int:
@@ -111,25 +106,36 @@ def pack(adapter: Path, out: Path) -> int:
     model_config.check_folder(base)
     if weight_files.packing(base):
         raise ConfigError(f"{adapter}: its base, {base}, has 4 bits already; use both as they are")
+    return _write("pack", base, adapter, out)
+
+
+def _write(how: str, base: Path, adapter: Path, out: Path) -> int:
+    """Let a child write the model into a new folder that has room for it; the child's exit code."""
     check_new(out)
     weights_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
-    packed_bytes = weights_bytes // 2  # embeddings and scales are part of it
-    check_sizes(base, out, packed_bytes, packed_bytes)
-    return run_child(*child("merge"), "pack", base, adapter, out.absolute())
+    # embeddings and scales are part of what is packed
+    needed_bytes = weights_bytes // 2 if how == "pack" else weights_bytes
+    check_sizes(base, out, needed_bytes, needed_bytes)
+    return run_child(*child("merge"), how, base, adapter, out.absolute())
 
 
-def _check_alike(base: Path, trained: Path) -> None:
-    """Refuse a base with other weights than the one that the adapter was trained on, as far as both
-    hold them in one type. Raises ConfigError."""
+def _check_alike(base: Path, trained: Path) -> str:
+    """Refuse a base with other weights than the one that the adapter was trained on; the reason for
+    which weights were not compared. Raises ConfigError."""
     of_base, other = (weight_files.tensors(folder) or {} for folder in (base, trained))
+    unlike = "" if of_base.keys() & other.keys() else "no weight has the same name in both"
     for name in of_base.keys() & other.keys():
         pair = of_base[name], other[name]
-        are_alike = pair[0].dtype == pair[1].dtype and not any(each.packing for each in pair)
-        if are_alike and not weight_files.same_bytes(*pair):
+        types = " and ".join("4 bits" if each.packing else each.dtype for each in pair)
+        is_same = None if "4 bits" in types else weight_files.same_values(*pair)
+        if is_same is None:
+            unlike = f"{types} do not round to each other"
+        elif not is_same:
             raise ConfigError(
                 f"--base {base}: its {name} is not that of {trained}, on which the adapter was"
                 " trained; give the original of that model"
             )
+    return unlike
 
 
 def refuse_packed(base: Path, adapter: Path | None) -> None:
@@ -153,7 +159,7 @@ def check_new(out: Path) -> None:
 
 def check_sizes(model: Path, out: Path, ram_bytes: int, disk_bytes: int) -> None:
     """Refuse weights for which RAM or the disk is too small. Raises ResourceError."""
-    above = next(path for path in out.absolute().parents if path.exists())
+    above = files.existing(out.absolute().parent)
     for name, needed, free in (
         ("host RAM", ram_bytes, machine.machine().host_available_bytes),
         (f"room in {above}", disk_bytes, files.free_bytes(above)),

@@ -11,7 +11,7 @@ from launch.base.text import size
 from launch.hub import names, upload
 from launch.hub.names import HubName
 
-FOLDER = "folder"  # of --to: the model's own, pushed as it is
+FOLDER = "folder"  # value of --to: the model's own, pushed as it is
 
 
 def push(

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +52,13 @@ class NotAvailable(Exception):
     """A check cannot run on this machine, for a reason that is no fault of lowmem."""
 
 
-@dataclass
 class Bench:
     """The folder of the runs, and the time until which they may take."""
 
-    folder: Path
-    cache: Path  # the user's own cache: its calibration learns from these runs
-    deadline: float  # monotonic
-
-    @property
-    def models(self) -> Path:
-        return self.folder / "models"
+    def __init__(self, folder: Path, cache: Path, deadline: float) -> None:
+        self.folder, self.models, self.rows = folder, folder / "models", folder / "rows.jsonl"
+        self.cache = cache  # the user's own: its calibration learns from these runs
+        self.deadline = deadline  # on the monotonic clock
 
     def prepare(self) -> None:
         """Make the folder, its rows, and the link to the user's cache, which marks it as ours.
@@ -86,10 +82,6 @@ class Bench:
             for number in range(ROWS)
         )
         write_atomic(self.rows, "".join(json.dumps(row) + "\n" for row in rows))
-
-    @property
-    def rows(self) -> Path:
-        return self.folder / "rows.jsonl"
 
     def recipe(self, name: str, changes: Changes) -> Path:
         """A recipe of the small model; sections of `changes` lie over its own."""

@@ -109,7 +109,8 @@ def _train(bench: Bench, name: str, changes: Changes) -> dict[str, Any]:
         if not base.exists():
             bench.train(_WARM_BASE, {"training": {"max_steps": 1}})
         changes = {**changes, "model": {"path": str(base)}, "tokenizer": {"path": str(base)}}
-    figures = bench.run(_slug(name), changes)
+    plain_name = "".join(letter if letter.isalnum() else "_" for letter in name)
+    figures = bench.run(plain_name, changes)
     if outside := figures["outside"]:
         keep_context(bench, **outside)
     return figures
@@ -124,10 +125,6 @@ def keep_context(bench: Bench, card: str, context_bytes: int) -> None:
             figures, name=card, context_bytes=context_bytes, context_source="selfcheck"
         )
         import_memory.keep_card(bench.cache, measured)
-
-
-def _slug(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in name)
 
 
 def _card(bench: Bench) -> dict[str, Any]:
@@ -220,8 +217,7 @@ def _out_of_memory(bench: Bench) -> dict[str, Any]:
         Child(bench, "other_program", ["training.children.take_memory"], _one_card()) as other,
         bench.begin(name, changes) as run,
     ):
-        attempt = begun(bench, run)
-        planned = attempt.read_plan().estimate
+        planned = begun(bench, run).read_plan().estimate
         assert other.process.stdin is not None
         other.process.stdin.write(f"{int(planned.device_bytes * _TAKEN_SHARE)}\n".encode())
         other.process.stdin.flush()

@@ -11,6 +11,8 @@ from launch.base.files import read_or_none, write_atomic, write_json
 from launch.base.text import size
 from launch.report import page
 
+JSON, HTML = "selfcheck.json", "selfcheck.html"  # files in the folder of the runs
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -45,20 +47,15 @@ class Results:
         return replace(self, findings=(*other_findings, finding))
 
 
-class ResultFiles:
-    """The files of the results in a folder."""
+def read_results(folder: Path, facts: Mapping[str, Any]) -> Results:
+    """The results so far; none if the card or the packages have changed since."""
+    results = read_or_none(folder / JSON, Results)
+    return results if results and dict(results.facts) == dict(facts) else Results(facts)
 
-    def __init__(self, folder: Path) -> None:
-        self.json, self.html = folder / "selfcheck.json", folder / "selfcheck.html"
 
-    def read(self, facts: Mapping[str, Any]) -> Results:
-        """The results so far; none if the card or the packages have changed since."""
-        results = read_or_none(self.json, Results)
-        return results if results and dict(results.facts) == dict(facts) else Results(facts)
-
-    def write(self, results: Results) -> None:
-        write_json(self.json, asdict(results))
-        write_atomic(self.html, html(results))
+def write_results(folder: Path, results: Results) -> None:
+    write_json(folder / JSON, asdict(results))
+    write_atomic(folder / HTML, html(results))
 
 
 def lines(finding: Finding) -> list[str]:

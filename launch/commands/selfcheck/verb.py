@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import shutil
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from importlib.util import find_spec
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
 from launch.base.workspace import Workspace
-from launch.commands import recipe_arguments
 from launch.commands.selfcheck.bench import Bench, CheckFailed, NotAvailable
 from launch.commands.selfcheck.checks import Check, all_checks
-from launch.commands.selfcheck.results import Finding, ResultFiles, lines
+from launch.commands.selfcheck.results import (
+    HTML,
+    JSON,
+    Finding,
+    lines,
+    read_results,
+    write_results,
+)
 from launch.probe import machine as probe_machine
 from launch.probe import packages, torch_build
 from launch.schema.machine import GIB, Machine
@@ -25,19 +31,15 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deep
 FAILED = 3
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    recipe_arguments.add_flags(
-        parser,
-        {
-            "--minutes": {
-                "type": float,
-                "default": 9.0,
-                "help": "end after this time (default 9)",
-            },
-            "--part": {"type": int, "choices": PARTS, "help": "only this part of the checks"},
-            "--again": {"action": "store_true", "help": "forget the results so far"},
-        },
-    )
+FLAGS = {
+    "--minutes": {
+        "type": float,
+        "default": 9.0,
+        "help": "end after this time (default 9)",
+    },
+    "--part": {"type": int, "choices": PARTS, "help": "only this part of the checks"},
+    "--again": {"action": "store_true", "help": "forget the results so far"},
+}
 
 
 def main(arguments: Namespace) -> int:
@@ -54,13 +56,15 @@ def main(arguments: Namespace) -> int:
     deadline = time.monotonic() + 60 * arguments.minutes
     bench = Bench(workspace.root / "selfcheck", workspace.cache, deadline)
     bench.prepare()
-    files = ResultFiles(bench.folder)
     if arguments.again:
-        files.json.unlink(missing_ok=True)
-    results = files.read(_facts(machine))
+        (bench.folder / JSON).unlink(missing_ok=True)
+    results = read_results(bench.folder, _facts(machine))
     checks = [check for check in all_checks() if arguments.part in (None, check.part)]
     waiting = [check for check in checks if check.name not in results.names()]
-    print(f"{len(waiting)} of {len(checks)} checks to do, results in {files.json}", flush=True)
+    print(
+        f"{len(waiting)} of {len(checks)} checks to do, results in {bench.folder / JSON}",
+        flush=True,
+    )
     for check in waiting:
         if deadline - time.monotonic() < check.least_s and not lacks(check, machine):
             break
@@ -68,7 +72,7 @@ def main(arguments: Namespace) -> int:
         if finding is None:
             break
         results = results.with_finding(finding)
-        files.write(results)
+        write_results(bench.folder, results)
         print("\n".join(lines(finding)), flush=True)
     for folder in ("runs", "models", "logs"):  # gigabytes
         shutil.rmtree(bench.folder / folder, ignore_errors=True)
@@ -77,7 +81,7 @@ def main(arguments: Namespace) -> int:
     if undone:
         print(f"not done yet: {', '.join(undone)}; the same line goes on")
     failed = [finding.name for finding in results.findings if finding.failed]
-    print(f"page: {files.html}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    print(f"page: {bench.folder / HTML}" + (f"; failed: {', '.join(failed)}" if failed else ""))
     return FAILED if failed else 0
 
 

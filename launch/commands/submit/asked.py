@@ -85,7 +85,7 @@ def read(argv: Sequence[str]) -> tuple[RecipeArguments, str]:
 
 def run_arguments(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = Parser(prog="python -m launch run", allow_abbrev=False)
-    run.add_arguments(parser)
+    recipe_arguments.add_flags(parser, run.FLAGS)
     arguments, unparsed = parser.parse_known_args(argv)
     arguments.verb = "submit"
     return arguments, unparsed

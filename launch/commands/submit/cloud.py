@@ -19,8 +19,8 @@ from launch.schema.machine import GIB
 
 STATE = "/lowmem"  # where the volume is, with runs, caches and models
 FILES = "/lowmem-files"  # the recipe's own files
-_SYSTEM_GIB = 2  # of host RAM, for all that runs there besides
-_PACKAGES_GIB = 30  # of disk, for .venv and caches
+_SYSTEM_GIB = 2  # host RAM for all that runs there besides
+_PACKAGES_GIB = 30  # disk for .venv and caches
 _GO_ON = 75
 KEY = f"{FILES}/{manifest.CLOUD_KEY_NAME}"  # seals the checkpoints of all machines of the volume
 _SETUP = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -38,16 +37,13 @@ def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str
     typed, _ = asked.read(argv)
     facts = asked.facts_here(typed)
     recipe, argv = facts.recipe, [*argv, *pinned(facts.recipe, facts.changes)]
-    jobs = job.all_jobs(workspace)
     same = [
-        each.name
-        for each in jobs.values()
+        job_dir
+        for job_dir, each in job.all_jobs(workspace).items()
         if each.schedule and (each.argv, each.cwd) == (tuple(argv), Path.cwd())
     ]
-    plain = f"{recipe.name}-cron"
-    names = itertools.chain([plain], (f"{plain}-{number}" for number in itertools.count(2)))
-    name = same[0] if same else next(name for name in names if name not in jobs)
-    job_dir = job.schedule(workspace, name, argv, recipe, environ, times)
+    job_dir = job.schedule(workspace, same[0] if same else None, argv, recipe, environ, times)
+    name = job_dir.root.name
     try:
         is_new = crontab.add(workspace.root, name, times, job_dir.script, job_dir.output)
     except ConfigError:
@@ -64,17 +60,17 @@ def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str
 def _list(workspace: Workspace, unparsed: Sequence[str]) -> None:
     if unparsed:
         raise ConfigError(f"submit cron list: {show(unparsed[0])[1:-1]} was not expected")
-    jobs = [
-        each
-        for each in job.all_jobs(workspace).values()
+    jobs = {
+        job_dir: each
+        for job_dir, each in job.all_jobs(workspace).items()
         if each.schedule or crontab.is_there(workspace.root, each.name)
-    ]
-    for scheduled in jobs:
+    }
+    for job_dir, scheduled in jobs.items():
         is_there = crontab.is_there(workspace.root, scheduled.name)
         times = (scheduled.schedule or crontab.REBOOT) if is_there else "no longer in crontab"
         say(f"{scheduled.name}: {times}")
         say(f"  python -m launch run {shlex.join(scheduled.argv)}")
-        say(f"  {_how_it_ended(JobDir(job.folder(workspace) / scheduled.name))}")
+        say(f"  {_how_it_ended(job_dir)}")
     if not jobs:
         say(f"cron starts no job of {workspace.root}")
 
@@ -94,14 +90,16 @@ def _how_it_ended(job_dir: JobDir) -> str:
 
 
 def _remove(workspace: Workspace, unparsed: Sequence[str]) -> None:
-    names = [each.name for each in job.all_jobs(workspace).values() if each.schedule]
-    if len(unparsed) != 1 or unparsed[0] not in names:
+    jobs = {
+        each.name: job_dir for job_dir, each in job.all_jobs(workspace).items() if each.schedule
+    }
+    if len(unparsed) != 1 or unparsed[0] not in jobs:
         raise ConfigError(
             f"submit cron remove: found {shlex.join(unparsed) or 'nothing'}, expected one of"
-            f" {', '.join(names) or 'none, as there is no job of cron'}"
+            f" {', '.join(jobs) or 'none, as there is no job of cron'}"
         )
     crontab.remove(workspace.root, unparsed[0])
-    job_dir = JobDir(job.folder(workspace) / unparsed[0])
+    job_dir = jobs[unparsed[0]]
     if job_dir.runs:
         say(f"cron no longer starts {unparsed[0]}; the start of it that runs goes on")
         return

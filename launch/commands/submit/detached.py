@@ -14,6 +14,7 @@ from launch.base.text import shown
 from launch.commands.submit.job import JobDir
 from launch.queue import leases
 from launch.queue.leases import Lease
+from launch.supervise.screen import Tail
 
 COMMAND_S = 30.0
 _FOLLOW_S = 120.0  # for its lease, or its end
@@ -45,11 +46,12 @@ def start(job_dir: JobDir, say: Callable[[str], None]) -> None:
 def follow(job_dir: JobDir, say: Callable[[str], None]) -> Lease | None:
     """Show what the job prints until it has or waits for a lease; None: it has ended, or plans
     longer than _FOLLOW_S."""
-    until_s, shown_bytes = time.monotonic() + _FOLLOW_S, 0
+    until_s, lines = time.monotonic() + _FOLLOW_S, Tail(job_dir.output)
     while True:
         status = job_dir.read_status()
         lease = _lease(status.pid) if status else None
-        shown_bytes = _show(job_dir, shown_bytes, say)
+        for line in lines.new_lines():
+            say(shown(line))
         has_ended = status is not None and not job_dir.runs
         if lease or has_ended or time.monotonic() > until_s:
             return lease
@@ -59,17 +61,6 @@ def follow(job_dir: JobDir, say: Callable[[str], None]) -> Lease | None:
 def _lease(pid: int) -> Lease | None:
     live = leases.live(leases.folder())
     return next((lease for lease in live if lease.pid == pid), None)
-
-
-def _show(job_dir: JobDir, begin: int, say: Callable[[str], None]) -> int:
-    """Show the whole lines that were added to its output; where they end."""
-    if not job_dir.output.exists():
-        return begin
-    content = job_dir.output.read_bytes()[begin:]
-    full_lines = content[: content.rfind(b"\n") + 1]
-    for line in full_lines.decode("utf-8", "replace").splitlines():
-        say(shown(line))
-    return begin + len(full_lines)
 
 
 def _by_systemd(job_dir: JobDir) -> None:

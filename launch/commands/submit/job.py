@@ -12,7 +12,6 @@ Slurm starts once or again.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import re
 import shlex
@@ -36,8 +35,8 @@ from launch.base.errors import (
 )
 from launch.base.workspace import CHECKOUT, CODE, Workspace
 from launch.commands.recipe_arguments import AUTO, RecipeArguments
-from launch.predict import weight_files
 from launch.predict.facts import Facts
+from launch.predict.models import weight_files
 from launch.recipe import load
 from launch.recipe.paths import absolute_override, pinned
 from launch.schema.recipe import Recipe
@@ -75,7 +74,7 @@ class SubmittedJob:
     submitted_s: float  # unix time
     hashes: Mapping[str, Any] | None = None  # of its data and model; None: whatever is there
     code: str = ""  # the hash of its copy of the code; "": the code that is there
-    schedule: str = ""  # of cron
+    schedule: str = ""  # times as cron reads them
 
 
 @dataclass(frozen=True)
@@ -90,33 +89,17 @@ class _Status:
     error: str = ""
 
 
-@dataclass(frozen=True)
 class JobDir:
     """The folder of a job. `part`: of several starts side by side, a task of Slurm's array or a
     machine, "" of one alone."""
 
-    root: Path
-    part: str = ""
-
-    @property
-    def script(self) -> Path:
-        return self.root / "job.sh"
-
-    @property
-    def output(self) -> Path:
-        return self.root / "output.txt"
-
-    @property
-    def recipe_file(self) -> Path:
-        return self.root / "recipe.yaml"
-
-    @property
-    def status_file(self) -> Path:
-        return self.root / f"status{self.part}.json"
-
-    @property
-    def lock_file(self) -> Path:
-        return self.root / f".lock{self.part}"
+    def __init__(self, root: Path, part: str = "") -> None:
+        self.root = root
+        self.script = root / "job.sh"
+        self.output = root / "output.txt"
+        self.recipe_file = root / "recipe.yaml"
+        self.status_file = root / f"status{part}.json"
+        self.lock_file = root / f".lock{part}"
 
     @property
     def runs(self) -> bool:
@@ -141,8 +124,7 @@ class JobDir:
         Raises LockHeld if another start of it runs."""
         with locks.lock(self.lock_file, f"job {self.root.name}"):
             before = self.read_status()
-            starts = before.starts + 1 if before else 1
-            status = _Status(os.getpid(), time.time(), starts)
+            status = _Status(os.getpid(), time.time(), before.starts + 1 if before else 1)
             files.write_json(self.status_file, status)
 
             def end(exit_code: int, error: str = "") -> None:
@@ -157,20 +139,15 @@ class JobDir:
                 raise
 
 
-def folder(workspace: Workspace) -> Path:
+def _folder(workspace: Workspace) -> Path:
     return workspace.root / "submitted"
 
 
-def all_jobs(workspace: Workspace) -> dict[str, SubmittedJob]:
-    """Every job of a workspace by name, the oldest first; damaged ones are left out."""
-    roots = sorted(path.parent for path in folder(workspace).glob("*/job.json"))
-    jobs = {root.name: files.read_or_none(root / "job.json", SubmittedJob) for root in roots}
-    return {name: job for name, job in jobs.items() if job is not None}
-
-
-def _dirs(workspace: Workspace) -> Iterator[JobDir]:
-    """The folders of all_jobs()."""
-    return (JobDir(folder(workspace) / name) for name in all_jobs(workspace))
+def all_jobs(workspace: Workspace) -> dict[JobDir, SubmittedJob]:
+    """Every job of a workspace by its folder, the oldest first; damaged ones are left out."""
+    dirs = [JobDir(path.parent) for path in sorted(_folder(workspace).glob("*/job.json"))]
+    jobs = {each: files.read_or_none(each.root / "job.json", SubmittedJob) for each in dirs}
+    return {job_dir: job for job_dir, job in jobs.items() if job is not None}
 
 
 def freeze(
@@ -198,17 +175,16 @@ def freeze(
 
 def schedule(
     workspace: Workspace,
-    name: str,
+    old: JobDir | None,
     argv: Sequence[str],
     recipe: Recipe,
     environ: Mapping[str, str],
     times: str,
 ) -> JobDir:
-    """Write a job that reads recipe, data and code anew at each of its times, in place of one of
-    that name."""
+    """Write a job that reads recipe, data and code anew at each of its times, in place of an old
+    one."""
     _check_names(workspace, recipe, environ)
-    old = JobDir(folder(workspace) / name)
-    job_dir = old if (old.root / "job.json").exists() else _new(workspace, name)
+    job_dir = old or _new(workspace, f"{recipe.name}-cron")
     job = SubmittedJob(job_dir.root.name, tuple(argv), Path.cwd(), time.time(), schedule=times)
     _write(job_dir, job, workspace, recipe, environ, CODE)
     return job_dir
@@ -231,7 +207,7 @@ def of_process(run: Path, pid: int) -> JobDir | None:
     """The job whose start is this process, of the workspace of its run."""
     if len(run.parents) < 3:
         return None
-    dirs = _dirs(Workspace(run.parents[2]))
+    dirs = all_jobs(Workspace(run.parents[2]))
     return next((each for each in dirs if locks.holder_pid(each.lock_file) == pid), None)
 
 
@@ -239,7 +215,7 @@ def killed(workspace: Workspace) -> list[Path]:
     """The scripts of jobs whose newest start was killed, or ended with the machine."""
     return [
         job_dir.script
-        for job_dir in _dirs(workspace)
+        for job_dir in all_jobs(workspace)
         if not job_dir.runs and (status := job_dir.read_status()) and status.exit_code is None
     ]
 
@@ -271,16 +247,14 @@ def forget_old(workspace: Workspace) -> None:
     """Remove all but the newest complete jobs, and code that no job names. A job whose file is
     damaged may name any of it."""
     complete = [
-        JobDir(folder(workspace) / name)
-        for name, job in all_jobs(workspace).items()
-        if not job.schedule
-        and (status := JobDir(folder(workspace) / name).read_status())
-        and status.exit_code == 0
+        job_dir
+        for job_dir, job in all_jobs(workspace).items()
+        if not job.schedule and (status := job_dir.read_status()) and status.exit_code == 0
     ]
     for job_dir in complete[:-_KEPT_COMPLETE]:
         remove(job_dir)
-    jobs, above = all_jobs(workspace), folder(workspace) / "code"
-    if len(jobs) < len([*folder(workspace).glob("*/job.json")]) or above.is_symlink():
+    jobs, above = all_jobs(workspace), _folder(workspace) / "code"
+    if len(jobs) < len([*_folder(workspace).glob("*/job.json")]) or above.is_symlink():
         return
     used = {job.code for job in jobs.values()}
     for code in above.glob("*"):
@@ -315,22 +289,14 @@ def _variables(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
 
 def _new(workspace: Workspace, name: str) -> JobDir:
     """The folder of a new job; a second one of this second gets a number. Raises ResourceError."""
-    above = folder(workspace)
+    above = _folder(workspace)
     files.refuse_strangers(above)
-    for number in itertools.count(1):
-        root = above / (name if number == 1 else f"{name}-{number}")
-        try:
-            root.mkdir(parents=True)
-        except FileExistsError:
-            if not root.is_dir():
-                raise ResourceError(f"{above}: is no folder for jobs; move it away") from None
-            continue
-        except OSError as error:
-            raise ResourceError(
-                f"{root}: cannot be made ({error.strerror}); move {above} away"
-            ) from error
-        return JobDir(root)
-    raise AssertionError("no end")
+    try:
+        return JobDir(files.new_folder(above, name))
+    except OSError as error:
+        raise ResourceError(
+            f"{above}: no folder for a job can be made there ({error.strerror}); move it away"
+        ) from error
 
 
 def _write(
@@ -385,4 +351,4 @@ def _copy_code(workspace: Workspace) -> str:
 
 
 def _code_folder(workspace: Workspace, code: str) -> Path:
-    return folder(workspace) / "code" / code
+    return _folder(workspace) / "code" / code

@@ -19,8 +19,8 @@ from launch.schema.machine import GIB
 
 SCRIPT = FILES / "configs" / "slurm" / "train.sbatch"
 BEGIN = "set -euo pipefail\n"  # of the part of it that does not ask for anything
-HOST_MARGIN = 1.1  # of the predicted host RAM, beside launch.host_reserve_gib
-_TIME_MARGIN = 1.25  # of the predicted steps
+HOST_MARGIN = 1.1  # times the predicted host RAM, beside launch.host_reserve_gib
+_TIME_MARGIN = 1.25  # times the predicted steps
 START_S = 900.0  # packages, tokenising, planning, evaluations
 COMMAND_S = 60.0
 # The address of the node on which the script runs; its name may lead to itself alone (127.0.1.1)
@@ -91,7 +91,7 @@ class Command:
 
     name: str
     argv: tuple[str, ...]
-    folder: str  # of its output
+    folder: str  # for its output
     has_parts: bool = True
 
 

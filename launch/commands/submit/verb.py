@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch.base import compile_caches
 from launch.base.errors import ConfigError, Interrupted, ResourceError
-from launch.base.text import columns, nearest
+from launch.base.text import columns, did_you_mean
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments, run
 from launch.commands.recipe_arguments import say
@@ -35,34 +35,28 @@ submit skypilot|dstack --print RECIPE ...   their file
 RECIPE ... is what stands behind `python -m launch run`."""
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.epilog = EPILOG
-    recipe_arguments.add_flags(
-        parser,
-        {
-            "place": {"metavar": "PLACE", "help": ", ".join(PLACES)},
-            "--reboot": {
-                "action": "store_true",
-                "help": "local: start it again after a reboot",
-            },
-            "--sweep": {
-                "action": "append",
-                "default": [],
-                "metavar": "KEY=A,B",
-                "help": "local, slurm: a job for each value, and for each combination of several"
-                " --sweep",
-            },
-            "--print": {"action": "store_true", "help": "slurm: print the script, and no more"},
-            "--sbatch": {
-                "action": "append",
-                "default": [],
-                "metavar": "OPTIONS",
-                "help": 'slurm: options of sbatch, such as --sbatch="--partition=gpu --account=me"',
-            },
-            "--part": {"default": "", "help": "of a job that its script starts"},
-            **recipe_arguments.MACHINE_FLAGS,
-        },
-    )
+FLAGS = {
+    "place": {"metavar": "PLACE", "help": ", ".join(PLACES)},
+    "--reboot": {
+        "action": "store_true",
+        "help": "local: start it again after a reboot",
+    },
+    "--sweep": {
+        "action": "append",
+        "default": [],
+        "metavar": "KEY=A,B",
+        "help": "local, slurm: a job for each value, and for each combination of several --sweep",
+    },
+    "--print": {"action": "store_true", "help": "slurm: print the script, and no more"},
+    "--sbatch": {
+        "action": "append",
+        "default": [],
+        "metavar": "OPTIONS",
+        "help": 'slurm: options of sbatch, such as --sbatch="--partition=gpu --account=me"',
+    },
+    "--part": {"default": "", "help": "of a job that its script starts"},
+    **recipe_arguments.MACHINE_FLAGS,
+}
 
 
 def main(arguments: Namespace, unparsed: Sequence[str]) -> int | None:
@@ -70,8 +64,10 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> int | None:
     if place == START:
         return _start(arguments, unparsed)
     if place not in PLACES:
-        near = "".join(f"; did you mean {name}?" for name in nearest(place, PLACES))
-        raise ConfigError(f"submit {show(place)}: expected one of {', '.join(PLACES)}{near}")
+        raise ConfigError(
+            f"submit {show(place)}: expected one of"
+            f" {', '.join(PLACES)}{did_you_mean(place, PLACES)}"
+        )
     _refuse_flags(arguments)
     environ = dict(os.environ)  # of the jobs: caches have their places where they run
     compile_caches.settle()

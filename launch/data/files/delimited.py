@@ -9,7 +9,6 @@ from pathlib import Path
 
 from launch.base.errors import DataError
 from launch.data.files import shards
-from launch.data.files.shards import MAX_ROW_BYTES
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 
@@ -20,18 +19,18 @@ def read(
     """(number of its first line, row, or the error of a row of another width) of each row.
 
     Raises DataError for a header or quotes that leave the rows after them unclear."""
-    csv.field_size_limit(MAX_ROW_BYTES)
+    csv.field_size_limit(shards.MAX_ROW_BYTES)
     start = number = row_bytes = 0
 
     def lines() -> Iterator[str]:
         nonlocal number, row_bytes
         with shards.opened(path) as file:
-            while raw := file.readline(MAX_ROW_BYTES):
+            while raw := file.readline(shards.MAX_ROW_BYTES):
                 number, row_bytes = number + 1, row_bytes + len(raw)
-                if row_bytes > MAX_ROW_BYTES:
+                if row_bytes > shards.MAX_ROW_BYTES:
                     raise DataError(
-                        f"{path}:{start + 1}: a row longer than {MAX_ROW_BYTES >> 20} MiB; is a"
-                        " quote missing?"
+                        f"{path}:{start + 1}: a row longer than {shards.MAX_ROW_BYTES >> 20} MiB;"
+                        " is a quote missing?"
                     )
                 yield decode(number, raw)
 

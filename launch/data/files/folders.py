@@ -32,7 +32,7 @@ TEXT_TYPES: dict[str, TextType] = {  # data.text_rows -> file type
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _SAVED_SPLITS, _SAVED_SPLIT = "dataset_dict.json", "state.json"  # datasets.save_to_disk's
 _SAVED_INFO = "dataset_info.json"
-ABOUT_DATA = (_SAVED_SPLITS, _SAVED_SPLIT, _SAVED_INFO, "dataset_infos.json")  # hold no rows
+_ABOUT_DATA = (_SAVED_SPLITS, _SAVED_SPLIT, _SAVED_INFO, "dataset_infos.json")  # hold no rows
 SPLITS = {  # a word of a file's name -> the part of a data set that lies in it
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
@@ -64,7 +64,7 @@ def data_files(folder: Path) -> tuple[Path, ...]:
             f"{folder}: holds a data set for each of {', '.join(folders)}; give the folder of one"
             " of them"
         )
-    files = [entry for entry in entries if _is_data(entry)]
+    files = [entry for entry in entries if is_data(entry) and entry.is_file()]
     if (folder / _SAVED_SPLIT).exists() and any(suffix(file) == ".arrow" for file in files):
         try:
             saved = json.loads((folder / _SAVED_SPLIT).read_text(encoding="utf-8"))["_data_files"]
@@ -82,14 +82,10 @@ def data_files(folder: Path) -> tuple[Path, ...]:
     return _of_one_split(folder, _of_one_type(folder, files))
 
 
-def _is_data(path: Path) -> bool:
-    name = path.name
-    return (
-        name[0] not in "._"
-        and name not in ABOUT_DATA
-        and suffix(path) in SUFFIXES
-        and path.is_file()
-    )
+def is_data(path: Path) -> bool:
+    """True for a file's name that is neither hidden nor that of a file about the data."""
+    is_hidden = path.name.startswith((".", "_"))
+    return not is_hidden and path.name not in _ABOUT_DATA and suffix(path) in SUFFIXES
 
 
 def _of_one_type(folder: Path, files: list[Path]) -> list[Path]:

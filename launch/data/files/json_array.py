@@ -11,7 +11,6 @@ from typing import Any
 
 from launch.base.errors import DataError
 from launch.data.files import shards, utf8
-from launch.data.files.shards import MAX_ROW_BYTES
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
 DECODER = json.JSONDecoder()
@@ -34,7 +33,7 @@ class _Window:
         self.dropped += self.position
         self.text, self.position = self.text[self.position :], 0
         more = self._file.read(
-            min(max(len(self.text), _CHUNK), MAX_ROW_BYTES + _CHUNK - len(self.text))
+            min(max(len(self.text), _CHUNK), shards.MAX_ROW_BYTES + _CHUNK - len(self.text))
         )
         self.text += more
         return bool(more)
@@ -59,16 +58,16 @@ def elements(path: Path, end: int | None = None) -> Iterator[tuple[int, Any]]:
                 except json.JSONDecodeError as error:
                     length = len(window.text) - window.position
                     line, column = window.place(error.pos)
-                    if length <= MAX_ROW_BYTES and window.grow():
+                    if length <= shards.MAX_ROW_BYTES and window.grow():
                         continue
                     too_long = (
-                        f", or longer than {MAX_ROW_BYTES >> 20} MiB: element {number + 1:,} has"
-                        f" no end in {length:,} characters"
+                        f", or longer than {shards.MAX_ROW_BYTES >> 20} MiB: element {number + 1:,}"
+                        f" has no end in {length:,} characters"
                     )
                     raise DataError(
                         f"{path}:{line}: is not JSON ({error.msg.removesuffix(' at')} at character"
                         f" {column})"
-                        f"{too_long if length > MAX_ROW_BYTES else ''}; mend the file"
+                        f"{too_long if length > shards.MAX_ROW_BYTES else ''}; mend the file"
                     ) from error
                 if element is None:
                     _check_end(path, window.text[window.text.index("]", window.position) + 1 :])

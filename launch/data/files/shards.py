@@ -17,12 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from launch.base import files as base_files
-from launch.base import processes
-from launch.base.errors import DataError
-from launch.base.text import size
+from launch.base import files, processes
+from launch.base.errors import DataError, ResourceError
+from launch.base.text import cause, size
 from launch.data.files import folders
-from launch.data.files.folders import COMPRESSIONS
 
 T = TypeVar("T")
 END = object()  # default of next() at the end of an iterator
@@ -40,6 +38,7 @@ STREAM_PROCESSES = 2  # processes that tokenise while the ranks train
 ENDS_BYTES = 1 << 20
 _MOST_UNITS = 2048  # limit for a corpus: each unit of a cache is a file that is mapped
 _RACY_S = 2.0  # a file this young may change once more within a tick of its time stamps
+_NO_THREAD = "Resource temporarily unavailable"  # EAGAIN of pthread_create(3)
 _MEMO_BYTES = 16 << 20  # a single smaller file is read again each time
 
 
@@ -60,22 +59,22 @@ def list_shards(path: Path) -> tuple[Path, ...]:
     if not is_there and glob.has_magic(str(path)):
         fixed = next(i for i, part in enumerate(path.parts) if glob.has_magic(part))
         matches = Path(path.anchor or ".").glob(str(path.relative_to(path.anchor)))
-        files = sorted(
+        matching = sorted(
             match
             for match in matches
             if match.name[0] not in "._"
             and not any(part.startswith(".") for part in match.parts[fixed:])
             and match.is_file()
         )
-        if not files:
+        if not matching:
             raise DataError(f"{path}: no file matches this pattern")
-        return tuple(files)
+        return tuple(matching)
     return (path,)
 
 
 def opened(path: Path) -> BinaryIO:
     """The file's bytes, unpacked while they are read."""
-    compression = COMPRESSIONS.get(path.suffix.lower())
+    compression = folders.COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return path.open("rb")
     import pyarrow as pa
@@ -101,9 +100,66 @@ def within_memory(path: Path, items: Iterator[T]) -> Iterator[T]:
         yield item  # pyright: ignore[reportReturnType]
 
 
+class _RowGroup:
+    """A row group of a parquet file."""
+
+    def __init__(self, file: Any, number: int) -> None:
+        self._file, self._number, self._facts = file, number, file.metadata.row_group(number)
+        self.num_rows, self.num_bytes = self._facts.num_rows, self._facts.total_byte_size
+
+    def stored_bytes(self) -> int:
+        """Its bytes in the file."""
+        columns = map(self._facts.column, range(self._facts.num_columns))
+        return sum(column.total_compressed_size for column in columns)
+
+    def parts(self, columns: list[str], num_rows: int) -> Iterator[Any]:
+        """These columns, so many rows at a time."""
+        return self._file.iter_batches(num_rows, row_groups=[self._number], columns=columns)
+
+
+class _Batch:
+    """A record batch of an Arrow file, with what a row group has."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch, self.num_rows, self.num_bytes = batch, batch.num_rows, batch.nbytes
+
+    def stored_bytes(self) -> int:
+        return self.num_bytes
+
+    def parts(self, columns: list[str], num_rows: int) -> Iterator[Any]:
+        self._batch.validate(full=True)  # wrong offsets would end the process
+        rows = self._batch.select(columns)
+        return (rows.slice(begin, num_rows) for begin in range(0, self.num_rows, num_rows))
+
+
 @contextlib.contextmanager
-def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
-    """(schema, record batches) of an Arrow file, stream or random access, mapped into memory."""
+def opened_table(
+    path: Path, file_type: str, fault: str = ""
+) -> Iterator[tuple[Any, Iterator[_RowGroup | _Batch]]]:
+    """(schema, groups of rows in their order) of a parquet file, or of an Arrow file, stream or
+    random access, mapped into memory. Raises DataError for a file that is damaged, and says so, or
+    names another `fault`."""
+    import pyarrow as pa  # not at the top: a plan needs none of it
+
+    try:
+        with _opened_parquet(path) if file_type == "parquet" else _opened_arrow(path) as table:
+            yield table
+    except (pa.ArrowException, OSError, ValueError) as error:
+        fault = fault or f"is cut, damaged or no {file_type} file"
+        raise unreadable(path, fault, error) from error
+
+
+@contextlib.contextmanager
+def _opened_parquet(path: Path) -> Iterator[tuple[Any, Iterator[_RowGroup]]]:
+    import pyarrow.parquet as pq
+
+    # whole row groups are not buffered: one of pictures may be larger than memory
+    with pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
+        yield file.schema_arrow, map(partial(_RowGroup, file), range(file.num_row_groups))
+
+
+@contextlib.contextmanager
+def _opened_arrow(path: Path) -> Iterator[tuple[Any, Iterator[_Batch]]]:
     import pyarrow as pa
 
     with pa.memory_map(str(path)) as mapped:
@@ -115,7 +171,14 @@ def arrow_batches(path: Path) -> Iterator[tuple[Any, Iterator[Any]]]:
                 if is_stream
                 else map(reader.get_batch, range(reader.num_record_batches))
             )
-            yield reader.schema, within_memory(path, batches)
+            yield reader.schema, map(_Batch, within_memory(path, batches))
+
+
+def unreadable(path: Path, fault: str, error: Exception) -> DataError | ResourceError:
+    """The error of a file that is cut or damaged, or of a thread that pyarrow may not start."""
+    if _NO_THREAD in cause(error):
+        return ResourceError(f"{path}: {fault} ({cause(error)}); {processes.limit_of_processes()}")
+    return DataError(f"{path}: {fault} ({cause(error)}); write or copy it again")
 
 
 def stored_bytes(path: Path) -> int:
@@ -231,7 +294,7 @@ class FileFacts:
         if file is not None:
             # missing, damaged, or of another version: read all again
             with contextlib.suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
-                written = json.loads(base_files.regular_bytes(file))
+                written = json.loads(files.regular_bytes(file))
                 if written["sha256"] == _seal(written["entries"]):
                     self._entries = written["entries"]
 
@@ -254,7 +317,7 @@ class FileFacts:
         if self._file is not None and self._is_new:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             sealed = {"sha256": _seal(self._entries), "entries": self._entries}
-            base_files.write_atomic(self._file, json.dumps(sealed))
+            files.write_atomic(self._file, json.dumps(sealed))
             self._is_new = False
 
 
@@ -271,10 +334,10 @@ def _stamp(path: Path) -> list[int]:
 def fingerprint(path: Path, facts: FileFacts) -> str:
     """sha256 of a data file's bytes; of several shards, of their hashes in order: their names do
     not count."""
-    files = list_shards(path)
-    if len(files) == 1 and files[0].stat().st_size < _MEMO_BYTES:
-        return base_files.sha256(files[0])
-    hashes = [facts.get(file, "sha256", partial(base_files.sha256, file)) for file in files]
+    paths = list_shards(path)
+    if len(paths) == 1 and paths[0].stat().st_size < _MEMO_BYTES:
+        return files.sha256(paths[0])
+    hashes = [facts.get(file, "sha256", partial(files.sha256, file)) for file in paths]
     facts.keep()
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 

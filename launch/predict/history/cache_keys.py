@@ -45,10 +45,9 @@ def model_key(model: ModelSize) -> str:
 def recipe_key(recipe: Recipe) -> str:
     """The settings that decide memory and seconds of an optimizer step, and those that planning may
     choose from; of the batch only its effective size."""
-    values = leaves(recipe.model_dump(mode="json"))
     deciding = {
         key: value
-        for key, value in values.items()
+        for key, value in leaves(recipe.model_dump(mode="json")).items()
         if affected_by(key) & {"memory", "step_time", "plan"}
     }
     training = recipe.training

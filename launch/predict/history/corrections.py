@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import islice
-from pathlib import Path
 
+from launch.base.workspace import code_digest
 from launch.predict.history.calibration import Measurement
-from launch.predict.time import timing
 from launch.schema.plan import NOT_CORRECTED, SecondsCorrection, Strategy
 from launch.schema.result import ALONE
 
@@ -21,11 +18,9 @@ _QUIET = 0.25  # cores that other programs may keep busy on a machine that count
 _BOUND_BY_HOST = 0.2  # share of a step spent waiting; above it, the host is the bottleneck
 
 
-@cache
 def time_model() -> str:
     """A hash of the code that predicts seconds: figures of other code teach nothing."""
-    modules = sorted(Path(timing.__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in modules)).hexdigest()[:16]
+    return code_digest("launch/predict/time")
 
 
 def of_machine(runs: Sequence[Measurement], machine_key: str) -> tuple[Measurement, ...]:

@@ -379,17 +379,13 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Gives every segment that nothing lives in back to the driver. Source:
-        release_cached_blocks."""
+        release_cached_blocks, release_blocks."""
         for pool in (*self.large, *self.small):
-            self._release_cached(pool)
-
-    def _release_cached(self, pool: _Pool) -> None:
-        """Source: release_blocks."""
-        for block in [pool.blocks[key] for key in pool.sort_keys]:
-            if self.config.expandable_segments:
-                self._unmap(block)
-            elif not block.split:
-                self._release(block)
+            for block in [pool.blocks[key] for key in pool.sort_keys]:
+                if self.config.expandable_segments:
+                    self._unmap(block)
+                elif not block.split:
+                    self._release(block)
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)

@@ -35,7 +35,6 @@ def with_host(
     """Add the job's host RAM, and return that of each part of the run; without a trace, all but the
     memory of a step on CPUs. `run`: the events of an exact prediction."""
     recipe, model = facts.recipe, facts.model
-    first = next(iter(model.parameters.values()))
     reduced = _reduced(recipe, model, candidate)
     live, holes, by_gloo = _of_a_cpu(reduced, candidate, trace, counts, run)
     streamed = facts.streamed(candidate)
@@ -48,7 +47,8 @@ def with_host(
         model=model.size,
         # streamed weights have a cause of their own
         states=replace(memory, offloaded_bytes=0) if streamed else memory,
-        embedding_bytes=math.prod(first) * DTYPE_BYTES[recipe.model.dtype],
+        embedding_bytes=math.prod(next(iter(model.parameters.values())))
+        * DTYPE_BYTES[recipe.model.dtype],
         copied_by_gloo_bytes=by_gloo,
         offloaded_activations=[
             math.ceil(size[0] + counts[0] * size[1])
@@ -132,9 +132,11 @@ def _kernels(recipe: Recipe, model: Model, rows: Rows, candidate: Strategy, trai
     lengths = 1.0
     if counts is not None and not data.packing:
         at_once, ranks = candidate.per_device_train_batch_size, candidate.num_processes
-        micro_batches = counts["rows"] * training.num_train_epochs / at_once / ranks
-        if training.max_steps > 0:
-            micro_batches = training.max_steps * candidate.gradient_accumulation_steps
+        micro_batches = (
+            training.max_steps * candidate.gradient_accumulation_steps
+            if training.max_steps > 0
+            else counts["rows"] * training.num_train_epochs / at_once / ranks
+        )
         lengths = onednn.padded_lengths(
             [source for source, _ in counts["lengths"]],
             1 if data.group_by_length or candidate.levers.batch_by_tokens else at_once,

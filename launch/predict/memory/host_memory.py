@@ -117,9 +117,8 @@ def mapped_weights_bytes(
     """Frozen weights of a local folder on CPUs: pages of its files, which all ranks share and read
     in each step. Quantised, converted or streamed, they are a rank's."""
     dtype = recipe.model.dtype
-    if stored is None or recipe.quantization or stored.converted_bytes(dtype):
-        return 0
-    if strategy.device == "cuda" or strategy.launch_mode.engine == "deepspeed":
+    on_cpu = strategy.device == "cpu" and strategy.launch_mode.engine != "deepspeed"
+    if not on_cpu or stored is None or recipe.quantization or stored.converted_bytes(dtype):
         return 0
     frozen = model.parameters - (model.trainable_parameters - model.lora_parameters)
     return max(frozen * DTYPE_BYTES[dtype] - streamed_bytes, 0)
@@ -138,10 +137,6 @@ class _HostEstimate:
     @property
     def by_cause(self) -> Mapping[str, int]:
         return self.by_phase[self.phase]
-
-    @property
-    def peak_bytes(self) -> int:
-        return sum(self.by_cause.values())
 
 
 def estimate(job: HostJob, import_memory: Imports) -> _HostEstimate:
@@ -291,15 +286,14 @@ def _on_host(job: HostJob, phase: str) -> dict[str, int]:
 def _data(job: HostJob) -> dict[str, int]:
     strategy, data = job.strategy, job.recipe.data
     rows = min(job.rows or 0, data.max_train_samples or job.rows or 0)
-    columns, waiting = _columns(job), _waiting(job)
-    batch = strategy.per_device_train_batch_size * data.max_length * columns * 8
+    batch = strategy.per_device_train_batch_size * data.max_length * _columns(job) * 8
     of_lengths = _LENGTHS_BYTES if data.group_by_length or strategy.levers.batch_by_tokens else 0
     return {
         "order of samples": job.ranks * rows * (_ORDER_BYTES + of_lengths),
         "data workers": (
-            job.ranks * (strategy.dataloader_num_workers * _WORKER_BYTES + waiting * batch)
+            job.ranks * (strategy.dataloader_num_workers * _WORKER_BYTES + _waiting(job) * batch)
         ),
-        "pinned batches": job.ranks * _pinned_batches(job, columns, waiting),
+        "pinned batches": job.ranks * _pinned_batches(job),
     }
 
 
@@ -314,18 +308,18 @@ def _waiting(job: HostJob) -> int:
     return ahead * job.strategy.dataloader_num_workers
 
 
-def _pinned_batches(job: HostJob, columns: int, waiting: int) -> int:
+def _pinned_batches(job: HostJob) -> int:
     """Page-locked bytes of a rank's batches: those that wait, one that is copied, and those of an
     optimizer step; of an evaluation two. The cache of pinned memory keeps all of them."""
     strategy, recipe = job.strategy, job.recipe
     if strategy.device != "cuda" or not recipe.training.extras.get("dataloader_pin_memory", True):
         return 0
     row_bytes = recipe.data.max_length * 8
-    batches = waiting + 1 + strategy.gradient_accumulation_steps
+    batches = _waiting(job) + 1 + strategy.gradient_accumulation_steps
     size = batches * job.pinned([strategy.per_device_train_batch_size * row_bytes])
     if recipe.evaluates:
         size += 2 * job.pinned([strategy.per_device_eval_batch_size * row_bytes])
-    return columns * size
+    return _columns(job) * size
 
 
 def _offloaded(job: HostJob) -> dict[str, int]:
@@ -397,9 +391,7 @@ def pinned_bytes(job: HostJob) -> int:
     """Page-locked bytes of a rank: batches, offloaded states and activations, Gloo's copies."""
     if job.strategy.device == "cpu":
         return 0
-    columns, waiting = _columns(job), _waiting(job)
-    size = _pinned_batches(job, columns, waiting)
-    size += job.pinned(_copied_by_gloo(job))
+    size = _pinned_batches(job) + job.pinned(_copied_by_gloo(job))
     if job.strategy.pin_memory:
         size += sum(job.streamed)  # in their exact size, by training/levers/streaming.py
         states, buffers = _pinned_states(job) if job.states.offloaded_bytes else ([], [])

@@ -7,11 +7,10 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 
 from launch.base import files
-from launch.base.workspace import CODE
+from launch.base.workspace import code_digest
 from launch.data.worker import WORKER, FindLargest, WorkerEnded
 from launch.schema.rows import Division, LargestMicroBatches
 
@@ -58,21 +57,14 @@ class LargestBatches:
         return self._stored(division)
 
     def _stored(self, division: Division) -> LargestMicroBatches | None:
-        if division not in self._largest:
-            largest = files.read_or_none(self._file(division), LargestMicroBatches)
-            if largest is None:
-                return None
+        largest = self._largest.get(division) or files.read_or_none(
+            self._file(division), LargestMicroBatches
+        )
+        if largest is not None:
             self._largest[division] = largest
-        return self._largest[division]
+        return largest
 
     def _file(self, division: Division) -> Path:
-        facts = [self._tokens.name, asdict(division), _code()]
+        facts = [self._tokens.name, asdict(division), code_digest("training/data")]
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
         return self._folder / f"{name}.json"
-
-
-@cache
-def _code() -> str:
-    """A hash of the code that orders rows."""
-    modules = sorted((CODE / "training" / "data").glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in modules)).hexdigest()[:16]

@@ -55,6 +55,12 @@ class _Events:
         """Blocks that are there together for a moment."""
         self.end(self.begin(sizes))
 
+    def beside(self, sizes: Sequence[int], lasting: Sequence[Event]) -> None:
+        """Allocate blocks that stay, while others of these sizes are there."""
+        passing = self.begin(sizes)
+        self.events += lasting
+        self.end(passing)
+
 
 def plain(births: Births) -> list[Event]:
     """A model moves to the card tensor by tensor."""
@@ -82,9 +88,8 @@ def four_bits(
     if warmup_bytes:
         events.passes(warmup_bytes)
     for block, size_bytes in births.loaded[num_last:]:
-        source = events.begin([sources[size_bytes]] if size_bytes in sources else [])
-        events.events.append((block, size_bytes))
-        events.end(source)
+        source = [sources[size_bytes]] if size_bytes in sources else []
+        events.beside(source, [(block, size_bytes)])
     for pair in leaving:
         events.passes(*pair)
     events.events += births.loaded[:num_last]
@@ -99,13 +104,9 @@ def zero(births: Births, flattened: Sequence[int], element_bytes: int) -> list[E
     flat = [event for event in births.loaded if event[0] in births.trained]
     unsliced = [event for event in births.loaded if event not in slices and event not in flat]
     events = _Events(births.first_free_id, unsliced)
-    copied = events.begin(flattened)
-    events.events += flat
-    events.end(copied)
+    events.beside(flattened, flat)
     narrow = [size * element_bytes // _FLOAT32_BYTES for _, size in slices]
-    copied = events.begin(narrow if element_bytes < _FLOAT32_BYTES else [])
-    events.events += slices
-    events.end(copied)
+    events.beside(narrow if element_bytes < _FLOAT32_BYTES else [], slices)
     events.events.append(EMPTY_CACHE)
     events.passes(*(size for _, size in slices))
     return [*events.events, *births.engine]
@@ -140,9 +141,7 @@ def zero3(
     if built or not undivided:  # parts on the host need no flat tensor on the card
         events.events.append(EMPTY_CACHE)
     events.begin([flat_bytes])  # it stays until the run ends, in place of the blocks of the weights
-    copied = events.begin([size for _, size in slices])
-    events.events += slices
-    events.end(copied)
+    events.beside([size for _, size in slices], slices)
     events.passes(*(size for _, size in slices))
     events.events += births.engine
     for sizes in gathered:
@@ -166,16 +165,12 @@ def fsdp2(births: Births, ranks: int, sources: Mapping[int, int] | None = None) 
     for block, size_bytes in births.loaded:
         if block in early:
             before = [sources[size_bytes]] if sources and block in births.packed else []
-            passing = events.begin([*before, *(size_bytes * ranks for _ in before)])
-            events.events.append((block, size_bytes))
-            events.end(passing)
+            events.beside([*before, *(size_bytes * ranks for _ in before)], [(block, size_bytes)])
     apart = early | {block for block, _ in late}
     inside = {block for layer in births.layers for block in layer}
     for layer in births.layers:
-        ids = [block for block in sizes if block in layer and block not in apart]
-        undivided = events.begin([sizes[block] * ranks for block in ids])
-        events.events += [(block, sizes[block]) for block in ids]
-        events.end(undivided)
+        parts = [each for each in sizes.items() if each[0] in layer and each[0] not in apart]
+        events.beside([size * ranks for _, size in parts], parts)
     undivided: list[int] = []
     for block in (block for block in sizes if block not in inside | apart):
         undivided += events.begin([sizes[block] * ranks])

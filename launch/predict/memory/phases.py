@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, astuple, dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 from launch.base import files
-from launch.base.workspace import CODE
+from launch.base.workspace import code_digest
 from launch.predict.memory import allocator, malloc
 from launch.predict.memory.allocator import FREED, AllocatorConfig, Event, Replay
 from launch.predict.memory.loading import Load
@@ -21,6 +21,8 @@ from launch.predict.traces import DAMAGE, Trace
 from launch.schema.phases import DeviceMemory, DevicePhases, HostMemory, HostPhases, Phase
 from launch.schema.recorded_step import content_of, with_digest
 
+# The code that a replay runs
+_CODE = ("launch/predict/memory", "launch/predict/traces.py")
 Parts = Sequence[tuple[Phase, Sequence[Event]]]
 
 
@@ -98,7 +100,12 @@ class RunEvents:
         """A result of JSON's types, as `read` reads it, that is kept by all that it is of."""
         load = self.load
         order = (load.func.__name__, load.keywords) if isinstance(load, partial) else load.__name__
-        of = self.trace.of_run(self.num_samples, self.eval_samples), order, options, _code()
+        of = (
+            self.trace.of_run(self.num_samples, self.eval_samples),
+            order,
+            options,
+            code_digest(*_CODE),
+        )
         content = json.dumps([name, of], sort_keys=True, default=str)
         number = hashlib.sha256(content.encode()).hexdigest()[:16]
         file = self.trace.file.with_name(f"{self.trace.file.stem}-{number}.replay")
@@ -121,14 +128,6 @@ def _by_part(content: Any) -> list[tuple[Phase, Replay]]:
         (phase, Replay(int(allocated), int(reserved), int(retries), failed))
         for phase, (allocated, reserved, retries, failed) in content
     ]
-
-
-@cache
-def _code() -> str:
-    """A hash of the code that a replay runs."""
-    modules = [*sorted((CODE / "launch/predict/memory").rglob("*.py"))]
-    modules.append(CODE / "launch/predict/traces.py")
-    return hashlib.sha256(b"".join(module.read_bytes() for module in modules)).hexdigest()[:16]
 
 
 def on_device(replays: Sequence[tuple[Phase, Replay]], outside_bytes: int) -> DevicePhases:

@@ -20,9 +20,11 @@ _MAX_KEPT_BYTES, _MAX_KEPT_WITH_ACTIVATIONS_BYTES = 16 * MIB, GIB
 def max_kept_bytes(strategy: Strategy) -> int | None:
     """The largest block that is rounded up to a power of two and kept; None: every block is."""
     is_offloaded = strategy.launch_mode.offloads and strategy.pin_memory
-    if strategy.device == "cpu" or not is_offloaded:
-        return None
-    if numbers(packages.version("torch"))[:2] < WITH_EXACT_SIZES:
+    if (
+        strategy.device == "cpu"
+        or not is_offloaded
+        or numbers(packages.version("torch"))[:2] < WITH_EXACT_SIZES
+    ):
         return None
     return (
         _MAX_KEPT_WITH_ACTIVATIONS_BYTES

@@ -34,21 +34,6 @@ _CAST = "aten::_to_copy"
 NORMS = ("aten::stack", "aten::_foreach_norm")
 
 
-def compose(
-    outer: Recorded,
-    way_of: Callable[[Layer], Recorded] | None = None,
-    parts: int = 1,
-    positions: int = 0,
-) -> Log:
-    """The step whose layers are those of the recorded step that `way_of` names, and all else is
-    that of `outer`, which is one of these, with the logits in so many parts of these positions of a
-    row (0: of its targets). If some layers compute their activations again, it is the one in which
-    all do: it has what they hold.
-
-    Raises NotComposed."""
-    return Composer(outer, way_of or (lambda layer: outer), parts, positions).log()
-
-
 _Frees = list[tuple[Recorded, int]]  # blocks of layers
 
 
@@ -60,10 +45,22 @@ class _Free(NamedTuple):
 
 
 class Composer:
+    """The step whose layers are those of the recorded step that `way_of` names, and all else is
+    that of `outer`, which is one of these, with the logits in so many parts of these positions of a
+    row (0: of its targets). If some layers compute their activations again, it is the one in which
+    all do: it has what they hold.
+
+    Raises NotComposed, also later."""
+
     def __init__(
-        self, outer: Recorded, way_of: Callable[[Layer], Recorded], parts: int, positions: int
+        self,
+        outer: Recorded,
+        way_of: Callable[[Layer], Recorded] | None = None,
+        parts: int = 1,
+        positions: int = 0,
     ) -> None:
-        self.outer, self.way_of, self.parts = outer, way_of, parts
+        self.outer, self.parts = outer, parts
+        self.way_of = way_of or (lambda layer: outer)
         self.stacks = outer.stacks(parts)
         self.sizes = PartSizes(outer, parts, positions) if LOSS in self.stacks else None
         layers = (
@@ -72,7 +69,7 @@ class Composer:
             if stack != LOSS
             for layer in range(row.layers)
         )
-        self.ways = list({id(way): way for way in map(way_of, layers)}.values())
+        self.ways = list({id(way): way for way in map(self.way_of, layers)}.values())
         self.blocks: list[Block] = []
         self.events: list[Event] = []
         self.made: dict[Place, int] = {}  # place, with the layer of the composed step -> block
@@ -162,14 +159,15 @@ class Composer:
             copies = range(max(map(len, layers)))
             after = first.get((unit[0], UNITS - 1), len(outer))
             for copy in copies if first[unit] < after else reversed(copies):
-                for run, indices in zip(runs, layers, strict=True):
-                    if copy < len(indices):
-                        yield of_layer(run, (unit[0], indices[copy]))
+                for run, of_run in zip(runs, layers, strict=True):
+                    if copy < len(of_run):
+                        yield of_layer(run, of_run[copy])
 
-    def layers_of(self, recorded: Layer | None) -> list[int]:
+    def layers_of(self, recorded: Layer | None) -> list[Layer]:
+        """The layers of the composed step that a recorded one stands for."""
         assert recorded is not None
         stack, index = recorded
-        return self.stacks[stack].layers_of.get(index, [])
+        return [(stack, layer) for layer in self.stacks[stack].layers_of.get(index, [])]
 
     def _layer(self, run: Run[Event], layer: Layer, source: Recorded) -> None:
         """The events of a layer, and of blocks that it frees in place of another."""
@@ -209,13 +207,14 @@ class Composer:
         phase, owner, _ = source.place[block]
         if owner is None:
             return [self._outer_block(block, source)]
-        indices = self.layers_of(owner)
+        owners = self.layers_of(owner)
         if owner[0] == layer[0]:
             in_pass = phase.startswith(PASSES) and layer[0] != LOSS
             indices = self.stacks[owner[0]].seen_from(layer[1], owner[1], in_pass)
-        elif len(indices) != 1:
+            owners = [(owner[0], index) for index in indices]
+        elif len(owners) != 1:
             raise NotComposed(f"{phase}: layer {layer} frees a block of layer {owner}")
-        places = (self._of_layer(block, source, (owner[0], index)) for index in indices)
+        places = (self._of_layer(block, source, each) for each in owners)
         return [self._number_of(place) for place in places if place is not None]
 
     def _of_layer(self, block: int, source: Recorded, layer: Layer) -> Place | None:
@@ -339,8 +338,7 @@ class Composer:
         if owner is None:
             self._died(self._number_of(outer.place[event.block]), phase, event.layer)
             return
-        for index in self.layers_of(owner):
-            layer = owner[0], index
+        for layer in self.layers_of(owner):
             way, _ = self._source_of(birth, layer)
             if way is outer or not phase.startswith(PASSES):
                 self._of_layer_died(event.block, outer, layer, phase, event.layer)
@@ -387,7 +385,7 @@ class Composer:
         owner = source.place[block][1]
         if owner is not None:
             layers = () if owner[0] == LOSS else self.layers_of(owner)
-            return any(self.way_of((owner[0], index)) is source for index in layers)
+            return any(self.way_of(layer) is source for layer in layers)
         ours = self._in_outer(block, source)
         if ours is None or self.outer.reader(ours) != "layer":
             return False
@@ -401,9 +399,9 @@ class Composer:
             if owner is None:
                 self._died(self._outer_block(block, source), phase, None)
                 continue
-            for index in self.layers_of(owner):
-                if self.way_of((owner[0], index)) is source:
-                    self._of_layer_died(block, source, (owner[0], index), phase, None)
+            for layer in self.layers_of(owner):
+                if self.way_of(layer) is source:
+                    self._of_layer_died(block, source, layer, phase, None)
 
     def _outer_block(self, block: int, source: Recorded) -> int:
         """The block outside of layers that stands for this one."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from launch.predict.step.rewrite_log import (
+    GATHERS,
+    REDUCES,
     SCALAR_BYTES,
     Gradient,
     Landmarks,
@@ -47,9 +49,6 @@ class _Groups:
     embedding: Group  # empty if it is tied
     outer: Group
     tied: bool
-
-
-_REDUCES, GATHERS = 1, 2  # streams of a card's ranks
 
 
 class Ranks:
@@ -139,7 +138,7 @@ class Ranks:
             if gradient is not last:
                 rewriting.dies(self.accumulated.pop(gradient, gradient.block), position)
         shard = self._born(
-            total / self.num_processes, "reduce-scatter", position, group, _REDUCES, "gradients"
+            total / self.num_processes, "reduce-scatter", position, group, REDUCES, "gradients"
         )
         if self.gloo:  # ProcessGroupGloo all-reduces a copy
             self.release("gloo", position)

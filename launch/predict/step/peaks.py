@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +19,8 @@ SECTIONS = (
 _TARGETS_A_SAMPLE, _AS_MANY = (2.0**-10, 2.0**20), 1.01
 # (x, y): micro-batches whose highest sums show that most others are highest nowhere
 _DIRECTIONS = [(4**x, 16**y if y else 0) for x in range(8) for y in range(5)]
-NOTHING = (0, 0, 0)
+Sizes = tuple[int, int, int]  # fixed, per sample, per target
+NOTHING: Sizes = (0, 0, 0)
 # kinds of blocks, by the phase in which they are born
 _BORN_IN = {"start:weights": "weights", "start:optimizer": "optimizer", "input": "input"}
 # kinds of blocks that outlive the phase in which they are born, by its section
@@ -36,11 +38,17 @@ def kinds(log: Log) -> list[str]:
 
 
 def _lasting_kind(born: str, died: str | None) -> str:
-    is_lasting = born != died
-    return LASTING.get(born.partition(":")[0], "temporaries") if is_lasting else "temporaries"
+    section = "" if born == died else born.partition(":")[0]
+    return LASTING.get(section, "temporaries")
 
 
-Sizes = tuple[int, int, int]  # fixed, per sample, per target
+def plus(some: Sizes, added: Sizes, times: int = 1) -> Sizes:
+    """The sum of sizes, of which the second counts so many times."""
+    return (
+        some[0] + times * added[0],
+        some[1] + times * added[1],
+        some[2] + times * added[2],
+    )
 
 
 def peaks(log: Log) -> list[dict[str, Any]]:
@@ -66,35 +74,21 @@ def peaks(log: Log) -> list[dict[str, Any]]:
 def _moments(log: Log) -> dict[str, list[tuple[int, Sizes]]]:
     """Of each section the moments behind which memory is given back, and its first; (index of the
     event, bytes in all). Of moments with the same bytes the first."""
-    moments: dict[str, dict[Sizes, int]] = {}
-    sizes = [block.sizes for block in log.blocks]
-    fixed = sample = target = 0
-    phase, before, section = "", None, ""  # before: a birth that no other has followed so far
-    for index, event in enumerate(log.events):
-        block = sizes[event.block]
-        if event.phase != phase:
-            phase = event.phase
-            following = phase.partition(":")[0]
-            if before is not None:
-                moments.setdefault(section, {}).setdefault((fixed, sample, target), before)
-            before, section = None, following
-            is_first = True
-        else:
-            is_first = False
-        if block == NOTHING and not is_first:
-            continue
-        if event.birth:
-            fixed, sample, target = fixed + block[0], sample + block[1], target + block[2]
-            before = index
-            continue
-        if before is not None:
-            moments.setdefault(section, {}).setdefault((fixed, sample, target), before)
-            before = None
-        fixed, sample, target = fixed - block[0], sample - block[1], target - block[2]
-        if is_first:
-            moments.setdefault(section, {}).setdefault((fixed, sample, target), index)
-    if before is not None:
-        moments.setdefault(section, {}).setdefault((fixed, sample, target), before)
+    phases, sizes = [event.phase for event in log.events], [block.sizes for block in log.blocks]
+    begins = [phase != before for phase, before in zip(phases, ["", *phases], strict=False)]
+    counted = [
+        index
+        for index, event in enumerate(log.events)
+        if begins[index] or sizes[event.block] != NOTHING
+    ]
+    moments: dict[str, dict[Sizes, int]] = defaultdict(dict)
+    live = NOTHING
+    for index, following in zip(counted, [*counted[1:], None], strict=True):
+        event = log.events[index]
+        live = plus(live, sizes[event.block], 1 if event.birth else -1)
+        grows = following is not None and log.events[following].birth and not begins[following]
+        if (event.birth and not grows) or (begins[index] and not event.birth):
+            moments[event.phase.partition(":")[0]].setdefault(live, index)
     return {
         section: [(index, totals) for totals, index in moments[section].items()]
         for section in SECTIONS

@@ -14,12 +14,11 @@ from typing import Any, Literal, NamedTuple
 
 from launch.predict.step import passes
 from launch.predict.step.compose import Composer
-from launch.predict.step.peaks import SECTIONS, Sizes
+from launch.predict.step.peaks import NOTHING, SECTIONS, Sizes, plus
 from launch.predict.step.recorded import PASSES, NotComposed, Recorded, Run
 from launch.predict.step.sources import Question, Sources
 from launch.schema.recorded_step import LOSS, Event, Layer, Operator, Passes, RecordedStep
 
-NOTHING: Sizes = (0, 0, 0)
 # Least share of a recorded step's seconds beside products that another step takes: where the
 # recorded one computes in another precision; where one of them makes its logits at once, the other
 # in parts; where their kernels differ
@@ -82,24 +81,20 @@ class Price:
             for step in self._composer.steps(phase):
                 self.num_looked_at += 1
                 if isinstance(step, Event):
-                    live = _plus(live, self._outside(step))
+                    live = plus(live, self._outside(step))
                     if step.birth and self._has_loss:
                         tops.add(live)
                 elif isinstance(step, list):
                     for source, block in step:
-                        live = _plus(live, self._freed(source, block, phase), -1)
+                        live = plus(live, self._freed(source, block, phase), -1)
                 else:
                     unit = self._unit(*step)
-                    tops.update(_plus(live, top) for top in unit.highest)
-                    live = _plus(live, unit.after)
-        more, lasting = live, self._lasting()
-        excess = (
-            max(more[0] - lasting[0], 0),
-            max(more[1] - lasting[1], 0),
-            max(more[2] - lasting[2], 0),
-        )
+                    tops.update(plus(live, top) for top in unit.highest)
+                    live = plus(live, unit.after)
+        fixed, sample, target = plus(live, self._lasting(), -1)
+        excess = max(fixed, 0), max(sample, 0), max(target, 0)
         return [
-            (section, _plus(top, excess, -1))
+            (section, plus(top, excess, -1))
             for section in SECTIONS
             for top in _undominated(highest.get(section, ()))
         ]
@@ -118,7 +113,7 @@ class Price:
             live, tops = NOTHING, {NOTHING}
             for event in run.items:
                 size = self._size(source, event.block, is_last)
-                live = _plus(live, size, 1 if event.birth else -1)
+                live = plus(live, size, 1 if event.birth else -1)
                 if event.birth and part == "all":
                     tops.add(live)
             self._units[key] = Unit(live, [*_undominated(tops)])
@@ -131,7 +126,7 @@ class Price:
         outer = self._composer.outer
         if event.birth:
             return self._size(outer, event.block)
-        return _plus(NOTHING, self._freed(outer, event.block, event.phase), -1)
+        return plus(NOTHING, self._freed(outer, event.block, event.phase), -1)
 
     def _freed(self, source: Recorded, block: int, phase: str) -> Sizes:
         """The bytes of the blocks that one stands for and that end in this phase: in a pass, of
@@ -143,18 +138,17 @@ class Price:
             return NOTHING
         layers = composer.layers_of(owner)
         if owner[0] != LOSS and phase.startswith(PASSES):
-            owners = ((owner[0], index) for index in layers)
-            layers = [each[1] for each in owners if composer.way_of(each) is source]
+            layers = [each for each in layers if composer.way_of(each) is source]
         if owner[0] != LOSS and source.place[block][0].startswith(PASSES):
-            layers = [index for index in layers if self._recorded((owner[0], index)) != "nothing"]
+            layers = [each for each in layers if self._recorded(each) != "nothing"]
         is_last = owner[0] == LOSS and owner[1] == source.recorded_layers[LOSS] - 1
-        return _plus(NOTHING, self._size(source, block, is_last), len(layers))
+        return plus(NOTHING, self._size(source, block, is_last), len(layers))
 
     def _lasting(self) -> Sizes:
         """The bytes of blocks that nothing frees."""
         total, outer = NOTHING, self._composer.outer
         for block in outer.place.keys() - outer.freed.keys():
-            total = _plus(total, self._freed(outer, block, ""))
+            total = plus(total, self._freed(outer, block, ""))
         return total
 
     def _size(self, source: Recorded, block: int, is_last: bool = False) -> Sizes:
@@ -179,23 +173,20 @@ class Price:
         return self._of_rows[block, is_last]
 
     def passes(self) -> Passes:
-        """The operators of the composed step."""
+        """The operators of the composed step, without an evaluation's."""
         return passes.of_runs(self._composer.operators, self._runs())
 
     def _runs(self) -> Iterator[passes.Run]:
-        for phase in self._composer.outer.calls:
-            for _, layer, numbers in self._composer.runs(phase) if phase.startswith(PASSES) else ():
+        # The record makes its logits in parts, once more in backward, and the step may not
+        is_made_twice = not self._has_loss and self._composer.parts > 1
+        timed = (phase for phase in self._composer.outer.calls if phase.startswith(passes.OF_STEP))
+        for phase in timed:
+            for _, layer, numbers in self._composer.runs(phase):
                 self.num_looked_at += 1
                 times = 1
                 if layer and phase.startswith("forward"):
-                    times += -self._is_made_twice if layer[0] == LOSS else self._again(layer)
+                    times += -is_made_twice if layer[0] == LOSS else self._again(layer)
                 yield from times * [(phase, numbers)]
-
-    @property
-    def _is_made_twice(self) -> bool:
-        """True if the record makes its logits in parts, once more in backward, and the step may
-        not."""
-        return not self._has_loss and self._composer.parts > 1
 
 
 class RecordedSteps:
@@ -209,9 +200,9 @@ class RecordedSteps:
         return len(self._bases)
 
     def add(self, base: Question, step: RecordedStep) -> None:
-        """Add a recorded step; not one of layers in turns, which tells nothing of others."""
-        levers = base.strategy.levers
-        if levers.every_n_layers > 1 or (levers.num_output_chunks > 1 and not base.parts_apart):
+        """Add a recorded step; not one of layers in turns, or of its own number of parts of the
+        logits, which tell nothing of others."""
+        if base.strategy.levers.every_n_layers > 1 or base.loss_parts > 1:
             return
         with suppress(NotComposed):
             self._bases.setdefault(base, Recorded(step))
@@ -222,15 +213,14 @@ class RecordedSteps:
 
     def price(self, question: Question, sources: Sources) -> Priced | None:
         """The price of a step, by the recorded steps that are most like it; None where none is."""
-        alike = self._alike(question)
+        alike = self._alike(question, sources)
         levers = question.strategy.levers
-        in_parts = levers.num_output_chunks > 1
         if not alike:
             return None
         outer = max(
             alike,
             key=lambda base: (
-                base.parts_apart == in_parts,
+                base.loss_parts == sources.outer.loss_parts,
                 _recomputes(base) == (levers.every_n_layers > 0),
             ),
         )
@@ -238,10 +228,9 @@ class RecordedSteps:
             way: max(alike, key=lambda base: (_recomputes(base) == way, base is outer))
             for way in (False, True)
         }
-        with suppress(NotComposed):
-            return self._priced(question, sources, outer, ways)
-        with suppress(NotComposed):
-            return self._priced(question, sources, outer, dict.fromkeys((False, True), outer))
+        for each in (ways, dict.fromkeys((False, True), outer)):
+            with suppress(NotComposed):
+                return self._priced(question, sources, outer, each)
         return None
 
     def _priced(
@@ -253,8 +242,7 @@ class RecordedSteps:
         recorded = {way: self._bases[base] for way, base in ways.items()}
         again = {way: way - _recomputes(base) for way, base in ways.items()}
         part = _part_alike(outer, question)
-        in_parts = question.strategy.levers.num_output_chunks > 1
-        has_loss = outer.parts_apart == in_parts and not sources.why_whole
+        has_loss = outer.loss_parts == sources.outer.loss_parts and not sources.why_whole
 
         def computes_again(layer: Layer) -> bool:
             return every > 0 and layer[1] % every == 0
@@ -288,7 +276,7 @@ class RecordedSteps:
             of_step = of_step.with_operators(lambda operator: _of_parts(operator, times))
         return Priced(moments, of_step, share, of_samples)
 
-    def _alike(self, question: Question) -> list[Question]:
+    def _alike(self, question: Question, sources: Sources) -> list[Question]:
         """The records that tell most of a step, all of one kind. Those of a single sample tell
         nothing of the bytes of more, and those that accumulate gradients nothing of a step that
         does not."""
@@ -304,8 +292,7 @@ class RecordedSteps:
         def unknown(kind: tuple[Any, ...]) -> tuple[Any, ...]:
             bases = kinds[kind]
             of_ways = ways - {base.strategy.levers.every_n_layers > 0 for base in bases}
-            in_parts = levers.num_output_chunks > 1
-            of_loss = all(base.parts_apart != in_parts for base in bases)
+            of_loss = all(base.loss_parts != sources.outer.loss_parts for base in bases)
             other_rows = kind[3:] != (question.is_single, question.accumulates)
             return *kind[:3], len(of_ways) + of_loss, other_rows
 
@@ -342,14 +329,6 @@ def _uncomposed(question: Question) -> dict[str, Any]:
     """The levers that are not composed."""
     levers = question.strategy.levers
     return replace(levers, every_n_layers=0, num_output_chunks=1).recorded
-
-
-def _plus(some: Sizes, added: Sizes, times: int = 1) -> Sizes:
-    return (
-        some[0] + times * added[0],
-        some[1] + times * added[1],
-        some[2] + times * added[2],
-    )
 
 
 def _undominated(tops: Iterable[Sizes]) -> Iterator[Sizes]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import groupby
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from launch.schema.recorded_step import LOSS, UNITS, Call, Event, Layer, Operator, RecordedStep
@@ -114,37 +115,39 @@ class Run(Generic[Item]):
 
 
 def _runs(items: Sequence[Item]) -> list[Run[Item]]:
-    """A phase in runs. Between the first and the last of a layer all is the layer's own; between
-    two layers of a stack it belongs to the one before."""
-    runs: list[tuple[Layer | None, list[Item]]] = []
+    """A phase in runs."""
+    owners = [item.layer for item in items]
     if items and items[0].phase.startswith(_THROUGH_LAYERS):
-        last = {item.layer: index for index, item in enumerate(items)}
-        owner: Layer | None = None
-        for index, item in enumerate(items):
-            if owner is None or index > last[owner]:
-                owner = item.layer
-            elif item.layer not in (None, owner):
-                raise NotComposed(f"{item.phase}: layers {owner} and {item.layer} overlap")
-            if not runs or runs[-1][0] != owner:
-                runs.append((owner, []))
-            runs[-1][1].append(item)
-        joined: list[tuple[Layer | None, list[Item]]] = []
-        for index, (layer, inside) in enumerate(runs):
-            before = joined[-1][0] if joined else None
-            after = runs[index + 1][0] if index + 1 < len(runs) else None
-            if layer is None and before and after and before[0] == after[0]:
-                joined[-1][1].extend(inside)
-            else:
-                joined.append((layer, inside))
-        runs = joined
-    else:
-        runs = [(layer, list(group)) for layer, group in groupby(items, lambda item: item.layer)]
+        owners = _with_neighbours(_owners(items))
     times: dict[Layer | None, int] = defaultdict(int)
-    numbered = []
-    for layer, inside in runs:
-        numbered.append(Run(layer, inside, times[layer]))
+    runs: list[Run[Item]] = []
+    for layer, group in groupby(zip(owners, items, strict=True), itemgetter(0)):
+        runs.append(Run(layer, [item for _, item in group], times[layer]))
         times[layer] += 1
-    return numbered
+    return runs
+
+
+def _owners(items: Sequence[Item]) -> Iterator[Layer | None]:
+    """The layer of each item: all between the first and the last of a layer is the layer's own."""
+    last = {item.layer: index for index, item in enumerate(items)}
+    owner: Layer | None = None
+    for index, item in enumerate(items):
+        if owner is None or index > last[owner]:
+            owner = item.layer
+        elif item.layer not in (None, owner):
+            raise NotComposed(f"{item.phase}: layers {owner} and {item.layer} overlap")
+        yield owner
+
+
+def _with_neighbours(owners: Iterable[Layer | None]) -> list[Layer | None]:
+    """The owners of items; between two layers of a stack it is the layer before."""
+    groups = [(owner, len([*group])) for owner, group in groupby(owners)]
+    ends = [None, *(owner for owner, _ in groups), None]
+    filled: list[Layer | None] = []
+    for before, (owner, count), after in zip(ends, groups, ends[2:], strict=False):
+        is_between = owner is None and before and after and before[0] == after[0]
+        filled += count * [before if is_between else owner]
+    return filled
 
 
 class Recorded:
@@ -173,11 +176,9 @@ class Recorded:
     def recorded_layers(self) -> dict[int, int]:
         """The number of recorded layers of each stack."""
         layers: dict[int, int] = defaultdict(int)
-        for runs in self.events.values():
-            for run in runs:
-                if run.layer is not None:
-                    stack, index = run.layer
-                    layers[stack] = max(layers[stack], index + 1)
+        for _, layer in self.births:
+            if layer is not None:
+                layers[layer[0]] = max(layers[layer[0]], layer[1] + 1)
         return dict(layers)
 
     def stacks(self, parts: int) -> dict[int, _Stack]:

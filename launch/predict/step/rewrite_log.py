@@ -13,6 +13,8 @@ from launch.schema.recorded_step import PACKED, SCALES, TRAINED, UNUSED, Block, 
 # ops of ZeRO's blocks: the weights that are trained, this rank's float32 part of them, and stage
 # 3's gradients of that part
 FLAT, SLICE, GRADIENTS = "flat weights", "float32 slice", "gradient slices"
+# streams of a card's ranks, beside 0 for all else: on one they reduce, on the other they gather
+REDUCES, GATHERS = 1, 2
 SCALAR_BYTES = 8  # a step counter, a norm: no engine divides these among ranks
 
 
@@ -112,8 +114,9 @@ class Rewriting:
         return self.log.events[min(position, len(self.log.events) - 1)].phase
 
     def _insert(self, block: int, birth: bool, position: int) -> None:
-        event = Event(block, birth, self._phase(position), self.blocks[block].layer)
-        self._inserted[position].append(event)
+        self._inserted[position].append(
+            Event(block, birth, self._phase(position), self.blocks[block].layer)
+        )
 
     def result(self) -> Log:
         events: list[Event] = []
@@ -160,14 +163,11 @@ def landmarks(log: Log, tied: bool) -> Landmarks:
 def _spans(log: Log, positions: Sequence[int]) -> dict[Layer, range]:
     """The range from a layer's first event to its last, in the order in which layers are
     entered."""
-    first: dict[Layer, int] = {}
-    last: dict[Layer, int] = {}
+    inside: dict[Layer, list[int]] = defaultdict(list)
     for position in positions:
-        layer = log.events[position].layer
-        if layer is not None:
-            first.setdefault(layer, position)
-            last[layer] = position
-    return {layer: range(first[layer], last[layer] + 1) for layer in first}
+        if (layer := log.events[position].layer) is not None:
+            inside[layer].append(position)
+    return {layer: range(of_layer[0], of_layer[-1] + 1) for layer, of_layer in inside.items()}
 
 
 def _gradients(log: Log, end: int) -> list[Gradient]:

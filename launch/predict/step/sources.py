@@ -23,6 +23,7 @@ class Question:
     architecture: str = ""  # the GPU whose kernels run; "" on a CPU
     fused_attention: bool = True  # the GPU has kernels for it
     documents: int = 0  # documents in a row, if rows are flattened for attention; else 0
+    few_shapes: bool = False  # micro-batches have, for which cuDNN's attention may come first
     parts_apart: bool = False  # for compose: the parts of the logits are told apart
     all_layers: bool = False  # every layer is recorded, though many may be alike
 
@@ -35,6 +36,11 @@ class Question:
     @property
     def accumulates(self) -> bool:
         return self.strategy.gradient_accumulation_steps > 1
+
+    @property
+    def loss_parts(self) -> int:
+        """The parts of the logits, as many as the step has; 0: it may be composed of any number."""
+        return 0 if self.parts_apart else self.strategy.levers.num_output_chunks
 
     @property
     def cast(self) -> str:
@@ -108,26 +114,26 @@ def choose_sources(
             part_sizes.made_parts(positions, parts),
             part_sizes.uneven_parts(positions),
         )
-    is_in_parts = parts >= LEAST_PARTS and recorded_parts > 0
-    if levers.flattens and positions:  # lengths are multiples of the parts
-        is_in_parts = False
-    if parts > 1 and not is_in_parts:
+    divides_evenly = levers.flattens and positions > 0  # lengths are multiples of the parts
+    is_repeated = parts >= LEAST_PARTS
+    if is_repeated and (not recorded_parts or divides_evenly):
         return alone(question, f"logits in {parts} parts are not composed")
     if every > 1 and has_encoder:
         return alone(question, "layers of an encoder and a decoder in turns are not composed")
     if every > 1 and levers.activation_offloading:
         return alone(question, "layers in turns with inputs on the host are not composed")
 
-    def base(every_n_layers: int, in_parts: bool) -> Question:
-        number = recorded_parts if in_parts else 1
+    def base(every_n_layers: int, num_parts: int) -> Question:
         strategy = base_question.strategy.with_levers(
-            every_n_layers=every_n_layers, num_output_chunks=number
+            every_n_layers=every_n_layers, num_output_chunks=num_parts
         )
-        return replace(base_question, strategy=strategy, parts_apart=in_parts)
+        return replace(base_question, strategy=strategy, parts_apart=num_parts >= LEAST_PARTS)
 
-    outer = base(min(every, 1), is_in_parts)
+    own_parts = recorded_parts if is_repeated else parts  # two are both ends: none is repeated
+    outer = base(min(every, 1), own_parts)
     if every <= 1:
         return Sources(outer, parts=parts, positions=positions)
-    alike = [base(0, is_in_parts), *([base(0, not is_in_parts)] if recorded_parts else [])]
+    other_parts = 1 if own_parts > 1 else recorded_parts
+    alike = [base(0, own_parts), *([base(0, other_parts)] if other_parts else [])]
     inner = next((each for each in alike if is_recorded(each)), alike[0])
     return Sources(outer, inner, every, parts, positions)

@@ -24,10 +24,10 @@ def _content(log: Log) -> dict[str, Any]:
     events = [event.block if event.birth else ~event.block for event in log.events]
     streams = {number: block.stream for number, block in enumerate(log.blocks) if block.stream}
     # The first step makes the optimizer's states at its first update.
-    updates = (
-        index for index, event in enumerate(log.events) if log.blocks[event.block].op == UPDATE
+    update = next(
+        (index for index, event in enumerate(log.events) if log.blocks[event.block].op == UPDATE),
+        len(events),
     )
-    update = next(updates, len(events))
     layers: dict[Any, list[int]] = {}  # the weights of each
     for number, block in enumerate(log.blocks):
         if block.kind == "weights" and block.layer is not None and block.born == "start:weights":
@@ -51,7 +51,14 @@ def _size_of(block: Block, ends: bool) -> list[Any]:
     return [fixed_rows, sample_rows, born, of_kernel, target_rows]
 
 
-_OF_4_BITS: Mapping[str, Born] = {PACKED: "packed", SCALES: "scales"}
+# op of a block that is there when the step starts -> the part that a replay needs
+_BY_OP: Mapping[str, Born] = {
+    GRADIENTS: "engine",
+    SLICE: "slice",
+    **dict.fromkeys((TRAINED, FLAT), "trained"),
+    PACKED: "packed",
+    SCALES: "scales",
+}
 
 
 @cache
@@ -59,14 +66,8 @@ def _born(phase: str, kind: str, op: str, ends: bool) -> Born:
     """The part of a phase that a replay needs, of a block. `ends`: it ends in the log."""
     section, _, part = phase.partition(":")
     if section == "start":
-        if kind == "communication" or op == GRADIENTS:
-            return "engine"
-        if op == SLICE:
-            return "slice"
-        if op in (TRAINED, FLAT):
-            return "trained"
-        if op in _OF_4_BITS:
-            return _OF_4_BITS[op]
+        if kind == "communication" or op in _BY_OP:
+            return "engine" if kind == "communication" else _BY_OP[op]
         if part == "optimizer":
             return "paged" if kind == PAGED else "state"
         return "workspace" if part == "workspace" else "start"

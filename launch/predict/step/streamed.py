@@ -39,20 +39,16 @@ class Streamed:
     """The layers that a step streams."""
 
     layers: tuple[LayerWeights, ...]
-    num_layers: int  # layers of the model
 
     @property
     def host_bytes(self) -> int:
         return sum(layer.bytes for layer in self.layers)
 
     @property
-    def slots_bytes(self) -> int:
-        return SLOTS * max(layer.bytes for layer in self.layers)
-
-    @property
     def saved_bytes(self) -> int:
         """Bytes that a device holds less."""
-        return sum(sum(layer.sizes) for layer in self.layers) - self.slots_bytes
+        slots_bytes = SLOTS * max(layer.bytes for layer in self.layers)
+        return sum(sum(layer.sizes) for layer in self.layers) - slots_bytes
 
 
 def frozen_layers(recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily) -> list[LayerWeights]:
@@ -92,7 +88,7 @@ def streamed(layers: list[LayerWeights], levers: Levers) -> Streamed | None:
     """The layers that are streamed, of all; None: none is."""
     if not levers.streamed_layers or not layers:
         return None
-    return Streamed(tuple(layers[place] for place in levers.streamed_of(len(layers))), len(layers))
+    return Streamed(tuple(layers[place] for place in levers.streamed_of(len(layers))))
 
 
 def stream(log: Log, levers: Levers) -> Log:

@@ -19,6 +19,7 @@ from launch.predict.step import zero3_gather
 from launch.predict.step.rewrite_log import (
     FLAT,
     GRADIENTS,
+    REDUCES,
     SCALAR_BYTES,
     SLICE,
     Gradient,
@@ -58,7 +59,7 @@ class Share:
     @property
     def stream(self) -> int:
         """The stream on which gradients are reduced."""
-        return int(self.overlaps)
+        return REDUCES if self.overlaps else 0
 
     def parts(self, offset: int, size: int) -> list[int]:
         """Sizes of a parameter's parts on successive ranks."""
@@ -188,7 +189,6 @@ class _Bucket:
         )
         self.slice_gradients: int | None = None  # the reduced gradients of this rank's slice
         self._filled: list[Gradient] = []
-        self._filled_bytes = 0
         self._alone: int | None = None  # a gradient that is larger than the bucket
         count = 0 if self.stage == 3 else 2 if share.overlaps else 1
         size = share.bucket * share.element_bytes
@@ -203,18 +203,19 @@ class _Bucket:
         if self._elements() + size > self.share.bucket:
             self.reduce(position)
         self._filled.append(gradient)
-        self._filled_bytes += gradient.bytes
         if size > self.share.bucket:
-            self._alone = gradient.block
-            if not is_first:
-                self._alone = self.rewriting.born(
+            self._alone = (
+                gradient.block
+                if is_first
+                else self.rewriting.born(
                     gradient.bytes, "gradients", "gradient", position, gradient.layer
                 )
+            )
         elif is_first:
             self.rewriting.dies(gradient.block, position)
 
     def _elements(self) -> int:
-        return self._filled_bytes // self.share.element_bytes
+        return sum(each.bytes for each in self._filled) // self.share.element_bytes
 
     def reduce(self, position: int) -> None:
         """Reduce the bucket's gradients through a copy, and keep this rank's part of them."""
@@ -248,7 +249,7 @@ class _Bucket:
             rewriting.dies(copy, position)
         if self._alone is not None:
             rewriting.dies(self._alone, position)
-        self._filled, self._filled_bytes, self._alone = [], 0, None
+        self._filled, self._alone = [], None
 
     def _part(self, gradient: Gradient) -> int:
         """Elements of a gradient that this rank keeps."""
@@ -261,11 +262,13 @@ class _Bucket:
         """Copy a part of a gradient for its norm, then in float32 for the host. Stage 3 first
         copies it back from the buffer on the host."""
         stream, element_bytes = self.share.stream, self.share.element_bytes
-        back = None
-        if self.stage == 3:
-            back = self.rewriting.born(
+        back = (
+            self.rewriting.born(
                 elements * element_bytes, "gradients", "gradient part", position, stream=stream
             )
+            if self.stage == 3
+            else None
+        )
         for size, op in ((_NORM_BYTES, "gradient norm"), (MASTER_BYTES, "float32 gradient")):
             if size != element_bytes:
                 self.rewriting.passes(elements * size, op, position, stream=stream)

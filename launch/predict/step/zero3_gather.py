@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from launch.predict.step.rewrite_log import Landmarks, Rewriting, behind_logits
+from launch.predict.step.rewrite_log import GATHERS, Landmarks, Rewriting, behind_logits
 from launch.schema.plan import Strategy
 from launch.schema.recorded_step import Layer
 
@@ -19,7 +19,6 @@ from launch.schema.recorded_step import Layer
 PERSISTENT = 100_000
 # elements used before the next use of a weight; a nearer weight stays gathered (max_reuse_distance)
 MAX_REUSE = 1_000_000_000
-GATHERS = 2  # the stream of a card's ranks; on stream 1 they reduce (zero.py)
 _LIVE_BUCKETS = 2  # stage3_max_live_parameters in buckets, as launch/render/deepspeed.py writes it
 
 

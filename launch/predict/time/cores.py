@@ -30,6 +30,7 @@ _NAMED_HERE = {
     "rsqrt": "sigmoid",
     "bernoulli": "random",
     "dropout": "random",
+    "optimizer_update": "",
     "aten::where": "selection",
     "masked_fill": "selection",
 }
@@ -102,7 +103,8 @@ class Cores:
             return self.rank.call_s.get(key, 0.0) + flops / rate
         rates = (self.single if moved_bytes < _ONE_THREAD_BYTES else self.rank).bytes_per_s
         named = (kind for part, kind in _KINDS.items() if part in operator.name)
-        rate = rates[next(named, operator.form)]
+        # a list's tensors were last read a step ago
+        rate = rates["large" if operator.form == "list" else next(named, operator.form)]
         if moved_bytes > _LARGE_BYTES:
             rate = min(rate, rates["large"])
         return moved_bytes / (_OTHER_SHARE * rate)

@@ -30,7 +30,14 @@ _CLOCK_BYTES = {
     "norm": 7.0,
     "reduction": 14.0,
     "gather": 7.2,
+    "list": 12.8,
+    "8-bit update": 1.6,
 }
+# Bytes a clock of a multiprocessor from a card's cache: 16 MiB times a number take 8.7 us on an RTX
+# 4090 (github.com/mli/transformers-benchmarks issue 4), less KERNEL_S. Tensors of a kernel that
+# take less than this share of it are there, as the kernels before wrote them; weights that products
+# read have the rest.
+_CACHE_CLOCK_BYTES, _CACHED_SHARE = 15.6, 0.5
 # FLOP a clock of a multiprocessor, of fused attention by a part of its name, in 16 bits: medians
 # of the same card. Others, and those of a card whose clocks are not known: a share of products'.
 _CLOCK_FLOPS = {"flash": 800, "varlen": 800, "efficient": 420, "cudnn": 1340}
@@ -56,6 +63,7 @@ NAMED = {
     "aten::index": "gather",
     "aten::gather": "gather",
     "aten::scatter": "gather",
+    "update_8bit": "8-bit update",
 }
 
 
@@ -79,6 +87,10 @@ HOSTS = {"9.0": HostPace(operator_s=32e-6, product_s=47e-6, view_s=4e-6, module_
 # operators that the host calls in the time of a call of one of Liger's functions: 192 us, by the
 # profile of c1-lowmem-grouped-liger (benchmarks/results/gpu_speed.md), beside 32 us
 TRITON, TRITON_OPERATORS = "triton::", 192 / 32
+# views that the host makes in the time of a tensor in a list: of 300 tensors, AdamW on lists takes
+# 15.3 us for each (8 lists), clipping 8.0 (3), fused AdamW 6.4 (2), beside views of 4 us
+# (benchmarks/results/card_rates_h200.json, optimizer)
+LIST_VIEWS = 0.5
 # parts of names in runs that are not of decoder layers, which are not compiled
 _UNCOMPILED = ("embedding", "nll_loss", "cross_entropy")
 
@@ -92,14 +104,15 @@ class Pace:
     bytes_per_s: float
     multiprocessor_hz: float  # clocks of all multiprocessors together; infinite where not known
     host: HostPace
+    cache_bytes: int = 0  # of the cache that all multiprocessors share; 0: no faster than memory
     cores: Cores | None = None  # of a CPU, whose cores compute and launch
 
 
 def cost_of(
-    pace: Pace, rows: float, targets: float, least_share: float
+    pace: Pace, rows: float, targets: float, least_share: float, bytes_share: float = 1.0
 ) -> Callable[[Operator], Cost]:
     """The cost of each operator in a micro-batch with so many targets in a part of the logits.
-    `least_share`: of the seconds beside products."""
+    `least_share`: of the seconds beside products; `bytes_share`: of the bytes."""
 
     def cost(operator: Operator) -> Cost:
         host_s = least_share * _host_s(operator, pace.host)
@@ -107,7 +120,7 @@ def cost_of(
         if operator.name in _READ:
             moved_bytes = _READ[operator.name](*moved_bytes)
         flops, moved = (
-            fixed + rows * sample + targets * target
+            bytes_share * (fixed + rows * sample + targets * target)
             for fixed, sample, target, _ in (operator.flops, moved_bytes)
         )
         is_product = operator.kind in ("product", "attention")
@@ -118,7 +131,8 @@ def cost_of(
             elif is_product:
                 device_s = RAMP_S + flops / _flops_per_s(operator, pace)
             else:
-                device_s = KERNEL_S + moved / _bytes_per_s(operator, pace)
+                ramp_s = KERNEL_S if operator.form != "list" else 0.0
+                device_s = ramp_s + moved / _bytes_per_s(operator, pace, moved)
         if not is_product:
             device_s *= least_share
         waits = operator.kind == "wait" or pace.cores is not None
@@ -175,12 +189,16 @@ def _host_s(operator: Operator, host: HostPace) -> float:
         return host.view_s if operator.kind == "view" else host.module_s
     if operator.kind == "product":
         return host.product_s
+    if operator.form == "list":
+        return LIST_VIEWS * operator.launches * host.view_s
     return host.operator_s * (TRITON_OPERATORS if operator.name.startswith(TRITON) else 1)
 
 
-def _bytes_per_s(operator: Operator, pace: Pace) -> float:
+def _bytes_per_s(operator: Operator, pace: Pace, moved: float) -> float:
     named = (form for part, form in NAMED.items() if part in operator.name)
     clock_bytes = _CLOCK_BYTES.get(next(named, operator.form), math.inf)
+    if moved < _CACHED_SHARE * pace.cache_bytes:
+        return min(_CACHE_CLOCK_BYTES, clock_bytes) * pace.multiprocessor_hz
     return min(pace.bytes_per_s, clock_bytes * pace.multiprocessor_hz)
 
 

@@ -22,8 +22,10 @@ HOST_BYTES_PER_S = 51.2e9
 # issue 6834: 18e9 in 10 s)
 SERVER_BYTES_PER_S = 74e9
 # Architecture -> the share of the rate that is left to products in 16 bits whose rows are divided
-# by fewer than 8 elements. Source: benchmarks/results/gpu_products.md. Others are not measured.
-_UNALIGNED_SHARE = {"9.0": {"4": 0.34, "2": 0.34, "1": 0.17}}
+# by fewer than 8 elements. Sources: benchmarks/results/gpu_products.md; 8.0: a step of GPT-2 takes
+# 8.8 ms longer with 50,257 tokens than with 50,304 (github.com/rasbt/LLMs-from-scratch
+# ch05/10_llm-training-speed, 9), whose products take 7.6 ms. Others are not measured.
+_UNALIGNED_SHARE = {"8.0": {"1": 0.46}, "9.0": {"4": 0.34, "2": 0.34, "1": 0.17}}
 # Large float16 products get 0.69 of an A800, and 0.96 of an RTX 4090, whose clock is above the one
 # of its peak: github.com/mli/transformers-benchmarks issue 4.
 _PRODUCT_SHARE, _GEFORCE_SHARE = 0.8, 0.96
@@ -51,14 +53,11 @@ class Rates:
     source: str
     is_assumed: bool
     multiprocessor_hz: float = math.inf  # clocks of all multiprocessors together; if known
+    cache_bytes: int = 0  # of a cache that is much faster than its memory
     product_share: float = _PRODUCT_SHARE  # share of flops_per_s that large products reach
     host: HostPace = ASSUMED_HOST
     cores: Cores | None = None  # those of a rank, where it trains on a CPU
-
-    @property
-    def host_bytes_per_s(self) -> float:
-        """Bandwidth of the memory of the host in which such cards stand."""
-        return SERVER_BYTES_PER_S if self.link_bytes_per_s else HOST_BYTES_PER_S
+    host_bytes_per_s: float = HOST_BYTES_PER_S  # bandwidth of the memory of the cards' host
 
 
 UNKNOWN = Rates(
@@ -76,7 +75,10 @@ def look_up(machine: Machine, strategy: Strategy) -> Rates:
     it trains there."""
     if strategy.device == "cpu":
         return cpu(machine.cpu_count, strategy.processes_per_machine, machine.cores)
-    return min((card(gpu) for gpu in machine.gpus[: strategy.processes_per_machine]), key=_speed)
+    slowest = min((card(gpu) for gpu in machine.gpus[: strategy.processes_per_machine]), key=_speed)
+    if not machine.cores:
+        return slowest
+    return replace(slowest, host_bytes_per_s=machine.cores[-1].bytes_per_s["large"])
 
 
 def card(gpu: Gpu) -> Rates:
@@ -93,12 +95,14 @@ def card(gpu: Gpu) -> Rates:
         source=row.source,
         is_assumed=row.source.startswith("assumed"),
         multiprocessor_hz=_multiprocessor_hz(row),
+        cache_bytes=row.cache_bytes,
         product_share=(
             _GEFORCE_SHARE
             if row.is_geforce
             else _PRODUCT_SHARES.get(row.architecture, _PRODUCT_SHARE)
         ),
         host=HOSTS.get(row.architecture, ASSUMED_HOST),
+        host_bytes_per_s=SERVER_BYTES_PER_S if row.link_bytes_per_s else HOST_BYTES_PER_S,
     )
     if is_named:
         return rates

@@ -1,20 +1,20 @@
-"""Seconds of forward and backward passes, replayed operator by operator: the host reaches one when
-it is done with all before it, and the device begins it then, or when it is done with the one
-before.
+"""Seconds of a step, replayed operator by operator: the host reaches one when it is done with all
+before it, and the device begins it then, or when it is done with the one before.
 
 What a run of operators does to both clocks is four numbers, since each clock ends at the later of
-two sums (max-plus algebra: Baccelli et al., Synchronization and Linearity, 1992): like layers are
-replayed at once. Pure."""
+two sums (max-plus algebra: Baccelli et al., Synchronization and Linearity, 1992): like layers, and
+like micro-steps, are replayed at once. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from functools import cache, reduce
 from typing import NamedTuple
 
-from launch.schema.recorded_step import Operator, Passes
+from launch.schema.recorded_step import Operator, Passes, Runs
 
-# repetitions of the passes: in the last, a device behind its host falls back by a steady time
+# repetitions of a step: in the last, a device behind its host falls back by a steady time
 TURNS = 3
 
 
@@ -28,15 +28,12 @@ class Cost(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """The seconds of a micro-step, which are a sum."""
+    """The seconds of a step, which are a sum."""
 
     products_s: float
     others_s: float  # the device's other kernels
-    waiting_s: float  # time in which the device waits for the host
-
-    @property
-    def device_s(self) -> float:
-        return self.products_s + self.others_s
+    waiting_s: float  # time of the micro-steps in which the device waits for the host
+    update_s: float = 0.0  # time behind the last micro-step
 
 
 class _Effect(NamedTuple):
@@ -44,38 +41,49 @@ class _Effect(NamedTuple):
 
     host: tuple[float, float]
     device: tuple[float, float]
-    products_s: float
-    others_s: float
+    products_s: float = 0.0
+    others_s: float = 0.0
 
 
-def replayed(passes: Passes, cost_of: Callable[[Operator], Cost], hooks_s: float = 0.0) -> Seconds:
-    """The mean seconds of a micro-step among many; `hooks_s` are those of its engine's hooks."""
-    costs = [cost_of(operator) for operator in passes.operators]
-    effects = [_effect(run, costs) for run in passes.runs]
-    host = device = begin = products_s = others_s = 0.0
-    for _ in range(TURNS):
-        begin, products_s, others_s = max(host, device), 0.0, 0.0
-        for step in passes.micro_steps:
-            for run, times in step:
-                effect = effects[run]
-                for _ in range(times):
-                    host, device = (
-                        max(host + effect.host[0], device + effect.host[1]),
-                        max(host + effect.device[0], device + effect.device[1]),
-                    )
-                products_s += times * effect.products_s
-                others_s += times * effect.others_s
-            host += hooks_s
-    number = max(len(passes.micro_steps), 1)
-    waiting_s = max(host, device) - begin - products_s - others_s
-    return Seconds(products_s / number, others_s / number, max(waiting_s, 0.0) / number)
+_NOTHING = _Effect((0.0, -math.inf), (-math.inf, 0.0))
 
 
-def _effect(run: Sequence[int], costs: Sequence[Cost]) -> _Effect:
-    host, device = (0.0, -math.inf), (-math.inf, 0.0)
+def replayed(
+    passes: Passes,
+    cost_of: Callable[[Operator], Cost],
+    num_micro_steps: int = 1,
+    hooks_s: float = 0.0,
+    update_cost_of: Callable[[Operator], Cost] | None = None,
+    update_hooks_s: float = 0.0,
+) -> Seconds:
+    """The seconds of a step among many; `hooks_s` are those of its engine's hooks in a micro-step,
+    `update_hooks_s` in the update, which wait for the device."""
+    hooks, section_of = _effect([Cost(hooks_s, 0.0)]), _sections(passes, cost_of)
+    micro_steps = [_then(section_of(step), hooks) for step in passes.micro_steps] or [hooks]
+    step = _then(micro_steps[0], _repeated(micro_steps[-1], num_micro_steps - 1))
+    hooks = _effect([Cost(0.0, 0.0, waits=update_hooks_s > 0), Cost(update_hooks_s, 0.0)])
+    update = _then(hooks, _sections(passes, update_cost_of or cost_of)(passes.update))
+    before = _repeated(_then(step, update), TURNS - 1)
+    behind_passes = _then(before, step)
+    turn = before, behind_passes, _then(behind_passes, update)
+    begin, middle, end = (max(*each.host, *each.device) for each in turn)
+    waiting_s = max(middle - begin - step.products_s - step.others_s, 0.0)
+    return Seconds(step.products_s, step.others_s, waiting_s, end - middle)
+
+
+def _sections(passes: Passes, cost_of: Callable[[Operator], Cost]) -> Callable[[Runs], _Effect]:
+    """The effect of runs of these passes."""
+    cost = cache(lambda number: cost_of(passes.operators[number]))
+    effect = cache(lambda number: _effect(map(cost, passes.runs[number])))
+    return lambda runs: reduce(
+        _then, (_repeated(effect(run), times) for run, times in runs), _NOTHING
+    )
+
+
+def _effect(costs: Iterable[Cost]) -> _Effect:
+    host, device = _NOTHING.host, _NOTHING.device
     busy = {True: 0.0, False: 0.0}
-    for number in run:
-        host_s, device_s, is_product, waits = costs[number]
+    for host_s, device_s, is_product, waits in costs:
         host = host[0] + host_s, host[1] + host_s
         if device_s:
             device = max(host[0], device[0]) + device_s, max(host[1], device[1]) + device_s
@@ -83,3 +91,30 @@ def _effect(run: Sequence[int], costs: Sequence[Cost]) -> _Effect:
         if waits:
             host = max(host[0], device[0]), max(host[1], device[1])
     return _Effect(host, device, busy[True], busy[False])
+
+
+def _then(first: _Effect, second: _Effect) -> _Effect:
+    """The effect of two runs, one behind the other."""
+    (host_0, host_1), (device_0, device_1), products_s, others_s = first
+    (to_host_0, to_host_1), (to_device_0, to_device_1), more_products_s, more_others_s = second
+    return _Effect(
+        (
+            max(host_0 + to_host_0, device_0 + to_host_1),
+            max(host_1 + to_host_0, device_1 + to_host_1),
+        ),
+        (
+            max(host_0 + to_device_0, device_0 + to_device_1),
+            max(host_1 + to_device_0, device_1 + to_device_1),
+        ),
+        products_s + more_products_s,
+        others_s + more_others_s,
+    )
+
+
+def _repeated(effect: _Effect, times: int) -> _Effect:
+    """The effect of a run that is repeated."""
+    if times < 2:
+        return effect if times else _NOTHING
+    half = _repeated(effect, times // 2)
+    even = _then(half, half)
+    return _then(even, effect) if times % 2 else even

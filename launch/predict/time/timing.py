@@ -1,9 +1,10 @@
 """Seconds per optimizer step, predicted: good enough to rank ways to run a recipe, not to promise
 an end.
 
-Forward and backward passes are replayed operator by operator (launch/predict/time/timeline.py); a
+Passes and update are replayed operator by operator (launch/predict/time/timeline.py); a
 kernel takes the longer of what its products and its bytes take (a roofline: Williams et al., CACM
-52/4, 2009). Update, communication and copies are sums, of which computing hides a part. Pure.
+52/4, 2009). Communication, copies and an update on the host are sums, of which computing hides a
+part. Pure.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from launch.schema.recorded_step import Passes
 # transformers-benchmarks issue 4. FlashAttention-2: 0.5 to 0.7 of an A100 (arXiv 2307.08691).
 ATTENTION_SHARE = 0.5
 _MEMORY_SHARE = 0.8
-_UPDATE_KERNELS = 20  # norm, clipping and update of all gradients
 
 _BACKWARD_SHARE = 2 / 3  # share of a micro-step; a reduction in this time costs nothing
 BUCKET_BYTES = 25 << 20  # the last of DDP's buckets is reduced when nothing is left to compute
@@ -112,7 +112,6 @@ class StepWork:
     """The work of a rank that holds the whole model."""
 
     passes: Passes
-    update_bytes: float  # memory that clipping and update read and write
     # share of the passes' seconds beside products that the step takes at least
     least_share: float = 1.0
     streamed: tuple[int, ...] = ()  # bytes of each layer that comes from the host
@@ -144,8 +143,18 @@ def estimate(
     if rates.cores:
         micro_step_s, step_s = rates.cores.trainer_s
         hooks_s, update_hooks_s = hooks_s + micro_step_s, update_hooks_s + step_s
-    compute_s, memory_s, launch_s = timeline.replayed(passes, cost_of, hooks_s)
-    busy_s = compute_s + memory_s + launch_s
+    if strategy.launch_mode.offloads:
+        passes = replace(passes, update=())
+    # a rank's slice; of a recorded model that is cast to 16 bits it is in float32
+    share = 1.0
+    if not strategy.launch_mode.is_whole:
+        is_cast = strategy.mixed_precision != "no" and work.least_share == 1.0
+        share = (MASTER_BYTES / 2 if is_cast else 1.0) / strategy.num_processes
+    update_cost_of = operators.cost_of(speed.pace, 1.0, 0.0, 1.0, share)
+    count = max(round(steps), 1)
+    seconds = timeline.replayed(passes, cost_of, count, hooks_s, update_cost_of, update_hooks_s)
+    compute_s, memory_s, launch_s = (steps / count * part for part in seconds[:3])
+    busy_s = (compute_s + memory_s + launch_s) / steps
     communication_s = _exposed_s(
         traffic(strategy, model, full_copy), busy_s, steps, strategy, speed
     )
@@ -158,17 +167,8 @@ def estimate(
     offload_s = moved / speed.host_device_bytes_per_s
     offload_s += steps * _exposed_copies_s(copy_s, busy_s, strategy)
     offload_s += steps * _exposed_layers_s(work.streamed, busy_s, strategy, speed)
-    optimizer_s = update_hooks_s + _optimizer_s(
-        work.update_bytes, strategy, model, full_copy, speed
-    )
-    parts = (
-        steps * compute_s,
-        steps * memory_s,
-        steps * launch_s,
-        optimizer_s,
-        communication_s,
-        offload_s,
-    )
+    optimizer_s = seconds.update_s + _host_update_s(strategy, model, full_copy, speed)
+    parts = (compute_s, memory_s, launch_s, optimizer_s, communication_s, offload_s)
     return TimeEstimate(sum(parts), *parts, strategy.effective_batch_size, speed.reason)
 
 
@@ -217,6 +217,7 @@ def speed_of(
         attention_share=ATTENTION_SHARE / rates.product_share,
         bytes_per_s=(1.0 if rates.cores else _MEMORY_SHARE) * rates.bytes_per_s,
         multiprocessor_hz=rates.multiprocessor_hz,
+        cache_bytes=rates.cache_bytes,
         host=rates.host,
         cores=rates.cores,
     )
@@ -371,21 +372,13 @@ def _exposed_layers_s(
     )
 
 
-def _optimizer_s(
-    update_bytes: float,
-    strategy: Strategy,
-    model: ModelSize,
-    full_copy: MemoryEstimate,
-    speed: Speed,
+def _host_update_s(
+    strategy: Strategy, model: ModelSize, full_copy: MemoryEstimate, speed: Speed
 ) -> float:
-    """The update: of a rank's slice where states are shared out, by the host's memory where they
-    are offloaded."""
-    ranks = 1 if strategy.launch_mode.is_whole else strategy.num_processes
+    """The update of offloaded states, by the memory of the host; 0 on devices."""
     if not strategy.launch_mode.offloads:
-        busy_s = update_bytes / ranks / speed.pace.bytes_per_s
-        launches_s = _UPDATE_KERNELS * speed.pace.host.operator_s
-        return busy_s + launches_s if speed.pace.cores else max(busy_s, launches_s)
+        return 0.0
     # per element, read and written
     states = MASTER_BYTES * full_copy.optimizer_bytes / max(full_copy.gradients_bytes, 1)
-    on_machine = model.trainable_parameters * strategy.processes_per_machine / ranks
+    on_machine = model.trainable_parameters / strategy.num_machines
     return on_machine * (_UPDATE_BYTES + 2 * states) / speed.host_bytes_per_s

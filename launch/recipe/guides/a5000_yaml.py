@@ -13,11 +13,11 @@ from launch.base.errors import ConfigError
 from launch.base.files import expanded
 from launch.base.text import nearest
 from launch.base.workspace import FILES, Workspace
-from launch.recipe import strict_yaml, training_arguments
+from launch.recipe import training_arguments
 from launch.recipe.key_reference import ALIASES
 from launch.recipe.load import Override
 from launch.recipe.paths import PATH_KEYS, absolute
-from launch.recipe.strict_yaml import KeyPath, show, wrong
+from launch.recipe.strict_yaml import KeyPath, parse_value, plain, read_yaml, show, wrong
 from launch.schema.model_sections import LoraSection
 from launch.schema.training_section import TrainingSection
 
@@ -89,10 +89,6 @@ FIXED: Mapping[tuple[str, str], tuple[Any, str]] = {
     ("training", "greater_is_better"): (False, "the lowest held-out loss is best"),
     ("training", "save_strategy"): ("steps", "checkpoints are counted in steps; use save_steps"),
 }
-_NO_MODEL = (
-    "model.name_or_path is not set: the recipe's own shape, with random weights; name a folder of a"
-    " downloaded model"
-)
 
 
 def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
@@ -100,7 +96,7 @@ def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
     file = expanded(config)
     if not file.exists() and not file.is_absolute() and (FILES / file).exists():
         file = FILES / file  # the guide's path, typed in another folder
-    content, where = strict_yaml.read_yaml(file)
+    content, where = read_yaml(file)
     # paths in the shipped file are relative to the workspace, in other files to the current folder
     base = Workspace.here().root if file.resolve().is_relative_to(FILES / "config") else Path.cwd()
     if not isinstance(content, dict):
@@ -126,7 +122,10 @@ def translate(config: str) -> tuple[str, tuple[Override, ...], tuple[str, ...]]:
                 overrides[target] = Override(f"--{target}={_written(text)}", typed)
                 notes += [f"{typed}: {note}"] if note else []
     if not {"model.shape", "model.path"} & overrides.keys():
-        notes.append(f"{file}: {_NO_MODEL}")
+        notes.append(
+            f"{file}: model.name_or_path is not set: the recipe's own shape, with random weights;"
+            " name a folder of a downloaded model"
+        )
     return RECIPE, tuple(overrides.values()), tuple(notes)
 
 
@@ -138,7 +137,7 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
     if (section, key) in FIXED:
         only, reason = FIXED[section, key]
         if value != only and value != [only]:
-            raise wrong(place, key_path, show(value), strict_yaml.plain(only), reason)
+            raise wrong(place, key_path, show(value), plain(only), reason)
     elif section == "model" and key in _MODEL_NAMES:
         if not isinstance(value, str) or not value:
             raise wrong(place, key_path, show(value), "a folder, or a name of configs/models")
@@ -176,7 +175,7 @@ def _translated(section: str, key: str, value: Any, place: str) -> Iterator[tupl
         yield (
             target,
             value,
-            "" if target.rpartition(".")[2] == key else f"{target}={strict_yaml.plain(value)}",
+            "" if target.rpartition(".")[2] == key else f"{target}={plain(value)}",
         )
     elif section in _TAKES_TRAINING and (
         name in TrainingSection.model_fields or name in training_arguments.free()
@@ -208,13 +207,15 @@ def _names() -> dict[str, list[str]]:
     }
     names["model"] += _MODEL_NAMES
     names["lora"].append("enabled")
-    names["training"] += [*TrainingSection.model_fields, "warmup_ratio", "eval_strategy"]
-    names["training"] += training_arguments.free()
+    names["training"] += [
+        *(*TrainingSection.model_fields, "warmup_ratio", "eval_strategy"),
+        *training_arguments.free(),
+    ]
     return names
 
 
 def _written(value: Any) -> str:
     """The value as a recipe's command line reads it back."""
-    if isinstance(value, str) and strict_yaml.parse_value(value, (), "") == value:
+    if isinstance(value, str) and parse_value(value, (), "") == value:
         return value
     return json.dumps(value, ensure_ascii=False)

@@ -7,8 +7,8 @@ _ between words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
@@ -49,24 +49,21 @@ class Request:
     dry_run: bool = False  # print the plan, and end
 
 
-def translate(argv: Sequence[str]) -> Request:
-    """The request that the guides' flags stand for, in the order typed. Raises ConfigError."""
-    switches: dict[str, bool] = {}
-    overrides: list[str] = []
+@dataclass
+class _Flags:
+    """Flags as they were typed."""
+
+    switches: dict[str, bool] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)  # of flags that are no key of a recipe
+    overrides: list[str] = field(default_factory=list)  # in the order typed
     resume: str | None = None
-    for name, value, typed in flags_of(argv[1:] if argv[:1] == ["train"] else argv):
-        if name in SWITCHES:
-            switches[name] = boolean(value, typed)
-        elif (positive := name.removeprefix("no").lstrip("_")) in SWITCHES and value is None:
-            switches[positive] = False
-        elif name == "noresume" and value is None:
-            resume = "never"
-        elif name == "resume":
-            resume = "auto" if value is None else value
-        elif name in VALUES or "." in name or name in Recipe.model_fields:
-            overrides.append(override(name, value, typed))
-        else:
-            raise unknown_flag(typed, name, "train", (*SWITCHES, *VALUES, "resume"))
+
+
+def translate(argv: Sequence[str]) -> Request:
+    """The request that the guides' flags stand for. Raises ConfigError."""
+    argv = argv[1:] if argv[:1] == ["train"] else argv
+    flags = read(argv, "train", SWITCHES, VALUES)
+    switches, resume = flags.switches, flags.resume
     recipe = next((recipe for flag, recipe in RECIPES.items() if switches.get(flag)), "pretrain")
     continues = switches.get("is_keep_training", True)
     if resume is not None and (not resume or (resume != "never" and not continues)):
@@ -76,10 +73,37 @@ def translate(argv: Sequence[str]) -> Request:
         )
     resume = resume or ("auto" if continues else "never")
     cpu, dry_run = (switches.get(name, False) for name in ("cpu", "dry_run"))
-    return Request(recipe, tuple(overrides), resume, cpu, dry_run=dry_run)
+    return Request(recipe, tuple(flags.overrides), resume, cpu, dry_run=dry_run)
 
 
-def flags_of(argv: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
+def read(
+    argv: Sequence[str], program: str, switches: Sequence[str], values: Mapping[str, str]
+) -> _Flags:
+    """The flags of a program, and keys of a recipe. `values`: a key of the recipe for each flag
+    with a value, "" for one that is none. Raises ConfigError."""
+    flags = _Flags()
+    for name, value, typed in _flags_of(argv):
+        if name in switches:
+            flags.switches[name] = _boolean(value, typed)
+        elif (positive := name.removeprefix("no").lstrip("_")) in switches and value is None:
+            flags.switches[positive] = False
+        elif name == "noresume" and value is None:
+            flags.resume = "never"
+        elif name == "resume":
+            flags.resume = "auto" if value is None else value
+        elif name in values and value is None:
+            raise ConfigError(f"{typed}: found no value, expected --{name}=VALUE")
+        elif name in values and not values[name]:
+            flags.values[name] = value or ""
+        elif name in values or "." in name or name in Recipe.model_fields:
+            text = f"--{values.get(name, name)}={'true' if value is None else value}"
+            flags.overrides.append(Override(text, typed if name in values else ""))
+        else:
+            raise _unknown(typed, name, program, (*switches, *values, "resume"))
+    return flags
+
+
+def _flags_of(argv: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
     """Yield each flag's name, its value (None if it has none) and the text that was typed."""
     remaining = list(argv)
     while remaining:
@@ -96,20 +120,13 @@ def flags_of(argv: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
         yield name.replace("-", "_"), value, typed if typed.isprintable() else repr(typed)
 
 
-def boolean(value: str | None, typed: str) -> bool:
+def _boolean(value: str | None, typed: str) -> bool:
     if value is not None and value not in _BOOLEANS:
         raise ConfigError(f"{typed}: found {value!r}, expected True or False")
     return value is None or _BOOLEANS[value]
 
 
-def override(name: str, value: str | None, typed: str) -> Override:
-    if value is None and name in VALUES:
-        raise ConfigError(f"{typed}: found no value, expected --{name}=VALUE")
-    text = f"--{VALUES.get(name, name)}={'true' if value is None else value}"
-    return Override(text, typed if name in VALUES else "")
-
-
-def unknown_flag(typed: str, name: str, program: str, flags: Sequence[str]) -> ConfigError:
+def _unknown(typed: str, name: str, program: str, flags: Sequence[str]) -> ConfigError:
     """The error for an unknown flag, with the nearest flag or recipe key. It does not repeat the
     flag's value, which may be a secret."""
     written = {

@@ -8,37 +8,20 @@ from collections.abc import Sequence
 
 from launch.base.errors import ConfigError
 from launch.recipe.guides import a5000_yaml
-from launch.recipe.guides.chatlm_flags import Request, boolean, flags_of, override, unknown_flag
+from launch.recipe.guides.chatlm_flags import Request, read
 from launch.recipe.load import Override
 from launch.recipe.strict_yaml import check_choice, show
-from launch.schema.recipe import Recipe
 
 MODES = ("pretrain", "sft")
 SIZES = ("medium", "large")
 VALUES = ("mode", "config")
 SWITCHES = ("cpu", "dry_run")
-RESUME = "resume"
 
 
 def translate(argv: Sequence[str]) -> Request:
     """The request that the flags stand for. Raises ConfigError."""
-    values: dict[str, str] = {}
-    switches: dict[str, bool] = {}
-    typed_keys: list[str] = []
-    resume = "auto"
-    for name, value, typed in flags_of(argv):
-        if name in VALUES:
-            if value is None:
-                raise ConfigError(f"{typed}: found no value, expected --{name}=VALUE")
-            values[name] = value
-        elif name in SWITCHES:
-            switches[name] = boolean(value, typed)
-        elif name == RESUME:
-            resume = value or "auto"
-        elif "." in name or name in Recipe.model_fields:
-            typed_keys.append(override(name, value, typed))
-        else:
-            raise unknown_flag(typed, name, "train.py", (*VALUES, *SWITCHES, RESUME))
+    flags = read(argv, "train.py", SWITCHES, dict.fromkeys(VALUES, ""))
+    values, typed_keys = flags.values, flags.overrides
     config = values.get("config")
     if config is not None and config.endswith((".yaml", ".yml")):
         if "mode" in values:
@@ -50,7 +33,8 @@ def translate(argv: Sequence[str]) -> Request:
     else:
         has_model = any(key.startswith(("--model.shape=", "--model.path=")) for key in typed_keys)
         recipe, overrides, notes = _built_in(values.get("mode"), config, has_model)
-    cpu, dry_run = (switches.get(name, False) for name in SWITCHES)
+    cpu, dry_run = (flags.switches.get(name, False) for name in SWITCHES)
+    resume = flags.resume or "auto"
     return Request(recipe, (*overrides, *typed_keys), resume, cpu, notes, dry_run)
 
 

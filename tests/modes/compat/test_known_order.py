@@ -11,10 +11,11 @@ import pytest
 
 from launch.data.worker import WORKER
 from launch.plan import facts as plan_facts
-from launch.predict import estimate, model_config
+from launch.predict import estimate
 from launch.predict.facts import Facts
 from launch.predict.memory import traced_steps
 from launch.predict.memory.largest_batches import LargestBatches
+from launch.predict.models import model_config
 from launch.predict.traces import Traces
 from launch.schema.plan import DataFormat, Strategy
 from tests import builders

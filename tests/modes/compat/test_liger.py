@@ -11,7 +11,7 @@ from importlib.metadata import version
 
 import pytest
 
-from launch.predict.model_families import COMMITTED
+from launch.predict.models.model_families import COMMITTED
 from scripts import render_families
 from tests.builders import CODE
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.unit.predict import test_new_tokens
-from tests.unit.predict.test_new_tokens import read_model, recipe_of
+from tests.unit.predict.models import test_new_tokens
+from tests.unit.predict.models.test_new_tokens import read_model, recipe_of
 from training.data import tokenizer
 from training.model import build
 

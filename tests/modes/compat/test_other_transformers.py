@@ -13,7 +13,7 @@ from tests.builders import CODE
 SCRIPT = """
 import sys
 from pathlib import Path
-from launch.predict import model_config
+from launch.predict.models import model_config
 from launch.schema.model_sections import ModelSection
 
 root, cache = map(Path, sys.argv[1:])

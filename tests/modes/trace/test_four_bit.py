@@ -16,7 +16,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch.predict import model_config, parameters
+from launch.predict import parameters
+from launch.predict.models import model_config
 from launch.run_folder.layout import RunDir
 from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
 from launch.schema.plan import ModelSize

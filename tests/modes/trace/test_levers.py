@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,16 @@ from launch.plan import candidates, fit, planner, search
 from launch.plan import facts as plan_facts
 from launch.plan.planner import Choice
 from launch.plan.search import AS_FAST
-from launch.predict import estimate, model_config
+from launch.predict import estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts
 from launch.predict.memory.allocator_config import EXPANDABLE
+from launch.predict.models import model_config
 from launch.predict.traces import Traces
 from launch.probe import described
+from launch.schema.levers import Levers
 from launch.schema.machine import GIB, MIB
-from launch.schema.plan import DataFormat
+from launch.schema.plan import Change, DataFormat
 from launch.schema.recipe import Recipe
 from tests import builders, real_steps
 from tests.builders import CODE, machine
@@ -60,6 +62,9 @@ def planning(
     exact_batch: bool = True,
     may_expand: bool = False,
     fused_adapters: bool | None = None,
+    no_compiler: str | None = "",
+    card_is: Mapping[str, str] | None = None,
+    began_with: Levers | None = None,
     **training: Any,
 ) -> Facts:
     """Facts of a card with so much free memory. `most_targets` of tokenised rows;
@@ -89,7 +94,8 @@ def planning(
         recipe.model, None, root=CODE, cache=builders.CACHE
     )
     card = machine(gpus=1)
-    gpus = tuple(replace(gpu, free_bytes=int(free_gib * GIB)) for gpu in card.gpus)
+    free_bytes = int(free_gib * GIB)
+    gpus = tuple(replace(gpu, free_bytes=free_bytes, **(card_is or {})) for gpu in card.gpus)
     facts = plan_facts.build(recipe, replace(card, gpus=gpus), config, parameters, family, DATA)
     if most_targets:
         counts = {"rows": 1000, "dropped": 0, "bad": 0, "target_tokens": 1000 * most_targets[-1]}
@@ -103,6 +109,8 @@ def planning(
         may_expand=may_expand,
         no_every_n_layers=no_every_n_layers,
         no_varlen_attn=None,
+        no_compiler=no_compiler,
+        began_with=began_with,
     )
 
 
@@ -307,6 +315,42 @@ def test_a_compiled_step_takes_the_memory_of_one_that_is_not_and_fewer_seconds(c
     assert compiled.seconds_per_step and plain.seconds_per_step
     assert compiled.seconds_per_step < plain.seconds_per_step
     assert compiled.phases == plain.phases
+
+
+def test_layers_are_compiled_where_that_is_clearly_faster_and_pays(cache):
+    fixed: dict[str, Any] = {
+        "attention": None,
+        "num_output_chunks": 1,
+        "logits_at_targets": False,
+        "activation_checkpointing": False,
+        "no_compiler": None,
+        "most_targets": [LENGTH],
+        "card_is": {"name": "NVIDIA H200", "architecture": "9.0"},  # whose host is slow
+    }
+
+    def levers_of(steps: int, **more: Any) -> Levers:
+        choice = chosen(cache, 70, **{**fixed, **more}, max_steps=steps)
+        (compiles,) = (each for each in choice.plan.switches if each.name == "compile")
+        said.append(f"{compiles.runs}: {compiles.why}")
+        changes.append([each for each in choice.plan.changes if "compile" in each.key])
+        return choice.plan.strategy.levers
+
+    said: list[str] = []
+    changes: list[list[Change]] = []
+    eager, compiled = levers_of(10), levers_of(100_000)
+    assert (eager.torch_compile, compiled.torch_compile) == (False, True)
+    assert (eager.fused_adapters, compiled.fused_adapters) == (True, False)
+    assert (eager.attn_implementation, compiled.attn_implementation) == ("varlen_attn", "sdpa")
+    assert not changes[0]
+    (change,) = changes[1]
+    assert (change.requested, change.effective) == ("null", "true")
+    assert said[0] == "off: not faster"
+    assert said[1].startswith("on: faster; compiling takes about 60 s at the start: training steps")
+    # a typed value is obeyed, a run that goes on keeps what it began with
+    assert not levers_of(100_000, torch_compile=False).torch_compile
+    assert not levers_of(100_000, began_with=eager).torch_compile
+    assert levers_of(10, began_with=compiled).torch_compile
+    assert not levers_of(10, no_compiler="gone", began_with=compiled).torch_compile
 
 
 def test_mlps_in_parts_fit_where_long_rows_do_not_at_once(cache):

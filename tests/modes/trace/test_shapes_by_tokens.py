@@ -7,8 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch.profiler import ProfilerActivity, profile
 
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
@@ -95,28 +93,9 @@ def test_real_steps_of_every_shape_stay_below_what_is_planned_for(name, tmp_path
 
 
 def _real_peak_bytes(recipe: Recipe, plan: Plan, rows: int, length: int) -> int:
-    """The most that torch's allocator holds in two steps of micro-batches of so many rows, every
-    allocation counted."""
+    """Of two steps of micro-batches of so many rows."""
     strategy = replace(
         plan.strategy, per_device_train_batch_size=rows, gradient_accumulation_steps=2
     )
     trainer = real_steps.trainer(recipe, replace(plan, strategy=strategy), length, True, steps=2)
-    network = trainer.model
-    held = {
-        one.untyped_storage().data_ptr(): one.nbytes
-        for one in (*network.parameters(), *network.buffers())
-    }
-    without_onednn = torch.backends.mkldnn.flags(enabled=False)
-    with (
-        without_onednn,
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-    ):
-        trainer.train()
-    live = highest = sum(held.values())
-    events = profiled.profiler.kineto_results.events()
-    for _, size in sorted(
-        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
-    ):
-        live += size
-        highest = max(highest, live)
-    return highest
+    return real_steps.peak_bytes(trainer)

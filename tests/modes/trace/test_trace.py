@@ -12,28 +12,24 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils import flop_counter
-from transformers import TrainerCallback
 
 from benchmarks import composed
 from launch.data.worker import WORKER
 from launch.plan import facts as plan_facts
 from launch.plan import planner
-from launch.predict import model_config
+from launch.predict.models import model_config
 from launch.predict.step import passes, peaks
-from launch.predict.step.compose import compose
+from launch.predict.step.compose import Composer
 from launch.predict.step.recorded import MIDDLE, NotComposed, Recorded
 from launch.predict.step.sources import Question
 from launch.predict.traces import Traces
 from launch.schema.plan import DataFormat, ModelSize, Plan
 from launch.schema.recipe import Recipe
-from launch.schema.recorded_step import BATCH, Log, RecordedStep
+from launch.schema.recorded_step import BATCH, TRAINED, Log, Operator, RecordedStep
 from tests import builders, real_steps
 from tests.builders import CODE, machine
 from training.data.batches import TARGET_IDS
-from training.model import four_bit
 from training.trace import layer_stacks, recorder
 from training.trace import step as trace_step
 from training.trace.cuda_semantics import Target
@@ -80,38 +76,10 @@ def peak_bytes(log: Log, samples: int, section: str = "", targets: int = 0) -> i
     return highest
 
 
-class Steps(TrainerCallback):
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        with record_function("step"):
-            pass
-
-
 def real_peak_bytes(recipe: Recipe, plan: Plan, padded: bool, length: int = LENGTH) -> int:
-    """The most that the allocator holds from the second step on, of a model with random weights on
-    a random batch."""
+    """Of a model with random weights on a random batch, from the second step on."""
     trainer = real_steps.trainer(recipe, plan, length, padded, steps=2)
-    trainer.add_callback(Steps())
-    network = trainer.model
-    scales = [tensor for one in network.parameters() for tensor in four_bit.scales(one)]
-    there = (*network.parameters(), *network.buffers(), *scales)
-    held = {one.untyped_storage().data_ptr(): one.nbytes for one in there}
-    # it packs half-precision factors in buffers of its own
-    without_onednn = torch.backends.mkldnn.flags(enabled=False)
-    with (
-        without_onednn,
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-    ):
-        trainer.train()
-    events = profiled.profiler.kineto_results.events()
-    second = sorted(event.start_ns() for event in events if event.name() == "step")[1]
-    live = highest = sum(held.values())
-    for at, size in sorted(
-        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
-    ):
-        live += size
-        if at >= second:
-            highest = max(highest, live)
-    return highest
+    return real_steps.peak_bytes(trainer, since_step=1)
 
 
 def every_n_layers(n: int, **training: Any) -> dict[str, Any]:
@@ -396,7 +364,7 @@ def whole_step(
 ) -> Log:
     """The step with all layers, of a record of few of them."""
     recorded = trace_step.record(recipe, plan, lengths, padded, batch, target)
-    return compose(Recorded(recorded)) if recorded.period else recorded.log
+    return Composer(Recorded(recorded)).log() if recorded.period else recorded.log
 
 
 def work_of(log: Log) -> dict[str, list[float]]:
@@ -407,7 +375,7 @@ def extends_to_the_whole_model(recipe: Recipe, plan: Plan) -> None:
     whole = trace_step.step(recipe, plan, (LENGTH, LENGTH))
     recorded = trace_step.record(recipe, plan, (LENGTH, LENGTH), True, BATCH)
     assert recorded.period
-    extended = compose(Recorded(recorded))
+    extended = Composer(Recorded(recorded)).log()
     assert not composed.difference(extended, whole)
     assert work_of(extended) == work_of(whole)
 
@@ -427,6 +395,37 @@ def wish_of_depth(shape: str, key: str, layers: int, **sections: Any) -> tuple[R
     )
 
 
+@pytest.mark.parametrize(
+    ("optim", "moved_bytes"),
+    # Of an element in float32: the norm reads 4 bytes, clipping moves 8. Fused AdamW reads weight,
+    # gradient and states, and writes all but the gradient (28). AdamW on lists moves them in seven
+    # kernels (76): with 1235 GB/s by 28 bytes on an H200, these move as many as others on lists,
+    # 3350 GB/s (benchmarks/results/card_rates_h200.md).
+    [("adamw_torch_fused", 12 + 28), ("adamw_torch", 12 + 76)],
+)
+def test_the_update_of_few_layers_extends_to_that_of_all(tmp_path, monkeypatch, optim, moved_bytes):
+    monkeypatch.chdir(tmp_path)
+    recipe, plan = wish_of_depth("gpt2-small", "n_layer", 9, training={"optim": optim})
+    asked = recipe, plan, (LENGTH, LENGTH), True, BATCH, Target("8.6")
+    log, recorded = trace_step.step(*asked), trace_step.record(*asked)
+    assert recorded.period
+
+    def update(log: Log) -> list[Operator]:
+        numbers = (call.operator for call in log.calls if call.phase == "optimizer")
+        operators = [log.operators[number] for number in numbers]
+        of_norms = "aten::stack", "aten::linalg_vector_norm"  # a number of each tensor
+        return [each for each in operators if each.name not in of_norms]
+
+    operators = update(log)
+    assert update(Composer(Recorded(recorded)).log()) == operators
+    elements = sum(block.fixed_bytes / 4 for block in log.blocks if block.op == TRAINED)
+    moved = sum(operator.bytes[0] for operator in operators)
+    assert moved / elements == pytest.approx(moved_bytes, rel=0.001)
+    launches = [each for each in operators if each.launches and each.form != "list"]
+    assert len(launches) < 30  # one for many tensors
+    assert [each.kind for each in operators].count("wait") == 1  # the norm is read
+
+
 def test_layers_that_differ_are_not_repeated(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe, plan = wish_of_depth("gpt2-small", "n_layer", 4)
@@ -438,7 +437,7 @@ def test_layers_that_differ_are_not_repeated(tmp_path, monkeypatch):
     )
     log.blocks[odd].sample_bytes += 1
     with pytest.raises(NotComposed):
-        compose(Recorded(RecordedStep(log, (9,), 1)))
+        Composer(Recorded(RecordedStep(log, (9,), 1))).log()
 
 
 def test_peaks_are_those_of_the_log_at_any_batch(tmp_path, monkeypatch):
@@ -469,7 +468,8 @@ def test_a_question_is_answered_once_and_read_again(tmp_path: Path, monkeypatch)
     answer = traces.get(question)
     assert answer is not None
     log = answer.log()
-    assert len(answer.events(3, 9)) == len(log["events"])
+    events = [event for _, part in answer.run(3, 9) for event in part]
+    assert len(events) > 2 * len(log["events"])  # two steps of training, an evaluation and a third
     again = Traces(recipe, plan.shape, plan.lora_targets, tmp_path / "traces", said.append)
     again.fetch([question])
     assert len(said) == 1

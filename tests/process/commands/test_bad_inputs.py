@@ -105,19 +105,19 @@ def number_cases(workspace: Workspace) -> list[Case]:
 
 # words after `run RECIPE --dry-run`; {root} is a folder
 PATHS: dict[str, tuple[list[str], int, str]] = {
-    "a name with a slash": (["--name=a/b"], 2, "name: found 'a/b'"),
-    "a name above": (["--name=.."], 2, r"name: found '\.\.'"),
-    "an absolute name": (["--name=/etc/cron.d/x"], 2, "name: found '/etc/cron.d/x'"),
-    "an empty name": (["--name="], 2, "name: found null"),
-    "a name that is a flag": (["--name=-rf"], 2, "name: found '-rf'"),
-    "a hidden name": (["--name=.x"], 2, r"name: found '\.x'"),
-    "a name of 65 letters": (["--name=" + "x" * 65], 2, "name: found 'xxx"),
-    "a name with a space": (["--name=a b"], 2, "name: found 'a b'"),
-    "a name with a newline": (["--name=a\nb"], 2, "name: found the control character"),
-    "a name with a percent": (["--name=a%b"], 2, "name: found 'a%b'"),
-    "a name with a quote": (["--name=it's"], 2, "name: found"),
-    "a name that is a command": (["--name=$(id)"], 2, r"name: found '\$\(id\)'"),
-    "a name in another script": (["--name=日本"], 2, "name: found '日本'"),
+    "a name with a slash": (["--name=a/b"], 2, "name=.*: found 'a/b'"),
+    "a name above": (["--name=.."], 2, r"name=.*: found '\.\.'"),
+    "an absolute name": (["--name=/etc/cron.d/x"], 2, "name=.*: found '/etc/cron.d/x'"),
+    "an empty name": (["--name="], 2, "name=.*: found null"),
+    "a name that is a flag": (["--name=-rf"], 2, "name=.*: found '-rf'"),
+    "a hidden name": (["--name=.x"], 2, r"name=.*: found '\.x'"),
+    "a name of 65 letters": (["--name=" + "x" * 65], 2, "name=.*: found 'xxx"),
+    "a name with a space": (["--name=a b"], 2, "name=.*: found 'a b'"),
+    "a name with a newline": (["--name=a\nb"], 2, "name=.*: found the control character"),
+    "a name with a percent": (["--name=a%b"], 2, "name=.*: found 'a%b'"),
+    "a name with a quote": (["--name=it's"], 2, "name=.*: found"),
+    "a name that is a command": (["--name=$(id)"], 2, r"name=.*: found '\$\(id\)'"),
+    "a name in another script": (["--name=日本"], 2, "name=.*: found '日本'"),
     "an output folder that is a file": (
         ["--output_dir={root}/tiny.yaml"],
         3,
@@ -135,17 +135,17 @@ PATHS: dict[str, tuple[list[str], int, str]] = {
     ),
     "an output folder in /proc": (["--output_dir=/proc/lowmem"], 3, "output_dir /proc/lowmem"),
     "the root as output folder": (["--output_dir=/"], 3, "output_dir /: holds files that no run"),
-    "an output folder of 256 bytes": (["--output_dir=" + "x" * 256], 2, "output_dir: .*255 bytes"),
+    "an output folder of 256 bytes": (["--output_dir=" + "x" * 256], 2, "output_dir=.*255 bytes"),
     "an output folder of 5,000 bytes": (["--output_dir=/" + "x/" * 2500], 3, "File name too long"),
     "an output folder with a NUL": (
         ["--output_dir=a\0b"],
         2,
-        "output_dir: found the control character",
+        "output_dir=.*: found the control character",
     ),
     "an output folder with a newline": (
         ["--output_dir=a\nb"],
         2,
-        "output_dir: found the control character",
+        "output_dir=.*: found the control character",
     ),
     "a link to another's folder": (
         ["--output_dir={root}/link"],
@@ -670,7 +670,7 @@ def test_a_field_of_a_newer_transformers_is_refused_by_name(tmp_path):
     path = f"{tmp_path}{os.pathsep}{builders.CODE}"
     refused = builders.launch(tmp_path, "plan", "sft", "--training.newer_field=1", PYTHONPATH=path)
     assert refused.returncode == 2, refused.stderr
-    assert "training.newer_field: found a field that has no effect here" in refused.stderr
+    assert "--training.newer_field=1: found a field that has no effect here" in refused.stderr
     assert "the installed transformers has it, but nothing here reads it" in refused.stderr
     listed = builders.launch(tmp_path, "keys", "training", PYTHONPATH=path).stdout
     assert "training.adam_beta1" in listed

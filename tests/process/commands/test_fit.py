@@ -22,15 +22,26 @@ from tests.process.forked_starts import launch
 MACHINE = ("--gpu", "RTX 3090", "--ram", "64")
 
 
+def test_the_table_of_three_cards_asks_for_as_many_micro_batches_as_its_lines_train():
+    assert [
+        f"tokens, {steps} of them" in fit_table.legend(cards)[0]
+        for cards, steps in ((1, 4), (2, 4), (3, 3), (4, 4), (6, 6))
+    ] == 5 * [True]
+    recipe = fit.recipe_of("llama-tiny", "lora", 512, half=False, gpus=3)
+    assert recipe.training.gradient_accumulation_steps == 1
+
+
 def test_what_cannot_fit_is_not_traced_and_the_table_has_100_columns_on_a_terminal(tmp_path):
     argv = ("fit", "--gpu", "RTX 3090", "--ram", "16", "--model=llama3.1-70b")
     done = launch(tmp_path, *argv, LOWMEM_TRACES=str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[-len(fit_table.LEGEND) :] == list(fit_table.LEGEND)
+    assert lines[0].rstrip() == "1x RTX 3090, 16.00 GiB of RAM: what fits"
+    legend = fit_table.legend(1)
+    assert lines[-len(legend) :] == list(legend)
     program = [sys.executable, "-m", "launch", *argv]
     screen = builders.on_terminal(program, tmp_path, LOWMEM_TRACES=str(tmp_path))
-    assert max(map(len, re.sub(r"\x1b\[\S*?m|\r.*\r", "", screen).splitlines())) <= 100
+    assert max(map(len, re.sub(r"\x1b\[\S*?[mK]|\r.*\r", "", screen).splitlines())) <= 100
     rows = [line for line in lines if "llama3.1-70b" in line]
     assert len(rows) == len(fit.METHODS)
     for row in rows:
@@ -38,6 +49,19 @@ def test_what_cannot_fit_is_not_traced_and_the_table_has_100_columns_on_a_termin
     assert "tracing" not in done.stderr
     assert "predicted, not measured" in done.stdout
     assert not list(tmp_path.glob("*.log"))
+
+
+def test_progress_is_one_line_of_a_terminal_that_is_rewritten_and_none_of_a_pipe(tmp_path):
+    argv = ("fit", *MACHINE, "--model=minigpt-medium", "--length=64")
+    screen = builders.on_terminal(
+        [sys.executable, "-m", "launch", *argv], tmp_path, LOWMEM_TRACES=str(tmp_path / "traces")
+    )
+    progress, table = screen.split("1x RTX 3090", 1)
+    assert "\r\x1b[Ktracing 1 step(s) of minigpt-medium" in progress
+    assert "\r\x1b[K3 of 3: minigpt-medium qlora 64\r\x1b[K" in progress
+    assert "\n" not in progress and "tracing" not in table
+    done = launch(tmp_path, *argv, LOWMEM_TRACES=str(tmp_path / "others"))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_what_is_no_question_of_memory_is_said_with_its_reason(tmp_path):

@@ -43,6 +43,6 @@ def test_a_verdict_in_the_table_of_runs_is_one_line_in_a_pipe(tmp_path):
     failure = Failure("disk_full", 6, LOST, "proof", "fix")
     files.write_json(run.attempts()[-1].supervisor_file, AttemptEnd(6, failure, 1.0))
     done = forked_starts.launch(tmp_path, "runs")
-    assert f"{LOST} (exit code 6)" in done.stdout
+    assert f"{LOST} (exit code 6: out of host RAM)" in done.stdout
     screen = builders.on_terminal([sys.executable, "-m", "launch", "runs"], tmp_path)
     assert max(map(len, re.sub(r"\x1b\[\S*?m", "", screen).splitlines())) <= 100

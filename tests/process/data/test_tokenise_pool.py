@@ -32,6 +32,7 @@ from launch.schema.plan import DataFormat
 from tests import builders
 from training.data import tokenise_pool, tokenizer, units
 from training.data.batches import TokenRows
+from training.data.encode import EncoderSettings
 from training.data.tokenise import TokeniseJob
 
 pytestmark = pytest.mark.process
@@ -55,20 +56,16 @@ def job(
 ) -> TokeniseJob:
     folder.mkdir(parents=True)
     bpe.save_pretrained(folder / "tokenizer")
-    given = {
-        "task": "pretrain",
-        "packing": True,
-        "max_bad_rows": 0,
-        **fields,
-    }
+    of_data = {"packing": True, "max_bad_rows": 0, **fields}
+    task = of_data.pop("task", "pretrain")
+    whole_texts = of_data["packing"] and task == "pretrain"
     return TokeniseJob(
         folder,
         "train",
         (Source(source, data_format),),
-        encoder_decoder=False,
-        max_length=64,
+        EncoderSettings(False, task, 64, whole_texts, own_call=False),
         unit_bytes=UNIT_BYTES,
-        **given,
+        **of_data,
     )
 
 
@@ -121,7 +118,8 @@ def test_held_out_rows_are_the_same_whatever_the_number_of_processes_and_the_uni
         for part in ("train", "validation"):
             taken = sources.of_part(data, TEXT_ROWS, counts, part)
             one = job(tmp_path / name / part, source, bpe, packing=False)
-            one = replace(one, sources=taken, unit_bytes=unit_bytes, max_length=1024)
+            settings = replace(one.settings, max_length=1024)
+            one = replace(one, sources=taken, unit_bytes=unit_bytes, settings=settings)
             one = replace(one, row_offsets=units.row_offsets(one.units, lambda: None))
             assert (len(one.units) > 20) == (name != "whole")
             tokenise_pool.part(one, None, processes, lambda rows: None, print)

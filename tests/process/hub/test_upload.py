@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from launch.base import files
-from launch.predict import weight_files
+from launch.predict.models import weight_files
 from launch.schema.result import DOWNLOADED, EXPORTED, Downloaded, ExportedFrom
 from tests import builders
 from tests.process.hub import server

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.queue import leases, starts
+from launch.queue import admission, leases, starts
 from launch.queue.leases import Asked, Needs, NoLeases, OwnLease
 from tests import builders
 from tests.process.queue.holders import said
@@ -298,7 +298,7 @@ def test_who_waits_goes_on_waiting_for_a_start_that_never_decides(place, neighbo
         leases.admission(place, 0.1).__enter__()
     lines: list[str] = []
     threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
-    supply = starts.Supply(builders.machine(), ())
+    supply = admission.Supply(builders.machine(), ())
     own, _ = starts.wait(place, record, lambda _: supply, lambda _: "", lines.append)
     assert len(lines) == 1 and lines[0].startswith("waiting for a look at the leases: ")
     assert f"process {pid} decides there" in lines[0]
@@ -313,7 +313,7 @@ def test_an_error_of_a_look_is_waited_for_and_said_once(place, monkeypatch):
         looks.append(1)
         if len(looks) < 5:
             raise OSError("nvidia-smi does not answer")
-        return starts.Supply(builders.machine(), granted)
+        return admission.Supply(builders.machine(), granted)
 
     lines: list[str] = []
     record = leases.boot_record(state="granted", needs=Needs(1))
@@ -340,7 +340,7 @@ def test_a_run_whose_folder_of_leases_is_replaced_does_not_start(place, tmp_path
             moved.rename(place)
 
     record = leases.boot_record(state="granted", needs=Needs(1))
-    supply = starts.Supply(builders.machine(), ())
+    supply = admission.Supply(builders.machine(), ())
     own, _ = starts.wait(place, record, lambda _: supply, blocked, say)
     assert [("is gone, and others cannot see it" in line) for line in lines[:2]] == [False, True]
     own.release()

@@ -55,7 +55,10 @@ def test_a_run_is_evaluated_as_it_has_evaluated_itself(finished):
 
 
 def test_a_t5_is_evaluated_as_its_run_which_its_folder_names(tmp_path):
-    trained = run(tmp_path, "t5-tiny", data={"max_length": 128})
+    asked = {**ASKED, "exact_match_rows": 500}
+    trained = run(tmp_path, "t5-tiny", data={"max_length": 128}, evaluation=asked)
+    scored = "evaluation.exact_match_rows 500: 10 are scored, all held-out rows with an answer"
+    assert scored in (trained / "attempts/01/train.log").read_text()
     words = (tmp_path / "model", "--file", tmp_path / "valid.parquet")
     same_as_logged(trained, evaluated(tmp_path / "workspace", *words))
 
@@ -98,8 +101,8 @@ def test_texts_have_a_loss_alone_and_each_row_that_does_not_fit_is_counted(finis
     without_template, truncated, left_out = figures["notes"]
     assert f"{folder / 'base'} has none: a line for each turn" in without_template
     assert "--tokenizer.chat_template=chatml" in without_template
-    assert truncated.startswith("1 rows are longer than data.max_length 32")
-    assert left_out.startswith("2 rows have no target within data.max_length 32")
+    assert truncated.startswith("1 of 3 rows: longer than data.max_length 32")
+    assert left_out.startswith("2 of 3 rows: no target within data.max_length 32")
 
 
 @pytest.mark.parametrize(

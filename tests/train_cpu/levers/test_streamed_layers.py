@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks import composed
 from launch.base.workspace import Workspace
 from launch.plan.resolve import resolve
-from launch.predict.step.compose import compose
+from launch.predict.step.compose import Composer
 from launch.predict.step.recorded import Recorded
 from launch.predict.step.streamed import stream
 from launch.render import write
@@ -187,7 +187,7 @@ def logs(quantization: dict[str, Any] | None) -> tuple[Log, Log]:
     recorded = step.step(asked, streams, (LENGTH, LENGTH))
     base = step.record(asked, plan, (LENGTH, LENGTH), True)
     assert base.period  # few layers were recorded
-    return recorded, stream(compose(Recorded(base)), streams.strategy.levers)
+    return recorded, stream(Composer(Recorded(base)).log(), streams.strategy.levers)
 
 
 @pytest.mark.parametrize("quantization", [None, QLORA])

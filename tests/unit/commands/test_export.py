@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from launch.base.errors import ConfigError, ResourceError
+from launch.base.text import WHOLE
 from launch.commands import recipe_arguments
 from launch.commands.model import converted, export, finished, merge
 from launch.schema.result import ConvertedAnswers, ExpectedAnswers, ExportedModel, Prompt
@@ -65,7 +66,7 @@ def conversion(model: Path, **values: Any) -> export.Conversion:
 
 def exported(*argv: str) -> int:
     parser = recipe_arguments.Parser()
-    export.add_arguments(parser)
+    recipe_arguments.add_flags(parser, export.FLAGS)
     return export.main(parser.parse_args(argv))
 
 
@@ -108,6 +109,8 @@ def test_weights_for_which_there_is_no_space_are_refused(tmp_path, ram, disk, na
     ("flags", "message"),
     [
         (("--to", "gguf", "--type", "q3"), "invalid choice: 'q3'"),
+        (("--to", "gguff"), r"; did you mean gguf\?"),
+        (("--to", "folder", "--out", "a", "--push", "me/a"), "--out a: --to folder uploads "),
         (("--to", "merged", "--type", "f16"), "leave it out beside --to merged"),
         (("--to", "packed", "--prompts", "a.txt"), "--prompts a.txt: is of a GGUF file"),
         (("--to", "packed", "--push", "me/a"), "push the adapter: --to folder"),
@@ -169,6 +172,16 @@ def test_prompts_with_other_ids_are_another_model():
     other = replace(SAME, prompts=(*SAME.prompts[1:], (2, 2, 3)))
     (line,) = converted.problems(EXPECTED, other, "f16")
     assert line == "prompt 20 has the ids [2, 2, 3], expected [2, 3]"
+
+
+@pytest.mark.parametrize(("width", "num_lines"), [(WHOLE, 1), (100, 12)])
+def test_a_text_that_is_split_otherwise_is_shown_whole(width, num_lines):
+    ids = [*range(100, 200)]
+    answers = replace(SAME, other_ids=f"'a text' becomes {ids} instead of {ids[1:]}")
+    lines = converted.split_otherwise(answers, width).splitlines()
+    assert max(map(len, lines)) <= width and len(lines) == num_lines
+    words = "llama.cpp splits some texts otherwise: " + answers.other_ids
+    assert " ".join(line.strip() for line in lines) == words
 
 
 def test_the_modelfile_stops_at_the_trained_end_tokens():

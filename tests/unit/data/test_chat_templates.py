@@ -19,7 +19,7 @@ from launch.schema.recipe import Recipe
 from tests import builders
 from training.data import tokenizer
 from training.data.chat.loss_spans import ConversationRenderer
-from training.data.encode import Encoder
+from training.data.encode import Encoder, EncoderSettings
 
 BROKEN = "{% for message in messages %}\n{{ message.content }\n{% endfor %}"
 
@@ -137,7 +137,7 @@ def test_the_named_template_is_trained_and_kept_instead_of_the_folders_own(tmp_p
     loaded.save_pretrained(tmp_path / "saved")
     again = tokenizer.load(tmp_path / "saved")
     talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    ((row,),) = Encoder(again, False, "sft", 64).encode([Conversation(talk)])
+    ((row,),) = Encoder(again, EncoderSettings(False, "sft", 64)).encode([Conversation(talk)])
     assert again.decode(row["input_ids"]) == "[user] one<|end|>[assistant] two<|end|>"
 
 

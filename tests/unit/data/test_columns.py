@@ -431,6 +431,11 @@ def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
             ),
         ),
         (
+            {"prompt_column": "promt", "response_column": "respons"},
+            DataError,
+            r"(?s)no column 'promt' .*nearest: prompt\n.*no column 'respons' .*nearest: response$",
+        ),
+        (
             {"text_column": "zzz"},
             DataError,
             r"has no column 'zzz' \(data\.text_column\); found columns prompt, [^;]*$",

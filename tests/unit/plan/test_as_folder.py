@@ -6,8 +6,8 @@ import pytest
 
 from launch.base.workspace import CODE
 from launch.plan import facts as plan_facts
-from launch.predict import model_config
 from launch.predict.facts import Facts
+from launch.predict.models import model_config
 from launch.schema.machine import GIB
 from tests import builders
 

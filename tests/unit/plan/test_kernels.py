@@ -385,6 +385,9 @@ def test_liger_is_on_where_it_can_run():
     )
 
 
+QLORA = {"lora": {"r": 4}, "quantization": {"load_in_4bit": True}}
+
+
 def levers_of(sections: dict[str, Any], **given: Any) -> list[Levers]:
     """Those of the candidates of one card, or of two."""
     cards = given.pop("cards", (gpu(),))
@@ -411,6 +414,34 @@ def test_a_plan_tries_ligers_kernels_where_nothing_is_against_it(sections, given
     assert [each.use_liger_kernel for each in levers_of({})] == [False, True]
     assert [each.fused_norms for each in levers_of({})] == [True, False]
     assert {each.use_liger_kernel for each in levers_of(sections, **given)} == {False}
+
+
+@pytest.mark.parametrize(
+    ("mode", "cards", "sections", "no_compiler", "words"),
+    [
+        ("single_gpu", (gpu(),), {}, None, None),
+        ("dual_gpu_nccl", (gpu(), gpu()), {"lora": {"r": 4}}, None, None),
+        ("cpu", (), {}, None, "GPUs only"),
+        ("single_gpu", (gpu(),), {"training": {"torch_compile": False}}, None, "not asked for"),
+        ("single_gpu", (gpu(),), {"training": {"torch_compile": True}}, "no gcc", "no gcc"),
+        ("single_gpu", (gpu(),), {"training": {"kernels": "eager"}}, None, "kernels: eager"),
+        ("single_gpu", (gpu(),), {"training": {"use_liger_kernel": True}}, None, "other kernels"),
+        ("single_gpu", (gpu(),), {"training": {"full_determinism": True}}, None, "determinism"),
+        ("single_gpu", (gpu(),), QLORA, None, "4-bit layers"),
+        ("single_gpu", (gpu(architecture="7.5"),), {}, None, "from 8.0 on"),
+        ("fsdp2", (gpu(), gpu()), {}, None, "not tested with fsdp2"),
+        ("single_gpu", (gpu(),), {}, "", "not known"),
+        ("single_gpu", (gpu(),), {}, "there is no compiler", "there is no compiler"),
+    ],
+)
+def test_a_plan_may_compile_where_nothing_is_against_it(mode, cards, sections, no_compiler, words):
+    family = model_of({"model_type": "llama"}).family
+    recipe = recipe_of(**sections)
+    machine_facts = LAUNCH_MODES[mode], cards, no_compiler
+    reason = kernels.no_compile(recipe, family, *machine_facts)
+    assert (words in reason) if words else reason is None
+    two_stacks = replace(family, is_encoder_decoder=True)
+    assert kernels.no_compile(recipe, two_stacks, *machine_facts) is not None
 
 
 def test_a_run_that_goes_on_keeps_its_kernels_unless_a_key_names_others():
@@ -520,7 +551,7 @@ def test_every_row_is_on_the_screen_of_the_plan():
             " has 4,096 elements"
         ),
         "             recompute  checkpointing: asked for",
-        "             compile    off: not asked for",
+        "             compile    off: whether code can be compiled there is not known",
     ):
         assert words in said
     assert row(

@@ -11,18 +11,19 @@ import pytest
 
 from launch.base.errors import ConfigError, DoesNotFit, ResourceError
 from launch.base.workspace import Workspace
-from launch.plan import candidates, planner
+from launch.plan import candidates, planner, resolve
 from launch.predict import budgets, estimate
 from launch.predict.history.calibration import NO_MARGIN, Margin
 from launch.predict.memory import traced_steps
 from launch.predict.memory.allocator_config import EXPANDABLE, AllocatorConfig
 from launch.predict.oom_history import OomHistory
-from launch.probe import architectures
+from launch.probe import architectures, described
 from launch.probe.import_memory import ASSUMED
 from launch.render import command
 from launch.report import plan_lines
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB, CardFigures, Link, Machine
+from tests import builders
 from tests.builders import changed, facts_of, gpu, machine, plan, recipe_of
 from training.loop import arguments
 
@@ -259,6 +260,29 @@ def test_the_plan_says_when_one_card_is_faster_than_two():
     lines = "\n".join(plan(recipe_of(launch={"mode": "dual_gpu_gloo"}), machine(2), link=slow).why)
     assert "one is faster (--launch.num_processes=1)" in lines
     assert "link: not tested" in "\n".join(plan(on=machine(2)).why)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "rows", "typed", "expected"),
+    [
+        (16, 3000, [], 8),  # the recipe's own number
+        (2, 3000, [], 1),
+        (1, 3000, [], 0),
+        (16, 30, [], 4),
+        (16, 7, [], 2),  # batches of 6 rows
+        (2, 7, ["--training.dataloader_num_workers=8"], 8),
+    ],
+)
+def test_there_are_no_more_data_workers_than_cores_and_batches_unless_that_is_typed(
+    tmp_path, monkeypatch, cpus, rows, typed, expected
+):
+    monkeypatch.setenv("LOWMEM_ROOT", str(tmp_path))
+    data = builders.write_parquet(tmp_path / "rows.parquet", builders.rows(rows))
+    typed = [*typed, f"--data.train_file={data}", "--data.validation_file=null"]
+    on = replace(described.from_words("RTX 4090", 1, 64.0), cpu_count=cpus)
+    chosen = resolve.resolve("lora_sft", typed, on, trace=False).plan
+    assert chosen.strategy.dataloader_num_workers == expected
+    assert ("a batch of the rows for each" in "\n".join(chosen.why)) == (rows == 7 and cpus == 16)
 
 
 RTX_3080 = CardFigures(gpu().name, 300 << 20, "selfcheck", 5.5e13, 12e9)

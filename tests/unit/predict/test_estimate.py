@@ -22,12 +22,13 @@ from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.memory.phases import Parts
 from launch.predict.step import passes
 from launch.predict.step.sources import Question
+from launch.predict.time import rates, timing
 from launch.predict.traces import Trace, Traces
 from launch.schema.levers import Levers
 from launch.schema.machine import GIB
 from launch.schema.plan import PAGED, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
-from launch.schema.recorded_step import Passes
+from launch.schema.recorded_step import Operator, Passes
 from launch.schema.result import SecondStep
 from launch.schema.run_sections import LaunchSection
 from tests.builders import changed, facts_of, gpu, machine, plan, recipe_of
@@ -130,6 +131,36 @@ def test_without_held_out_rows_no_evaluation_is_counted():
     assert memory.step_reserved_bytes == pytest.approx(STEP_BYTES, rel=0.002)
     assert memory.reserved_bytes == pytest.approx(STEP_AGAIN_BYTES, rel=0.002)  # after a save
     assert memory.host_phase != "evaluation"
+
+
+class Evaluated(Recorded):
+    """A trace whose evaluation is one product of a second for a row of 512 tokens."""
+
+    def __init__(self, flops_per_s: float) -> None:
+        super().__init__()
+        product = Operator("aten::mm", "product", "bfloat16", (0, flops_per_s, 0, 0), launches=1)
+        of_step = Passes([product], [[0]], [[(0, 3)]], (), [(0, 1)])
+        self._trace = replace(self._trace, passes=of_step)
+
+
+def test_an_evaluation_takes_its_own_pass_for_each_of_its_batches():
+    pace = timing.speed_of(plan(asked(), CARD).strategy, rates.card(CARD.gpus[0]), None).pace
+    facts = changed(facts_of(asked(), CARD), traces=Evaluated(pace.flops_per_s["bfloat16"]))
+    alike = {"rows": 100, "target_tokens": 25_600, "lengths": [[256, 256]] * 100}
+    alike["most_targets"] = [256] * 100
+    candidate = replace(plan(asked(), CARD).strategy, per_device_eval_batch_size=24)
+
+    def seconds(strategy: Strategy = candidate, **rows: Any) -> float | None:
+        return estimate.evaluation_s(changed(facts, **rows), strategy)
+
+    assert seconds(held_out=100) is None  # not counted yet
+    assert seconds(held_out=None, eval_counts=alike) is None
+    # half of the longest: 5 batches of 24 rows
+    assert seconds(held_out=100, eval_counts=alike) == pytest.approx(5 * 24 / 2, rel=1e-3)
+    two = replace(candidate, num_processes=2, mode="dual_gpu_nccl", backend="nccl")
+    assert seconds(two, held_out=100, eval_counts=alike) == pytest.approx(3 * 24 / 2, rel=1e-3)
+    compiled = candidate.with_levers(torch_compile=True)
+    assert seconds(compiled, held_out=100, eval_counts=alike) == pytest.approx(60, rel=1e-3)
 
 
 def test_an_evaluation_begins_with_an_empty_cache():
@@ -251,7 +282,10 @@ def test_the_buffer_of_a_sum_is_a_function_of_its_rows(tmp_path):
     blocks = [[8, 0, "start"], [0, rows_a_sample, "step", kernel, 0]]
     log = {"blocks": blocks, "events": [0, 1, ~1], "update": 3, "streams": {}}
     trace = Trace((), NO_PASSES, tmp_path, log=lambda: log)
-    sizes = {samples: max(size for _, size in trace.events(samples, None)) for samples in (1, 8)}
+    sizes = {
+        samples: max(size for _, part in trace.run(samples, None) for _, size in part)
+        for samples in (1, 8)
+    }
     assert sizes == {1: 8, 8: partial_sums_bytes(8 * rows_a_sample, *kernel)}
 
 

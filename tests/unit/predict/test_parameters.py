@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -22,10 +23,12 @@ from transformers import (
 from transformers.training_args import OptimizerNames
 
 from launch.base.errors import ConfigError
-from launch.predict import model_families, optimizers, trained_parameters
+from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
+from launch.predict.models import model_families
 from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
 from launch.schema.plan import ModelFamily, ModelSize
+from launch.schema.training_section import Optimizer
 from training.model import build, four_bit
 from training.trace.model_parts import model_parts
 
@@ -577,6 +580,7 @@ def test_lora_states_are_those_of_the_real_optimizer(optim, name, dtype, tmp_pat
 
 def test_every_known_optimizer_is_one_of_the_trainers():
     assert set(optimizers.OPTIMIZERS) <= {name.value for name in OptimizerNames}
+    assert tuple(optimizers.OPTIMIZERS) == get_args(Optimizer)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,10 @@ from tests.builders import launch
         ("Tesla V100-SXM2-16GB", "V100 SXM2", 16384),
         ("A100-SXM4-80GB", "A100 SXM4", 81920),
         ("A100 80GB PCIe", "A100", 81920),
+        ("A800", "A800", 81920),
+        ("A800 SXM 80GB", "A800 SXM4", 81920),
+        ("4090D", "RTX 4090 D", 24564),
+        ("H800", "H800", 81559),
         ("H100 SXM", "H100 80GB HBM3", 81559),
         ("H100 80GB HBM3", "H100 80GB HBM3", 81559),
         ("H100 PCIe", "H100 PCIe", 81559),
@@ -81,6 +85,9 @@ def test_a_name_of_no_card_or_of_several_is_refused_with_the_nearest(written, sa
         (("--gpu", "RTX 3090"), "--gpu: expected --ram GIB beside it"),
         (("--ram", "32"), "--ram: expected --gpu NAME beside it"),
         (("--gpus=2",), "--gpus: expected --gpu NAME beside it"),
+        (("--gpu=2x 3090", "--gpus=2", "--ram=32"), "--gpus 2: --gpu has a number too; leave one"),
+        (("--gpu=0x 3090", "--ram=32"), "--gpu 0: expected a number from 1"),
+        (("--gpu=3090 x 65", "--ram=32"), "--gpu 65: expected a number from 1"),
         (("--gpu", "3090", "--ram=0"), "--ram 0: expected the RAM in GiB"),
         (("--gpu", "3090", "--ram=32G"), "--ram 32G: expected the RAM in GiB"),
         (("--gpu", "3090", "--ram=32", "--gpus=0"), "--gpus 0: expected a number from 1"),
@@ -94,8 +101,21 @@ def test_flags_that_describe_no_machine_are_refused_in_a_line(tmp_path, words, s
     assert done.stderr.count("\n") == 1
 
 
-def test_doctor_describes_a_machine_of_words_and_says_what_is_assumed(tmp_path):
-    done = launch(tmp_path, "doctor", "--gpu", "RTX 4090", "--gpus", "2", "--ram", "64")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--gpu", "RTX 4090", "--gpus", "2"),
+        *(
+            ("--gpu", text)
+            for text in (
+                *("2x 4090", "2 x RTX4090", "2xRTX4090", "2X RTX 4090", "RTX 4090 x2"),
+                *("RTX4090 x 2", "rtx 4090*2", "4090x2", "RTX 4090 × 2"),
+            )
+        ),
+    ],
+)
+def test_doctor_describes_a_machine_of_words_and_says_what_is_assumed(tmp_path, words):
+    done = launch(tmp_path, "doctor", *words, "--ram", "64")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "machine: 2x RTX 4090"

@@ -417,12 +417,12 @@ def test_every_file_in_configs_machines_loads():
         (
             "cpu_count: 8",
             "cpu_count: 8\npackages: [flashattn]",
-            "packages is ['flashattn']; expected a list of flash_attn and liger_kernel, [] for",
+            "packages is ['flashattn']; expected a list of flash_attn, liger_kernel, triton, []",
         ),
         (
             "cpu_count: 8",
             "cpu_count: 8\npackages: flash_attn",
-            "packages is 'flash_attn'; expected a list of flash_attn and liger_kernel",
+            "packages is 'flash_attn'; expected a list of flash_attn, liger_kernel",
         ),
         ("  - index: 0", "  - 3\n  - index: 0", "gpus[0] is not a mapping"),
         ("name: 2x", "name: [", "not YAML"),

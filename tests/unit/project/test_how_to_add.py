@@ -175,8 +175,7 @@ print(recipe.data.colour, *whys)
 
 
 VERB = """
-def add_arguments(parser):
-    parser.add_argument("name")
+FLAGS = {"name": {"help": "who is greeted"}}
 
 
 def main(arguments):

@@ -73,11 +73,11 @@ WORDS = {
 }
 EXCEPTIONS = {
     # file, binding: why it stays
-    ("launch/predict/model_config.py", "shape"): "of a tensor in a safetensors header",
+    ("launch/predict/models/model_config.py", "shape"): "of a tensor in a safetensors header",
     ("launch/predict/optimizers.py", "shape"): "of a parameter's tensor",
     ("launch/predict/parameters.py", "shape"): "of a parameter's tensor",
     ("launch/predict/trained_parameters.py", "shape"): "of a parameter's tensor",
-    ("launch/predict/weight_files.py", "shape"): "of a tensor in a safetensors header",
+    ("launch/predict/models/weight_files.py", "shape"): "of a tensor in a safetensors header",
     ("launch/schema/plan.py", "by_length"): "a key of plan.json",
     ("launch/schema/plan.py", "samples"): "a key of plan.json",
     ("launch/schema/plan.py", "shape"): "a key of plan.json",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.queue import leases, starts
+from launch.queue import admission, leases, starts
 from launch.queue.leases import Lease, Needs, OwnLease, Record
 from launch.schema.machine import GIB
 from tests.builders import machine
@@ -47,5 +47,5 @@ def test_a_wait_ends_with_the_first_look_that_finds_no_obstacle(tmp_path):
     own.release()
 
 
-def beside(granted: Sequence[Lease]) -> starts.Supply:
-    return starts.Supply(machine(), granted)
+def beside(granted: Sequence[Lease]) -> admission.Supply:
+    return admission.Supply(machine(), granted)

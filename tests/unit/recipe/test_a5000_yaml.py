@@ -70,7 +70,7 @@ def test_the_guides_keys_become_the_recipes(read, tmp_path):
         "adamw_torch_fused",
         True,
     )
-    assert (training.dataloader_num_workers, training.extras["torch_compile"]) == (8, True)
+    assert (training.dataloader_num_workers, training.torch_compile) == (8, True)
     assert (
         training.activation_checkpointing is False
         and "activation_checkpointing" in training.model_fields_set
@@ -160,10 +160,10 @@ def test_paths_of_the_shipped_file_are_the_checkouts_wherever_it_is_typed(tmp_pa
         ),
         (
             "training: {learning_rate: high}",
-            "my.yaml:1: training.learning_rate: training.learning_rate: found 'high'",
+            "my.yaml:1: training.learning_rate: found 'high'",
         ),
         ("environment: {bf16: 'yes'}", "my.yaml:1: environment.bf16: training.bf16: found 'yes'"),
-        ("lora: {r: 0}", "my.yaml:1: lora.r: lora.r: found 0"),
+        ("lora: {r: 0}", "my.yaml:1: lora.r: found 0"),
         ("quantization: {use_4bit: {a: 1}}", "quantization.use_4bit"),
     ],
 )

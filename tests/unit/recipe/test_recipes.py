@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -18,7 +19,9 @@ from launch.recipe import load, strict_yaml, training_arguments, unread_keys
 from launch.report import plan_lines
 from launch.schema.plan import Change
 from launch.schema.recipe import Recipe
+from launch.schema.training_section import Optimizer
 from tests import cost
+from tests.builders import launch
 
 MOST_CALLS = 11_000  # most take about 800; the YAML parser in Python takes ten times as many
 
@@ -60,6 +63,13 @@ def write(tmp_path):
         return str(path)
 
     return write
+
+
+def refusals(*words, **options):
+    """The lines of an error, one for each mistake."""
+    with pytest.raises(ConfigError) as caught:
+        load.load(*words, **options)
+    return str(caught.value).splitlines()
 
 
 def refusal(file, overrides=(), has_gpu=True):
@@ -127,7 +137,8 @@ BAD_RECIPES = {  # name -> (document, what the message must name)
     ),
     "neither of two types": (
         GOOD + "lora: {target_modules: all_linear}\n",
-        r":11: lora\.target_modules: found 'all_linear', expected a \[list\] or 'all-linear'$",
+        r":11: lora\.target_modules: found 'all_linear', expected a \[list\] or 'all-linear';"
+        r" did you mean all-linear\?$",
     ),
     "a wrong type in a list": (
         GOOD + "lora: {target_modules: [3]}\n",
@@ -143,8 +154,8 @@ BAD_RECIPES = {  # name -> (document, what the message must name)
     ),
     "a section that is a list": (GOOD + "lora: [r, 8]\n", r":11: lora: found .*expected a section"),
     "text for a list": (
-        GOOD.replace("[shared, encoder]", "shared"),
-        r":6: model\.freeze: found 'shared', expected a \[",
+        GOOD + "lora: {target_modules: q_proj}\n",
+        r":11: lora\.target_modules: found 'q_proj', expected a \[list\] .*; write \[q_proj\]$",
     ),
     "a number in a list": (
         GOOD.replace("[shared, ", "[3, "),
@@ -314,12 +325,14 @@ def test_a_bad_number_is_refused_by_its_key(key, text):
     override = f"--{key}={text}"
     message = refusal("sft_fast", [override])
     assert message.startswith(override[:50])
-    assert f": {key}: found " in message
+    assert message.count(f"{key}=") == 1 and f"{key}: " not in message, "the key twice"
+    assert ": found " in message
     assert ", expected " in message
 
 
 def test_max_steps_of_zero_is_refused():
-    assert "max_steps: 0 trains nothing" in refusal("sft_fast", ["training.max_steps=0"])
+    refused = refusal("sft_fast", ["training.max_steps=0"])
+    assert refused.startswith("training.max_steps=0: 0 trains nothing")
 
 
 def test_a_whole_number_is_a_good_float():
@@ -399,7 +412,8 @@ def test_a_path_needs_no_yaml_quotes_in_an_override(path):
 )
 @pytest.mark.parametrize("key", ["data.train_file", "model.shape", "model.path", "output_dir"])
 def test_a_name_or_path_with_a_control_character_is_refused(key, path):
-    assert f"{key}: found the control character" in refusal("sft", [f"{key}={path}"])
+    message = refusal("sft", [f"{key}={path}"])
+    assert message.startswith(f"{key}=") and ": found the control character" in message
 
 
 @pytest.mark.parametrize(
@@ -419,14 +433,14 @@ def test_a_name_or_path_with_a_control_character_is_refused(key, path):
         ("traning.seed=3", "did you mean training?"),
         ("training.sed=3", "did you mean seed?"),
         ("learning-rate=3", "did you mean training.learning_rate?"),
-        ("training=3", "training: found 3, expected a section"),
+        ("training=3", "training=3: found 3, expected a section"),
         ("model.freeze=[a", "model.freeze=[a: found broken YAML"),
         ("model.freeze=[a] b", "found broken YAML"),
         ("model.freeze=" + "[" * 50, "more than 20 levels"),
         ("model.freeze=[*a]", "found an anchor or alias"),
-        ("lora={r: 8}", "lora: found a mapping"),
+        ("lora={r: 8}", "lora={r: 8}: found a mapping"),
         ("model.freeze=[1]", "model.freeze=[1]: model.freeze.0: found 1, expected text"),
-        ("training.fp16=true", "training.fp16=true: training: bf16 and fp16 are both true"),
+        ("training.fp16=true", "and training.fp16=true: training: bf16 and fp16 are both true"),
     ],
 )
 def test_a_bad_override_is_refused_with_its_own_text(override, expected):
@@ -514,7 +528,7 @@ def test_the_users_values_win_over_the_small_default_and_naming_data_names_no_mo
 
 @pytest.mark.parametrize(
     "override",
-    ["adam_beta2=0.98", "adam_beta1=1", "torch_compile=true", "tf32=null", "run_name=third"],
+    ["adam_beta2=0.98", "adam_beta1=1", "full_determinism=true", "tf32=null", "run_name=third"],
 )
 def test_a_field_of_the_installed_training_arguments_is_kept(override):
     key, _, text = override.partition("=")
@@ -822,7 +836,7 @@ def test_extra_fields_are_refused_where_transformers_is_not_installed(write):
         check=False,
     )
     assert (
-        "training.adam_beta2: found an extra field, expected an installed transformers"
+        "training.adam_beta2=...: found an extra field, expected an installed transformers"
         in done.stderr
     )
 
@@ -904,12 +918,16 @@ def test_packing_that_was_asked_for_takes_the_place_of_a_recipes_cut_by_tokens()
     [
         (
             ["--training.fp16=true"],
-            r"sft_fast\.yaml:\d+ and --training\.fp16=true: training: bf16 and fp16",
+            r"sft_fast\.yaml:\d+ and --training\.fp16=true: bf16 and fp16",
+        ),
+        (
+            ["--quantization.load_in_4bit=true"],
+            r"^--quantization\.load_in_4bit=true: 4-bit weights cannot be trained",
         ),
         (
             ["--data.packing=true", "--data.group_by_length=true", "--data.train_file=a.jsonl"],
             (
-                r"^--data\.packing=true and --data\.group_by_length=true: data: packing leaves"
+                r"^--data\.packing=true and --data\.group_by_length=true: packing leaves"
                 r" nothing for group_by_length"
             ),
         ),
@@ -919,13 +937,96 @@ def test_packing_that_was_asked_for_takes_the_place_of_a_recipes_cut_by_tokens()
         ),
         (
             ["--data.train_file=a", "--task=pretrain", "--data.truncation_side=left"],
-            r"^--data\.truncation_side=left: data\.truncation_side: left is for task: sft",
+            r"^--data\.truncation_side=left: left is for task: sft",
         ),
     ],
 )
 def test_a_mistake_between_keys_names_the_places_of_both(words, places):
     with pytest.raises(ConfigError, match=places):
         load.load("sft_fast", words)
+
+
+def test_a_mistake_between_keys_of_a_file_named_like_the_section_names_the_section(write):
+    file = write(with_line("fp16: true"), "training.yaml")
+    assert refusal(file) == (
+        f"{file}:11 and {file}:9: training: bf16 and fp16 are both true; choose one"
+    )
+
+
+def test_all_that_is_wrong_between_keys_is_told_at_once(write):
+    keys = "{train_file: a, packing: true, group_by_length: true, batch_by_tokens: true}"
+    good = GOOD.replace("{train_file: data/train.parquet}", keys)
+    lines = refusals(write(good + "launch: {machine_rank: 3}\n"))
+    assert [re.sub(r"^.*: (data|launch): ", "", line) for line in lines] == [
+        "packing leaves nothing for group_by_length to do; set one of the two to false",
+        "packing leaves nothing for batch_by_tokens to do; set one of the two to false",
+        "machine_rank: only for several machines; set launch.nodes too",
+    ]
+
+
+def test_a_key_that_is_missing_because_its_data_was_replaced_is_said_to_be_left_out(write):
+    keys = "{train_file: a, validation_file: held_out}"
+    good = with_line("early_stopping_patience: 3")
+    file = write(good.replace("{train_file: data/train.parquet}", keys))
+    needs, left_out = refusals(file, ["--data.train_file=b"])
+    assert "training.early_stopping_patience 3 needs data.validation_file" in needs
+    assert left_out == (
+        "data.validation_file: held_out is left out; these are held-out rows of the recipe's own"
+        " data, which you replaced"
+    )
+
+
+def test_all_overrides_that_cannot_be_read_are_told_at_once():
+    lines = refusals("sft", ["training.seed", "model.freeze=[a", "a.b.c=3"])
+    assert [line.partition(": found")[0] for line in lines] == [
+        "override training.seed",
+        "model.freeze=[a",
+        "override --a.b.c=...",
+    ]
+
+
+def test_mistakes_of_the_file_and_of_its_part_without_a_gpu_are_told_at_once(write):
+    file = write(with_line("seed: x") + WITHOUT_GPU.replace("mini-chat", "3"))
+    lines = refusals(file, has_gpu=False)
+    assert [line.partition(": ")[2].partition(",")[0] for line in lines] == [
+        "model.shape: found 3",
+        "training.seed: found 'x'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("training.optim=adamm", "adamw_torch"),
+        ("training.optim=adamw_hf", "adamw_torch"),
+        ("training.optim=adamw_torch_fusd", "adamw_torch_fused"),
+        ("training.lr_scheduler_type=cosin", "cosine"),
+        ("launch.mode=deepspeed", "deepspeed_zero1"),
+        ("data.text_rows=Line", "lines"),
+        ("training.report_to=tensorbord", "tensorboard"),
+        ("allow=optimiser", "optimizer"),
+        ("training.log_level=inf", "info"),
+        ("training.logging_strategy=step", "steps"),
+        ("training.torch_compile_mode=max_autotune", "max-autotune"),
+    ],
+)
+def test_a_wrong_choice_is_refused_with_the_nearest(override, near):
+    assert refusal("sft", [override]).endswith(f"; did you mean {near}?")
+
+
+def test_an_optimizer_whose_states_are_not_known_is_refused_with_those_that_are():
+    refused = refusal("sft", ["training.optim=galore_adamw"])
+    assert all(f"'{name}'" in refused for name in get_args(Optimizer))
+
+
+def test_all_flags_that_are_no_keys_are_told_at_once(tmp_path):
+    words = ("--lerning-rate=1", "-training.seed=3", "--bathc_size=3")
+    lines = launch(tmp_path, "plan", "sft", *words).stderr.splitlines()
+    assert [line.partition("; ")[2] for line in lines] == [
+        "write --training.learning_rate=1",
+        "write --training.seed=3",
+        "write --training.per_device_train_batch_size=3",
+    ]
 
 
 def test_evaluation_that_was_asked_for_without_held_out_rows_is_said_to_have_no_effect():
@@ -972,7 +1073,7 @@ def test_4_bit_weights_want_lora_and_false_is_off(write):
         load.load(file, ["lora=null"])
     with pytest.raises(ConfigError, match=r"load_in_4bits.*did you mean load_in_4bit\?"):
         load.load(file, ["--quantization.load_in_4bits=true"])
-    with pytest.raises(ConfigError, match=r"bnb_4bit_quant_type: found 'int4'"):
+    with pytest.raises(ConfigError, match=r"bnb_4bit_quant_type=int4: found 'int4'"):
         load.load(file, ["--quantization.bnb_4bit_quant_type=int4"])
     with pytest.raises(ConfigError, match=r"lora\.r") as caught:
         load.load(file, ["--lora.r=0"])

@@ -144,7 +144,5 @@ def test_a_mistake_is_one_line_with_what_was_expected(line, said):
 
 def test_a_bad_value_of_a_key_names_what_was_typed():
     request = translate(["--mode=pretrain", "--training.learning_rate=high"])
-    with pytest.raises(
-        ConfigError, match=r"^--training.learning_rate=high: training.learning_rate: found 'high'"
-    ):
+    with pytest.raises(ConfigError, match=r"^--training.learning_rate=high: found 'high'"):
         load.load(request.recipe, request.overrides)

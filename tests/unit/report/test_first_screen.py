@@ -50,6 +50,16 @@ def test_the_time_is_a_step_times_the_steps_that_are_left_and_the_clock_at_its_e
     assert value(lines, "time").startswith(words)
 
 
+def test_the_time_has_the_evaluations_that_are_left():
+    """One of 20 s behind each of three epochs of 20 steps."""
+    full_text = screen(seconds_per_step=1.0, seconds_per_evaluation=20.0)
+    words = "1 s a step predicted x 60 steps + evaluating = 2 min: ends about 22:12"
+    assert value(full_text, "time") == words
+    rest = screen(seconds_per_step=1.0, seconds_per_evaluation=20.0, finished_steps=45)
+    words = "1 s a step predicted x 15 of 60 steps left + evaluating = 35 s: ends about 22:11"
+    assert value(rest, "time") == words
+
+
 @pytest.mark.parametrize("step_s", [0.123, 1000.0])
 def test_seconds_on_a_card_have_the_margin_of_its_class(step_s):
     on = machine(gpus=1)

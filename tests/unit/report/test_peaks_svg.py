@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from launch.plan import explain
+from launch.plan.lines import explain
 from launch.predict.estimate import Judged
 from launch.report import html, peaks_svg
 from launch.schema.machine import GIB

@@ -55,6 +55,19 @@ def test_answers_are_told_as_far_as_they_were_scored(scores, words):
     assert page.count("<td>batch 8</td><td>the GPU ran out &lt;of&gt; memory</td>") == 2
 
 
+@pytest.mark.parametrize(
+    ("begun", "words"),
+    [
+        (None, "done: 3 steps in 1 s (2 s in all)"),
+        ("/run/checkpoints/checkpoint-2", "done: 3 steps, those since checkpoint-2 in 1 s (2 s in"),
+    ],
+)
+def test_the_seconds_of_a_run_that_went_on_are_of_the_steps_since_its_checkpoint(begun, words):
+    recipe, on = recipe_of(), machine()
+    result = RunResult("/run", 0, None, 2.0, 1 << 30, {**SUMMARY, "resumed_from": begun})
+    assert text.result_lines(recipe, on, plan(recipe, on), result, ["chat"])[0].startswith(words)
+
+
 def test_the_page_shows_rows_with_their_loss_and_escapes_their_texts():
     recipe, on = recipe_of(), machine()
     result = RunResult("/run", 0, None, 2.0, 1 << 30, SUMMARY)

@@ -159,14 +159,26 @@ def test_what_no_run_wrote_stays(workspace, capsys):
         RunDir.dry_run(runs, "mine")
 
 
-def test_a_start_that_was_killed_before_its_plan_goes_a_dry_run_of_now_stays(workspace):
-    empty = RunDir.create(workspace.runs, "wish", datetime(2026, 1, 1))
-    os.utime(empty.root, (LONG_AGO, LONG_AGO))
+def test_a_start_that_ended_before_its_plan_goes_a_dry_run_of_now_stays(workspace):
+    killed, failed, lost = (
+        RunDir.create(workspace.runs, "wish", datetime(2025, 1, day)) for day in (1, 2, 3)
+    )
+    files.write_json(failed.new_attempt().supervisor_file, AttemptEnd(4, None, 1.0))
+    for run in (failed, lost):  # of the lost one no word of its end
+        run.attempt(1).root.mkdir(parents=True, exist_ok=True)
+        run.attempt(1).tokenising_file.touch()
+    for run in (killed, failed, lost):
+        os.utime(run.root, (LONG_AGO, LONG_AGO))
     new = RunDir.create(workspace.runs, "wish", datetime(2026, 1, 2))
     recent = dry_run(workspace, age_s=0.0)
-    with locks.lock(workspace.runs / "wish" / ".lock-a", "it"):
+    with locks.lock(lost.lock_file, "it"):  # a plan is made
+        os.utime(lost.root, (LONG_AGO, LONG_AGO))
         assert main(["runs", "clean"]) == 0
-    assert not empty.root.exists() and new.root.exists() and recent.root.exists()
+    assert not killed.root.exists() and not failed.root.exists() and lost.root.exists()
+    os.utime(lost.root, (LONG_AGO, LONG_AGO))
+    assert main(["runs", "clean"]) == 0
+    assert not lost.root.exists()
+    assert new.root.exists() and recent.root.exists()
 
 
 def test_the_list_has_each_run_with_its_outcome_and_size(workspace, capsys, monkeypatch):

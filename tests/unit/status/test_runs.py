@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from launch.base import files, locks, processes
-from launch.base.errors import ConfigError, ResourceError
-from launch.base.workspace import Workspace
+from launch.base.errors import EXIT_CODES, ConfigError, ResourceError
+from launch.base.workspace import CODE, Workspace
 from launch.queue import leases
 from launch.queue.leases import Needs
 from launch.run_folder.layout import RunDir
 from launch.schema.result import AttemptEnd, Failure, HeldOut, StepEvent
-from launch.status import runs, screen
+from launch.status import runs, screen, table
 from launch.status.cards import CardState
 from launch.status.watcher import Watcher
 
@@ -106,22 +109,108 @@ def test_the_word_of_the_launcher_ends_a_run(run, exit_code, state):
     assert found.state == state
     assert found.silent_s is None
     text = screen.page([found], [], []).plain
-    assert (("attempt 1: CUDA ran out (exit code 12)") in text) == (exit_code == 12)
+    assert (("attempt 1: CUDA ran out (exit code 12: out of GPU memory)") in text) == (
+        exit_code == 12
+    )
 
 
-@pytest.mark.parametrize(("columns", "count"), [(120, 7), (40, 3)])
+@pytest.mark.parametrize(("columns", "count"), [(120, 4), (40, 2)])
 def test_runs_that_a_low_terminal_has_no_room_for_are_counted(run, columns, count):
     end(run, 12, "CUDA ran out of memory in step 12 of the second epoch")
     found = [runs.RunFiles(run).state()] * 20
     rows = 16
-    lines = screen.page(found, [], ["a line of one that waits"], (columns, rows)).plain.splitlines()
-    assert sum(math.ceil(len(line) / columns) for line in lines) <= rows
+    terminal = Console(width=columns, height=rows, file=(output := io.StringIO()))
+    text = screen.page(found, [], ["a line of one that waits"], terminal)
+    terminal.print(text)
+    assert len(output.getvalue().splitlines()) <= rows
+    lines = text.plain.splitlines()
     assert lines[-2:] == [
         f"{20 - count} more: python -m launch runs, or a higher terminal",
         "a line of one that waits",
     ]
-    every = screen.page(found, [], [], (columns, 200)).plain
+    every = screen.page(found, [], [], Console(width=columns, height=200)).plain
     assert every == screen.page(found, [], []).plain
+
+
+@pytest.mark.parametrize("exit_code", EXIT_CODES)
+def test_a_start_that_ended_before_a_step_says_so_in_words_with_the_line_to_type(
+    run, watcher, exit_code
+):
+    """The steps are those of the attempt before it, since the run has trained them."""
+    write_steps(run, range(1, 4))
+    run.recipe_yaml.touch()
+    run.new_attempt()
+    run.plan_file.write_text("{}", encoding="utf-8")
+    if exit_code:
+        end(run, exit_code, "its logits differ")
+    older = RunDir(run.root.with_name("20250101-000000"))
+    older.attempt(1).root.mkdir(parents=True)
+    older.attempt(1).tokenising_file.touch()  # it has no plan
+    older.recipe_yaml.touch()
+    end(older, 75, "stopped by SIGTERM")
+    row, old = table.rows(run.root.parents[1])
+    assert (row.step, row.max_steps, row.loss) == (3, 1000, 3.0)
+    line = f"python -m launch run {run.recipe_yaml}"
+    # the same line goes on with the newer one
+    assert (old.state, old.fix, old.again) == ("stopped", "", "")
+    assert table.next_lines([row, old]) == [f"{row.run} goes on: {line}"]
+    watched = watcher().runs()
+    assert [(state.fix, state.again) for state in watched] == [(row.fix, line), ("", "")]
+    assert f"  {row.fix}\n  {line}\n" in screen.page(watched, [], []).plain
+    if not exit_code:  # no word of its end
+        assert (row.state, row.verdict) == ("lost", "")
+        assert row.fix.startswith("killed, or the machine went down; run the same line again")
+        return
+    words = f"exit code {exit_code}: {EXIT_CODES[exit_code]}"
+    assert row.verdict == f"attempt 2: its logits differ ({words})"
+    assert row.fix == "fix"
+    assert {row.verdict, row.fix} <= {line.strip() for line in printed([row], 1000)}
+
+
+def test_a_start_that_tokenises_is_listed_and_watched(run, watcher):
+    run.plan_file.unlink()
+    run.attempts()[-1].tokenising_file.touch()
+    beat(run, "tokenise")
+    with locks.lock(run.lock_file, "it"):
+        (row,), (state,) = table.rows(run.root.parents[1]), watcher().runs()
+        assert (row.state, row.fix, state.state) == ("tokenising", "", "tokenising")
+        run.attempts()[-1].tokenised_file.touch()  # and a plan is made
+        (row,), (state,) = table.rows(run.root.parents[1]), watcher().runs()
+    assert (row.state, row.fix, state.state) == ("starting", "", "starting")
+    assert state.silent_s is None  # the process has ended
+
+
+def printed(rows: Sequence[Any], columns: int) -> list[str]:
+    terminal = Console(width=columns, file=(output := io.StringIO()))
+    for line in table.lines(rows, columns):
+        terminal.print(line, crop=False)
+    return output.getvalue().splitlines()
+
+
+def test_a_reason_has_the_whole_width_and_a_long_name_a_line_of_its_own(run):
+    write_steps(run, range(1, 148), max_steps=100_000)
+    run.plan_file.write_text("{}", encoding="utf-8")
+    end(run, 12, "no room on the card for the second epoch of a run that has a long cause")
+    row = replace(table.rows(run.root.parents[1])[0], bytes=5 << 20)
+    long = replace(row, run=f"{'n' * 60}/20260101-000000", verdict="", fix="", eval_loss=1.5)
+    row = replace(row, run="short/20260101-000000")
+    assert printed([row, long], 80) == [
+        "run                    state            steps    loss  held out     disk",
+        "short/20260101-000000  failed  147 of 100,000  3.0000            5.0 MiB",
+        "  attempt 1: no room on the card for the second epoch of a run that has a long  ",
+        "  cause (exit code 12: out of GPU memory)                                       ",
+        "  fix",
+        f"{'n' * 60}/20260101-000000",
+        f"{' ' * 23}failed  147 of 100,000  3.0000    1.5000  5.0 MiB",
+        "2 runs, 10.0 MiB",
+    ]
+    # no column of held-out losses where there are none
+    assert printed([row], 80)[0].split() == ["run", "state", "steps", "loss", "disk"]
+
+
+def test_the_documented_exit_codes_have_words():
+    page = (CODE / "docs" / "exit_codes.md").read_text("utf-8")
+    assert re.findall(r"^\| (\d+) \|", page, re.MULTILINE) == [str(code) for code in EXIT_CODES]
 
 
 def test_a_run_without_launcher_and_without_its_word_is_lost(run):
@@ -137,7 +226,7 @@ def test_between_two_attempts_it_is_starting_and_says_what_ended_the_last(run):
     with locks.lock(run.lock_file, "it"):
         found = runs.RunFiles(run).state()
     assert (found.state, found.attempt) == ("starting", 2)
-    assert found.verdict == "attempt 1: CUDA ran out (exit code 12)"
+    assert found.verdict == "attempt 1: CUDA ran out (exit code 12: out of GPU memory)"
 
 
 def test_what_ended_an_older_attempt_is_no_verdict_on_a_later_one(run):
@@ -161,10 +250,12 @@ def test_a_run_that_waits_is_waiting_whatever_its_files_lack(run, watcher, monke
     waiting = [leases.Lease(2, os.geteuid(), 1, record)]
     # of real processes: tests/process/queue; leases of this process are not among those read
     monkeypatch.setattr(leases, "live", lambda place: waiting)
-    for watched in (watcher(), watcher("tiny"), watcher(str(run.root))):
+    names = ("tiny", "tiny/20260101-000000", "tiny-20260101-000000", str(run.root))
+    for watched in (watcher(), *map(watcher, names)):
         assert [state.state for state in watched.runs()] == ["waiting"]
         assert "tiny" in watched.waiting()[0]
         assert screen.page(watched.runs(), [], []).plain == "tiny/20260101-000000  waiting"
+    assert [row.state for row in table.rows(run.root.parents[1])] == ["waiting"]
     waiting.clear()
     assert [state.state for state in watcher().runs()] == ["lost"]
     assert watcher().waiting() == []
@@ -172,7 +263,7 @@ def test_a_run_that_waits_is_waiting_whatever_its_files_lack(run, watcher, monke
 
 @pytest.mark.parametrize("name", ["other", "*", "**", "/nowhere", "runs/tiny", "a\x1b[31m"])
 def test_a_name_of_no_run_is_refused(watcher, name):
-    with pytest.raises(ConfigError, match="expected a recipe that has run in"):
+    with pytest.raises(ConfigError, match=r"expected a recipe that has run in .*; .*: tiny$"):
         watcher(name)
 
 
@@ -215,7 +306,43 @@ def test_a_long_file_of_steps_is_read_from_its_end(run):
     found = watched.state()
     assert found.step == 20_000
     assert 100 < len(found.losses) <= runs.KEPT_STEPS
-    assert watched._read_bytes == run.attempts()[-1].events_file.stat().st_size
+    assert watched._lines and watched._lines.offset == run.attempts()[-1].events_file.stat().st_size
+
+
+def test_the_steps_of_earlier_attempts_are_read_once(run):
+    run.new_attempt()
+    watched = runs.RunFiles(run)
+    assert watched.state().loss is None
+    run.attempts()[0].events_file.write_text(json.dumps(asdict(EVENT)) + "\n", encoding="utf-8")
+    assert watched.state().loss is None
+    assert runs.RunFiles(run).state().loss == 3.0
+
+
+def test_of_runs_that_have_ended_only_those_that_are_shown_are_read(run, watcher):
+    for day in range(1, 13):
+        ended = RunDir(run.root.with_name(f"202602{day:02}-000000"))
+        ended.new_attempt()
+        ended.plan_file.touch()
+    watched = watcher()
+    with locks.lock(run.lock_file, "it"):
+        names = [state.run for state in watched.runs()]
+    days = range(12, 4, -1)
+    assert names == ["tiny/20260101-000000", *(f"tiny/202602{day:02}-000000" for day in days)]
+    assert sum(read._root is not None for read in watched._files.values()) == len(names)
+
+
+def test_runs_that_may_not_be_read_are_not_called_none(run, watcher):
+    watched, runs, user = watcher(), run.root.parents[1], os.geteuid()
+    runs.chmod(0)
+    os.seteuid(user or 65534)  # root reads what nobody may
+    try:
+        with pytest.raises(PermissionError):
+            table.rows(runs)
+        with pytest.raises(PermissionError):
+            watched.runs()
+    finally:
+        os.seteuid(user)
+        runs.chmod(0o700)
 
 
 def test_damaged_files_count_as_missing(run):

@@ -14,7 +14,7 @@ import pytest
 from launch.base import processes
 from launch.run_folder.layout import AttemptDir
 from launch.schema.result import RankError
-from launch.supervise import heartbeats, host_guard
+from launch.supervise import heartbeats, watch
 from launch.supervise.heartbeats import Beat, Progress
 from training.control.heartbeat import WRITE_INTERVAL_S, Heartbeat, p99
 
@@ -140,11 +140,11 @@ def test_host_pressure_is_told_by_what_is_left_by_the_job_and_by_stalls(tmp_path
     (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemAvailable: 20 kB\n")
     (root / "proc/pressure/memory").write_text("some avg10=90.00\nfull avg10=10.00 avg60=0.00\n")
     limit = 1000 * 1024
-    assert "is left" in (host_guard.pressure(limit, 0.97, 0, root) or "")
-    assert host_guard.pressure(limit, 0.99, 0, root) is None
-    assert "the job takes" in (host_guard.pressure(limit, 0.99, limit, root) or "")
+    assert "is left" in (watch.pressure(limit, 0.97, 0, root) or "")
+    assert watch.pressure(limit, 0.99, 0, root) is None
+    assert "the job takes" in (watch.pressure(limit, 0.99, limit, root) or "")
     (root / "proc/pressure/memory").write_text("some avg10=90.00\nfull avg10=61.50 avg60=0.00\n")
-    assert "61.50 %" in (host_guard.pressure(limit, 0.99, 0, root) or "")
+    assert "61.50 %" in (watch.pressure(limit, 0.99, 0, root) or "")
 
 
 def test_a_fifo_in_place_of_a_heartbeat_is_replaced(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from launch.predict.model_types import ENCODERS, installed
+from launch.predict.models.model_types import ENCODERS, installed
 
 CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 SEQUENCE_TO_SEQUENCE = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES

@@ -22,7 +22,7 @@ from tests import builders
 from training.data import tokenizer as tokenizer_module
 from training.data.chat import rendering
 from training.data.chat.loss_spans import ConversationRenderer
-from training.data.encode import Encoder, write_cache
+from training.data.encode import Encoder, EncoderSettings, write_cache
 from training.data.prepare import summary
 from training.data.tokenizer import PLAIN_TEMPLATE
 from training.model.build import set_special_tokens
@@ -148,7 +148,7 @@ def turns(*contents: str, **last: Any) -> list[dict[str, Any]]:
 
 
 def rows(tokenizer: Any, messages: Any, tools: Any = None, **options: Any) -> list[Any]:
-    encoder = Encoder(tokenizer, False, "sft", options.pop("max_length", 1000))
+    encoder = Encoder(tokenizer, EncoderSettings(False, "sft", options.pop("max_length", 1000)))
     (encoded,) = encoder.encode([Conversation(messages, tools, **options)])
     return encoded
 
@@ -385,10 +385,12 @@ def test_bos_is_where_the_template_or_the_tokenizers_own_call_writes_it():
     (row,) = rows(without, TALK)
     assert bos not in row["input_ids"]
     for task in ("pretrain", "sft"):
-        ((row,),) = Encoder(without, False, task, 100).encode(["a text"])
+        ((row,),) = Encoder(without, EncoderSettings(False, task, 100)).encode(["a text"])
         assert row["input_ids"] == [*without("a text")["input_ids"], without.eos_token_id]
         assert row["input_ids"][0] == bos and row["labels"][0] == IGNORED
-    ((row,),) = Encoder(with_bos, False, "pretrain", 100).encode([Conversation(TALK)])
+    ((row,),) = Encoder(with_bos, EncoderSettings(False, "pretrain", 100)).encode(
+        [Conversation(TALK)]
+    )
     assert row["input_ids"].count(bos) == 1
 
 
@@ -555,7 +557,7 @@ def test_a_template_that_refuses_a_row_names_it_and_its_message():
     with pytest.raises(DataError, match=r"a\.jsonl:7: .*System role not supported"):
         rows(tokenizer, talk, place="a.jsonl:7")
     bad = BadRows(1)
-    encoder = Encoder(tokenizer, False, "sft", 1000)
+    encoder = Encoder(tokenizer, EncoderSettings(False, "sft", 1000))
     refused = Conversation(talk, place="a.jsonl:7")
     ((row,),) = encoder.encode([refused, Conversation(TALK)], bad)
     assert bad.count == 1 and row["input_ids"] == template_ids(tokenizer, TALK)
@@ -694,7 +696,7 @@ def test_a_weight_between_0_and_1_is_refused():
 
 def test_pretraining_learns_a_conversation_as_a_whole():
     tokenizer = made(CHATML)
-    encoder = Encoder(tokenizer, False, "pretrain", 1000)
+    encoder = Encoder(tokenizer, EncoderSettings(False, "pretrain", 1000))
     ((row,),) = encoder.encode([Conversation(TALK)])
     assert row["input_ids"] == template_ids(tokenizer, TALK)  # with an end token already
     assert row["labels"][1:] == row["input_ids"][1:]
@@ -714,11 +716,13 @@ def test_pretraining_learns_a_conversation_as_a_whole():
 )
 def test_a_t5_refuses_what_it_does_not_read(messages, tools, reason):
     with pytest.raises(DataError, match=reason):
-        Encoder(made(CHATML), True, "sft", 100).encode([Conversation(messages, tools)])
+        Encoder(made(CHATML), EncoderSettings(True, "sft", 100)).encode(
+            [Conversation(messages, tools)]
+        )
 
 
 def test_a_t5_learns_the_last_answer_unless_its_weight_is_0():
-    encoder = Encoder(made(CHATML), True, "sft", 100)
+    encoder = Encoder(made(CHATML), EncoderSettings(True, "sft", 100))
     ((row,), none) = encoder.encode(
         [
             Conversation([TALK[0], {**TALK[1], "weight": 0}, *TALK[2:]]),
@@ -736,7 +740,7 @@ def test_a_row_that_the_template_refuses_is_left_out_by_max_bad_rows(tmp_path):
         "".join(json.dumps({"messages": talk}) + "\n" for talk in (TALK, [system, *TALK], TALK))
     )
     data_format = DataFormat("messages", {"messages": "messages"}, "jsonl", "")
-    encoder = Encoder(made(GEMMA_2), False, "sft", 1000)
+    encoder = Encoder(made(GEMMA_2), EncoderSettings(False, "sft", 1000))
     bad = BadRows(1)
     source = read_samples(path, data_format, bad)
     counts = write_cache(source, encoder, tmp_path / "a.arrow", None, lambda _: None, None, bad)
@@ -746,7 +750,7 @@ def test_a_row_that_the_template_refuses_is_left_out_by_max_bad_rows(tmp_path):
 
 def test_conversations_that_became_a_row_for_each_answer_are_counted(tmp_path):
     source = iter([Conversation(TALK), Conversation(TALK[:2])])
-    encoder = Encoder(made(CHANGED), False, "sft", 1000)
+    encoder = Encoder(made(CHANGED), EncoderSettings(False, "sft", 1000))
     counts = write_cache(source, encoder, tmp_path / "a.arrow", None, lambda _: None, None)
     assert (counts.samples, counts.rows, counts.split) == (2, 3, 1)
     line = summary("a.jsonl", dataclasses.asdict(counts), 1000)

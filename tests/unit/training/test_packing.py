@@ -193,7 +193,9 @@ def test_tokenising_packs_and_counts_before_and_after(tmp_path):
     cut = tokenizer.train(iter(texts), builders.recipe_of().tokenizer, 400)
     paths = {}
     for task in ("sft", "pretrain"):
-        encoder = encode.Encoder(cut, False, task, 16, whole_texts=task == "pretrain")
+        encoder = encode.Encoder(
+            cut, encode.EncoderSettings(False, task, 16, whole_texts=task == "pretrain")
+        )
         source = (
             iter(texts)
             if task == "pretrain"

@@ -33,9 +33,8 @@ def cut():
 
 
 def encoder(cut, **fields) -> encode.Encoder:
-    return encode.Encoder(
-        **{"tokenizer": cut, "encoder_decoder": False, "task": "sft", "max_length": 64, **fields}
-    )
+    settings = {"encoder_decoder": False, "task": "sft", "max_length": 64, **fields}
+    return encode.Encoder(cut, encode.EncoderSettings(**settings))
 
 
 def turns(*contents: str) -> Conversation:

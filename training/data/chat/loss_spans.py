@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -101,10 +101,7 @@ class ConversationRenderer:
         """Renders of one and two turns; none if the template takes no such conversation."""
         roles = ("user", "assistant", "user", "assistant")
         talk = [{"role": role, "content": text} for role, text in zip(roles, _PROBE, strict=True)]
-        try:
-            texts = [self.text(talk[:2]), self.text(talk)]
-        except TemplateRefusal:  # raised again for the first row, with its place
-            return []
+        texts = [self.text_or_none(talk[:2]) or "", self.text_or_none(talk) or ""]
         contents = [[c for c in text if c in _PROBE] for text in texts]
         return texts if contents == [[*_PROBE[:2]], [*_PROBE]] else []
 
@@ -112,10 +109,8 @@ class ConversationRenderer:
     def drops_names(self) -> bool:
         """True if the template renders a speaker's name for no role."""
         talk = [{"role": role, "content": "a", "name": _PROBE[0]} for role in ("user", "assistant")]
-        try:
-            return _PROBE[0] not in self.text(talk)
-        except TemplateRefusal:
-            return False
+        text = self.text_or_none(talk)
+        return text is not None and _PROBE[0] not in text
 
     def _drops_call(self, content: str | None, tools: Any) -> bool:
         """True if the template renders no call of a message with such a content: none, "" or a
@@ -130,10 +125,8 @@ class ConversationRenderer:
                 {"role": "assistant", **content_field, "tool_calls": [call]},
                 {"role": "tool", "content": _PROBE[3], "tool_call_id": "123456789"},
             ]
-            try:
-                self._calls_dropped[kind] = _PROBE[2] not in self.text(talk, tools)
-            except TemplateRefusal:  # raised again for the row, with its place
-                self._calls_dropped[kind] = False
+            text = self.text_or_none(talk, tools)
+            self._calls_dropped[kind] = text is not None and _PROBE[2] not in text
         return self._calls_dropped[kind]
 
     def _ending(self, turns: list[str]) -> tuple[bool, str]:
@@ -176,6 +169,21 @@ class ConversationRenderer:
     ) -> str:
         return self._rendered(messages, tools, place, prompt=prompt)[0]
 
+    def text_or_none(
+        self,
+        messages: Messages,
+        tools: Any = None,
+        *,
+        prompt: bool = False,
+        place: object = "",
+    ) -> str | None:
+        """The text; None if the template refuses the messages, of which a row's own render tells
+        the user."""
+        try:
+            return self.text(messages, tools, prompt=prompt, place=place)
+        except TemplateRefusal:
+            return None
+
     def text_in_use(self, messages: Messages, tools: Any = None, *, prompt: bool = False) -> str:
         """The text of a conversation with the finished model."""
         return self.text(_plain_messages(messages), tools, prompt=prompt)
@@ -195,14 +203,14 @@ class ConversationRenderer:
                 f"{place}: found weight 0 of a message, but pretraining learns every message; leave"
                 " the row out, or add --data.ignore_columns=[weight]"
             )
-        plain = _plain_messages(messages)
-        self._check_keys(self._tokenizer.get_chat_template(None, tools), plain, tools, place)
-        shielded, shielded_tools = self._shielded(plain, tools, place)
-        text = self.text(shielded, shielded_tools, place=place)
-        self._check_contents(text, shielded, place)
-        ends = self.tail.search(text) is not None
-        rendered = Rendered(text, [(0, len(text))], ends=ends, place=place)
-        return self._unshielded([rendered], plain, tools)[0] if shielded is not plain else rendered
+
+        def render(shielded: list[dict[str, Any]], shielded_tools: Any) -> list[Rendered]:
+            text = self.text(shielded, shielded_tools, place=place)
+            self._check_contents(text, shielded, place)
+            ends = self.tail.search(text) is not None
+            return [Rendered(text, [(0, len(text))], ends=ends, place=place)]
+
+        return self._shielded(messages, tools, place, render)[0]
 
     def render(
         self, messages: Messages, tools: Any = None, *, place: object = ""
@@ -217,27 +225,28 @@ class ConversationRenderer:
         ]
         if not targets:
             return []
-        original = _plain_messages(messages)
-        template = self._tokenizer.get_chat_template(None, tools)
-        self._check_keys(template, original, tools, place)
-        shielded, shielded_tools = self._shielded(original, tools, place)
-        rendered = self._rendered_talk(
-            _Talk(self, shielded, shielded_tools, targets, place), template
-        )
-        if shielded is original:
-            return rendered
-        return self._unshielded(rendered, original, tools)
+
+        def render(shielded: list[dict[str, Any]], shielded_tools: Any) -> list[Rendered]:
+            return self._rendered_talk(_Talk(self, shielded, shielded_tools, targets, place))
+
+        return self._shielded(messages, tools, place, render)
 
     def _shielded(
-        self, messages: list[dict[str, Any]], tools: Any, place: object
-    ) -> tuple[list[dict[str, Any]], Any]:
-        """The messages and tools, shielded if they hold the text of a special token."""
+        self,
+        messages: Messages,
+        tools: Any,
+        place: object,
+        render: Callable[[list[dict[str, Any]], Any], list[Rendered]],
+    ) -> list[Rendered]:
+        """The samples that `render` makes of a conversation. Texts of special tokens in it are
+        shielded meanwhile."""
+        plain = _plain_messages(messages)
+        self._check_keys(self._tokenizer.get_chat_template(None, tools), plain, tools, place)
         if not self._splits_special_tokens or not any(
-            map(self._protected.search, strings([messages, tools]))
+            map(self._protected.search, strings([plain, tools]))
         ):
-            return messages, tools
-        shielded, shielded_tools = self._shield([messages, tools], place)
-        return shielded, shielded_tools
+            return render(plain, tools)
+        return self._unshielded(render(*self._shield([plain, tools], place)), plain, tools)
 
     def _unshielded(
         self, rendered: list[Rendered], messages: Messages, tools: Any
@@ -271,12 +280,12 @@ class ConversationRenderer:
             return [self._shield(item, place) for item in value]
         return value
 
-    def _rendered_talk(self, talk: _Talk, template: str) -> list[Rendered]:
+    def _rendered_talk(self, talk: _Talk) -> list[Rendered]:
         if not self.ends_turns and talk.targets != [len(talk.messages) - 1]:
-            turns = [self._rendered_talk(talk.turn(i), template) for i in talk.targets]
+            turns = [self._rendered_talk(talk.turn(i)) for i in talk.targets]
             return [replace(sample, method="turns") for (sample,) in turns]
         method, spans, full = "marks", None, ""
-        if rendering.has_marks(template):
+        if rendering.has_marks(self._tokenizer.get_chat_template(None, talk.tools)):
             full, marks = self._rendered(talk.messages, talk.tools, talk.place, marks=True)
             spans = talk.by_marks(full, marks)
         if spans is None:
@@ -367,13 +376,9 @@ class _Talk:
     def text(self, count: int, prompt: bool = False) -> str | None:
         """The render of the first messages; None if the template does not take them alone."""
         if (count, prompt) not in self._texts:
-            try:
-                text = self.renderer.text(
-                    self.messages[:count], self.tools, prompt=prompt, place=self.place
-                )
-            except TemplateRefusal:
-                text = None
-            self._texts[count, prompt] = text
+            self._texts[count, prompt] = self.renderer.text_or_none(
+                self.messages[:count], self.tools, prompt=prompt, place=self.place
+            )
         return self._texts[count, prompt]
 
     def by_marks(self, full: str, marks: list[Span]) -> list[Span] | None:
@@ -415,11 +420,8 @@ class _Talk:
 
     def by_characters(self, full: str) -> list[Span] | None:
         followed = Followers(self.messages)
-        try:
-            marked = self.renderer.text(followed.messages, self.tools, place=self.place)
-        except TemplateRefusal:
-            return None
-        if not followed.each or marked.translate(followed.originals) != full:
+        marked = self.renderer.text_or_none(followed.messages, self.tools, place=self.place)
+        if marked is None or not followed.each or marked.translate(followed.originals) != full:
             return None
         first: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -492,7 +494,8 @@ class _Talk:
 
     def rendered(self, text: str, spans: list[Span], method: str) -> Rendered:
         """The sample. A text that needs an end token ends with its last answer."""
-        ends = self._has_end(text, spans)
+        is_last = bool(spans) and self.targets[-1] == len(self.messages) - 1
+        ends = not is_last or self.renderer.has_end(text[spans[-1][0] :])
         if spans and (tag := self.renderer.text_end):
             start, end = spans[-1]
             place = text.rfind(tag, start, end)
@@ -501,13 +504,6 @@ class _Talk:
                 ends, spans = False, [*spans[:-1], (start, place)]
         text = text if ends else text[: spans[-1][1]]
         return Rendered(text, spans, method, ends=ends, place=self.place)
-
-    def _has_end(self, text: str, spans: list[Span]) -> bool:
-        """False if the last message is an answer with a loss, without an end token."""
-        if not spans or self.targets[-1] != len(self.messages) - 1:
-            return True
-        start, _ = spans[-1]
-        return self.renderer.has_end(text[start:])
 
 
 def _common(text: str, other: str) -> int:

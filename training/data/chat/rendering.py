@@ -32,7 +32,7 @@ class TemplateRefusal(DataError):
 
 
 class _TooSlow(Exception):
-    pass
+    """A template took more CPU time than it may."""
 
 
 def has_marks(template: str) -> bool:
@@ -65,6 +65,7 @@ def render(
     spans that the template marks if `marks` is set.
 
     Raises TemplateRefusal when the template raises, DataError when it does not end."""
+    named = f"{place}: {name}" if place else name
     try:
         with _limited(limit_s):
             texts, spans = render_jinja_template(
@@ -77,24 +78,19 @@ def render(
             )
     except _TooSlow:
         raise DataError(
-            f"{_where(place)}{name} did not end within {limit_s:g} s of"
-            " CPU time; mend it, or name another with --tokenizer.chat_template=FILE|NAME"
+            f"{named} did not end within {limit_s:g} s of CPU time; mend it, or name another with"
+            " --tokenizer.chat_template=FILE|NAME"
         ) from None
     except jinja2.TemplateSyntaxError as error:
         raise DataError(
-            f"{_where(place)}{name} is not a template: line {error.lineno}: {error.message}"
+            f"{named} is not a template: line {error.lineno}: {error.message}"
         ) from error
     except Exception as error:  # a template is a program: a wrong key, a sum of text and a list
         kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
         raise TemplateRefusal(
-            f"{_where(place)}{name} does not take this conversation: {kind}"
-            f"{' '.join(str(error).split())}"
+            f"{named} does not take this conversation: {kind}{' '.join(str(error).split())}"
         ) from error
     return texts[0], list(spans[0]) if spans else []  # pyright: ignore[reportReturnType]
-
-
-def _where(place: object) -> str:
-    return f"{place}: " if place else ""
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def test_a_recipe_is_known_again_when_an_optimizer_step_feels_no_difference(sect
         {"training": {"bf16": True}},
         {"training": {"optim": "adafactor"}},
         {"training": {"activation_checkpointing": True}},
-        {"training": {"torch_compile": True}},  # a field that only TrainingArguments knows
+        {"training": {"torch_compile_mode": "max-autotune"}},  # only TrainingArguments knows it
         {"launch": {"mode": "cpu"}},
         {"launch": {"vram_fraction": 0.7}},
     ],

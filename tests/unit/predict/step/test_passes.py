@@ -11,7 +11,8 @@ ADD = Operator("aten::add", "other", "float32", bytes=(0, 12, 0, 0), launches=1,
 PRODUCT = Operator("aten::mm", "product", "bfloat16", flops=(0, 8, 2, 0), launches=1)
 COPY = Operator("offload", "offload", bytes=(4, 16, 0, 0))
 STATE = Operator("aten::_fused_adamw_", "other", launches=1)
-OPERATORS = [ADD, PRODUCT, COPY, STATE]
+STATES = Operator("aten::_fused_adamw_", "other", bytes=(8, 0, 0, 0), launches=2, form="list")
+OPERATORS = [ADD, PRODUCT, COPY, STATE, STATES, ADD]
 
 
 def log_of(*calls: tuple[int, str, int | None]) -> Log:
@@ -32,14 +33,18 @@ STEP = log_of(
     (1, "forward:1", 0),
     (1, "backward:1", 0),
     (3, "optimizer", None),
+    *[(4, "optimizer", layer) for layer in range(3)],
+    (1, "evaluation", 0),
 )
 
 
 def test_like_layers_are_one_run_and_each_micro_step_has_its_own():
     of_step = passes.of_log(STEP)
-    assert of_step.runs == [(1, 2), (0,), (1,)]
+    assert of_step.runs == [(1, 2), (0,), (1,), (3,), (4,)]
     assert of_step.micro_steps == [[(0, 3), (1, 1)], [(2, 2)]]
     assert of_step.offloaded == [COPY.bytes] * 3
+    assert of_step.update == [(3, 1), (4, 3)]
+    assert of_step.evaluation == [(2, 1)]
 
 
 def test_passes_are_read_as_they_were_stored_without_operators_of_other_phases():
@@ -47,8 +52,9 @@ def test_passes_are_read_as_they_were_stored_without_operators_of_other_phases()
     again = passes.read(json.loads(json.dumps(passes.stored(of_step))))
     assert [tuple(run) for run in again.runs] == of_step.runs
     assert again.micro_steps == of_step.micro_steps
-    assert again.operators[:3] == OPERATORS[:3]
-    assert again.operators[3].name == ""
+    assert (again.update, again.evaluation) == (of_step.update, of_step.evaluation)
+    assert again.operators[:5] == OPERATORS[:5]
+    assert again.operators[5].name == ""
 
 
 def test_operators_are_changed_wherever_they_run():

@@ -12,11 +12,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.predict.time import rates, timing
+from launch.predict.time import cores, operators, rates, timing
 from launch.predict.time.operators import RAMP_S
 from launch.predict.time.rates import Rates
 from launch.predict.time.timing import StepWork, TimeEstimate
-from launch.probe import architectures, cards
+from launch.probe import architectures, cards, described
 from launch.schema.levers import Levers
 from launch.schema.machine import GIB, CardFigures, Gpu, Link
 from launch.schema.plan import MemoryEstimate, ModelSize, Strategy
@@ -68,7 +68,7 @@ def decoder(
         ((matmuls - 2) * layers, "product", "bfloat16", 2 * passes * parameters * length),
         ((kernels - matmuls) * layers + HEAD_KERNELS, "other", "", moved),
     )
-    return StepWork(micro_step, 32 * how.get("trained", parameters))
+    return StepWork(with_update(micro_step, 32 * how.get("trained", parameters)))
 
 
 def passes_of(*groups: tuple[float, Any, str, float]) -> Passes:
@@ -84,7 +84,14 @@ def passes_of(*groups: tuple[float, Any, str, float]) -> Passes:
     return Passes(operators, [run], [[(0, 1)]])
 
 
-NO_WORK = StepWork(Passes([], [], [[]]), 0.0)
+def with_update(passes: Passes, moved_bytes: float) -> Passes:
+    """The passes before an update whose kernels move so many bytes."""
+    kernel = Operator("aten::_fused_adamw_", "other", bytes=(moved_bytes, 0, 0, 0), launches=1)
+    operators, runs = [*passes.operators, kernel], [*passes.runs, [len(passes.operators)]]
+    return replace(passes, operators=operators, runs=runs, update=[(len(passes.runs), 1)])
+
+
+NO_WORK = StepWork(Passes([], [], [[]]))
 
 
 def small(counts: tuple[int, int, float] = LLAMA_AUTOCAST, passes: int = 3) -> StepWork:
@@ -153,7 +160,7 @@ WORK = st.lists(GROUP, min_size=1, max_size=4).map(lambda groups: passes_of(*gro
 def test_on_a_card_a_larger_micro_batch_is_never_slower_at_the_same_effective_batch(
     micro_step, power
 ):
-    work = StepWork(micro_step, 1e9)
+    work = StepWork(with_update(micro_step, 1e9))
     smaller, larger = (
         seconds(way(batch, 64 // batch), work) for batch in (2**power, 2 ** (power + 1))
     )
@@ -255,7 +262,7 @@ def with_tensors(count: int, ranks: int, mode: str) -> TimeEstimate:
 def test_hooks_of_an_engine_take_the_host_by_its_tensors(mode):
     many, few = with_tensors(60_000, 2, mode), with_tensors(10, 2, mode)
     assert many.launch_s > few.launch_s
-    assert (many.optimizer_s > few.optimizer_s) == (mode != "fsdp2")
+    assert (many.optimizer_s > 1.01 * few.optimizer_s) == (mode != "fsdp2")
     ours = [with_tensors(count, 2, "dual_gpu_nccl").step_s for count in (60_000, 10)]
     assert ours[0] == ours[1]
 
@@ -326,7 +333,7 @@ def test_a_measured_product_replaces_the_share_of_the_peak():
 def test_a_precision_that_the_card_lacks_runs_at_the_speed_of_float32():
     t4 = rates.card(card("Tesla T4", 15, "7.5"))
     in_half, in_bf16 = (
-        StepWork(passes_of((1, "product", dtype, 1e12)), 0) for dtype in ("float16", "bfloat16")
+        StepWork(passes_of((1, "product", dtype, 1e12))) for dtype in ("float16", "bfloat16")
     )
     assert seconds(way(), in_half, t4).compute_s < seconds(way(), in_bf16, t4).compute_s
 
@@ -334,7 +341,7 @@ def test_a_precision_that_the_card_lacks_runs_at_the_speed_of_float32():
 @pytest.mark.parametrize(("device", "times"), [(H100, 1 / 0.17), (RTX_3080, 1)])
 def test_odd_rows_of_products_in_16_bits_are_slow_where_that_was_measured(device, times):
     def taken_s(dtype: str) -> float:
-        work = StepWork(passes_of((1, "product", dtype, 1e15)), 0)
+        work = StepWork(passes_of((1, "product", dtype, 1e15)))
         return seconds(way(), work, device).compute_s
 
     assert taken_s("bfloat16 by 1") == pytest.approx(times * taken_s("bfloat16"), rel=1e-4)
@@ -464,11 +471,17 @@ def test_the_host_updates_an_adam_element_by_moving_46_bytes():
 
 
 @pytest.mark.parametrize("mode", ["deepspeed_zero1", "fsdp2"])
-def test_a_rank_updates_its_slice_of_shared_out_states(mode):
+@pytest.mark.parametrize(("precision", "times"), [("bf16", 2), ("no", 1)])
+def test_a_rank_updates_its_slice_of_shared_out_states(mode, precision, times):
+    """In float32, where the engine has cast the recorded model to 16 bits."""
     whole_update, slice_update = (
-        seconds(way(ranks=4, mode=each)).optimizer_s for each in ("dual_gpu_nccl", mode)
+        seconds(way(ranks=4, mode=each, mixed_precision=precision)).optimizer_s
+        for each in ("dual_gpu_nccl", mode)
     )
-    assert slice_update == pytest.approx(whole_update / 4)
+    assert slice_update == pytest.approx(times * whole_update / 4, rel=0.01)
+    others = replace(small(), least_share=0.9)  # of a record of another precision
+    least = seconds(way(ranks=4, mode=mode, mixed_precision=precision), others).optimizer_s
+    assert least == pytest.approx(whole_update / 4, rel=0.01)
 
 
 def test_the_ranks_of_a_machine_share_its_hosts_memory():
@@ -490,7 +503,7 @@ def seconds_to_move(ranks: int, bytes_per_s: float) -> float:
 
 def test_attention_gets_less_of_the_peak_than_a_product():
     def taken_s(kind: str, on: Rates) -> float:
-        work = StepWork(passes_of((1, kind, "bfloat16", 1e13)), 0)
+        work = StepWork(passes_of((1, kind, "bfloat16", 1e13)))
         return seconds(way(1, 1), work, on).compute_s
 
     unknown = replace(A100_80, multiprocessor_hz=float("inf"))
@@ -566,7 +579,7 @@ def test_gpt2_small_on_an_a100_lies_between_eager_attention_and_a_compiled_step(
 def test_one_product_by_its_size(name, gib, architecture, size, published_tflops):
     """Within a factor of 2 for the small ones, 40 % for the large: a 4090 boosts beyond its
     sheet."""
-    work = StepWork(passes_of((1, "product", "float16", 2 * size**3)), 0)
+    work = StepWork(passes_of((1, "product", "float16", 2 * size**3)))
     on = rates.card(card(name, gib, architecture))
     found = 2 * size**3 / timing.estimate(work, way(1, 1), shape(1), whole(1), on).compute_s / 1e12
     band = 2 if size < 1024 else 1.4
@@ -595,6 +608,17 @@ def test_every_row_has_a_source_and_rates_that_can_be(row):
     assert 0.9 * row.gb <= row.total_bytes / GIB <= 1.02 * row.gb
     assert row.pcie in (3, 4, 5)
     assert ("bfloat16" in peaks) == architectures.look_up(card("", 8, row.architecture)).bf16
+
+
+@pytest.mark.parametrize(("card", "gb_s"), [("RTX 4090", 3868), ("RTX 3090 Ti", 860)])
+def test_16_mib_times_a_number_take_what_they_took_on_these_cards(card, gb_s):
+    """As published: github.com/mli/transformers-benchmarks, micro_bench.ipynb and issue 4."""
+    found = rates.card(described.from_words(card, 1, 64).gpus[0])
+    moved_bytes = 8 << 22
+    kernel = Operator("aten::mul", "other", "float32", bytes=(moved_bytes, 0, 0, 0), launches=1)
+    pace = timing.speed_of(way(1, 1), found, None).pace
+    cost_of = operators.cost_of(pace, 1, 0, 1.0)
+    assert cost_of(kernel).device_s == pytest.approx(moved_bytes / (gb_s * 1e9), rel=0.15)
 
 
 def test_no_two_rows_are_the_same_card_and_every_source_is_used():
@@ -656,6 +680,10 @@ def test_reading_the_table_takes_few_calls():
             122.8,
             960,
         ),
+        ("NVIDIA A800-SXM4-80GB", 80.0, "8.0", "A800 SXM4", 312, 2039),
+        ("NVIDIA GeForce RTX 4090 D", 24.0, "8.9", "RTX 4090 D", 147.1, 1008),
+        ("NVIDIA H800", 79.6, "9.0", "H800", 989.4, 3350),
+        ("NVIDIA H20", 95.6, "9.0", "H20", 148, 4000),
         ("AMD Radeon AI PRO R9700", 31.9, "gfx1201", "AI PRO R9700", 191.4, 640),
         ("Arcturus GL-XL [AMD Instinct MI100]", 32.0, "gfx908", "MI100", 92.3, 1229),
         ("AMD Instinct MI250X", 64.0, "gfx90a:sramecc+:xnack-", "MI250X", 191.5, 1638),
@@ -691,9 +719,9 @@ def test_a_card_without_bf16_is_found_too(name, gib, architecture, row):
 @pytest.mark.parametrize(
     ("name", "gib", "architecture", "like"),
     [
-        # another chip than a 3070 Ti
-        ("NVIDIA GeForce RTX 3070 Ti Laptop GPU", 8.0, "8.6", "RTX 3060 Ti"),
-        ("NVIDIA GeForce RTX 4090 D", 24.0, "8.9", "L4"),
+        # another chip than a 3080
+        ("NVIDIA GeForce RTX 3080 Max-Q", 8.0, "8.6", "RTX 3050"),
+        ("NVIDIA GeForce RTX 5090 D", 32.0, "12.0", "RTX 5090"),
         ("NVIDIA H200 NVL", 139.8, "9.0", "H200"),
         ("AMD Radeon RX 7900M", 16.0, "gfx1100", "RX 7900 GRE"),
         ("GPU 0", 48.0, "8.6", "A40"),
@@ -728,6 +756,15 @@ def test_the_slowest_card_of_those_used_decides():
     assert rates.look_up(on, way()).name == "RTX 3090"
     assert rates.look_up(on, way(ranks=2)).name == "RTX 3060"
     assert rates.look_up(on, way(device="cpu", mode="cpu")).name == "8 core(s)"
+
+
+def test_the_memory_of_the_host_is_as_fast_as_was_measured_here():
+    both = cores.of_rank((), 8, 1)
+    on = replace(
+        machine(cards=(card("NVIDIA GeForce RTX 3080", 10, "8.6"),)), cores=(both.single, both.rank)
+    )
+    found = rates.look_up(on, way(mode="deepspeed_zero2_offload"))
+    assert found.host_bytes_per_s == both.rank.bytes_per_s["large"] != rates.HOST_BYTES_PER_S
 
 
 # ---- what selfcheck measured of the card

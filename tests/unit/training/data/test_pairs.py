@@ -31,7 +31,7 @@ from launch.base.errors import ConfigError
 from launch.data.conversation import Conversation
 from launch.schema.model_sections import TokenizerSection
 from training.data import batches, tokenizer
-from training.data.encode import Encoder
+from training.data.encode import Encoder, EncoderSettings
 from training.loop import evaluate
 from training.model import build
 
@@ -134,9 +134,8 @@ def talk(source: str, target: str) -> Conversation:
 
 
 def encoder(of_kind, **fields) -> Encoder:
-    return Encoder(
-        **{"tokenizer": of_kind, "encoder_decoder": True, "task": "sft", "max_length": 64, **fields}
-    )
+    settings = {"encoder_decoder": True, "task": "sft", "max_length": 64, **fields}
+    return Encoder(of_kind, EncoderSettings(**settings))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -257,6 +256,6 @@ def test_a_language_that_the_tokenizer_needs_is_asked_for_by_name(loaded):
 @pytest.mark.parametrize("adds_end", [False, True])
 def test_a_text_of_a_decoder_whose_tokenizer_adds_an_end_has_one(adds_end, loaded):
     bart = loaded("bart" if adds_end else "nllb")
-    ((row,),) = Encoder(bart, False, "pretrain", 64).encode(["one two"])
+    ((row,),) = Encoder(bart, EncoderSettings(False, "pretrain", 64)).encode(["one two"])
     assert row["input_ids"].count(bart.eos_token_id) == 1
     assert row["input_ids"] == bart("one two")["input_ids"]

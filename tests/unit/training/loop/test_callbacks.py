@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.training.test_reporter import Loop
+from training import log
 from training.loop import callbacks
 
 
@@ -35,7 +36,7 @@ def test_rank_0_alone_logs_what_is_no_warning(tmp_path, rank, is_written):
     logger, file = logging.getLogger("lowmem"), tmp_path / "logs" / "rank.log"
     before = logger.level, logger.propagate, list(logger.handlers)
     try:
-        callbacks.start_logging([file], rank)
+        log.start_logging([file], rank)
         logger.info("step 1")
         assert file.exists() == is_written
         assert not is_written or file.read_text().endswith("  step 1\n")

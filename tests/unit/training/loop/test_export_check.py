@@ -19,7 +19,7 @@ from launch.data.token_cache import TokenCache
 from launch.schema.model_sections import TokenizerSection
 from tests import builders
 from training.data import tokenizer
-from training.data.encode import Encoder
+from training.data.encode import Encoder, EncoderSettings
 from training.data.tokenise import TOKENIZER
 from training.loop import export_check
 from training.loop.export_check import Rows, Trained
@@ -56,7 +56,7 @@ def exported(tmp_path_factory):
     build.set_special_tokens(network, made)
     network.save_pretrained(folder)
     made.save_pretrained(folder)
-    rows = Rows(Encoder(made, False, "sft", 64), SAMPLES, SAMPLES[:2])
+    rows = Rows(Encoder(made, EncoderSettings(False, "sft", 64)), SAMPLES, SAMPLES[:2])
     return (
         folder,
         network,
@@ -185,7 +185,7 @@ def test_an_end_token_of_answers_alone_is_found_too(exported, copy):
     other.add_tokens([AddedToken("<|stop|>", special=True)])
     other.chat_template = other.chat_template.replace(other.eos_token, "<|stop|>")
     other.save_pretrained(copy)
-    rows = Rows(Encoder(other, False, "sft", 64), SAMPLES, [])
+    rows = Rows(Encoder(other, EncoderSettings(False, "sft", 64)), SAMPLES, [])
     with pytest.raises(ExportError, match=r"does not name \['<\|stop\|>'\]"):
         checked(copy, (folder, exported[1], replace(trained, rows=rows)))
 

@@ -20,7 +20,7 @@ from transformers import (
 
 from launch.base.errors import ResourceError
 from launch.plan import facts
-from launch.predict import model_config
+from launch.predict.models import model_config
 from launch.schema.model_sections import ModelSection, TokenizerSection
 from launch.schema.recipe import Recipe
 from tests import builders

@@ -76,3 +76,30 @@ def test_short_questions_are_chosen_and_answers_fit_beside_them(
     asked = [row.messages[0]["content"] for row in samples._conversations]
     assert asked == chosen
     assert (samples._new_tokens, samples._batch_size) == (new_tokens, batch_size)
+
+
+@pytest.mark.parametrize(
+    ("number", "row_tokens", "all_tokens", "said"),
+    [
+        (2, 100, 1000, ""),
+        (5, 100, 1000, "evaluation.sample_answers 5: 2 of 2 held-out questions are answered"),
+        (
+            *(2, 20, 1000),
+            "evaluation.sample_answers 2: 0 of 2 held-out questions are answered: the shortest has"
+            " 21 tokens, and 16 fit beside an answer; rows have at most 20 (data.max_length cuts"
+            " longer ones)",
+        ),
+        (
+            *(2, 100, 40),
+            "evaluation.sample_answers 2: 1 of 2 held-out questions are answered: the shortest has"
+            " 21 tokens, and 36 fit beside an answer; a larger training.per_device_eval_batch_size"
+            " has memory for more",
+        ),
+    ],
+)
+def test_why_fewer_questions_are_answered_is_said(number, row_tokens, all_tokens, said):
+    pairs = [(Conversation([{"role": "user", "content": "a " * n}]), "yes") for n in (50, 20)]
+    samples = sample_answers.SampleAnswers(
+        pairs, Words(), number, 32, row_tokens, all_tokens, is_pair=True
+    )
+    assert samples.shortfall == said

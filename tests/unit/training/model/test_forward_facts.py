@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from launch.predict.model_families import COMMITTED
+from launch.predict.models.model_families import COMMITTED
 from scripts import render_families
 from training.trace import forward_facts
 

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import struct
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,17 +33,10 @@ _TRAINER_FILES = {
 _MAX_TENSORS = 500_000  # limit for a file; DeepSeek-V3 has 92,000 in all
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPE_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **{"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64},
 }
-_DTYPE_BITS |= {"I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64}
 # part of the name of the tensor that describes a packed weight
 STATE = ".quant_state.bitsandbytes__"
 _SCALES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # tensors beside it
@@ -147,8 +141,8 @@ def _packed_weight(name: str, tensor: Tensor, state: Tensor) -> Tensor:
             f" {list(shape)} in blocks of {block_size} of {quant_type}; expected two weights a"
             f" byte in blocks of {_BLOCK_SIZE} of {' or '.join(_QUANT_TYPES)}"
         )
-    how = Packing(quant_type, described.get("nested_blocksize") is not None)
-    return replace(tensor, shape=shape, packing=how)
+    is_double = described.get("nested_blocksize") is not None
+    return replace(tensor, shape=shape, packing=Packing(quant_type, is_double))
 
 
 def _stored(folder: Path) -> dict[str, Tensor] | None:
@@ -182,19 +176,19 @@ def _stored(folder: Path) -> dict[str, Tensor] | None:
 
 def stored_weights(folder: Path) -> StoredWeights | None:
     """The weights in a folder's files, without tables of whole numbers; None without weights."""
-    elements: dict[str, int] = {}
-    largest: dict[str, int] = {}
     stored = _stored(folder)
     if stored is None:
         return None
     model = _unpacked(stored)
+    counts: dict[str, list[int]] = defaultdict(list)  # elements of each tensor, by type
     for tensor in model.values():
-        if tensor.packing is None and (dtype := TYPES.get(tensor.dtype)) is not None:
-            count = math.prod(tensor.shape)
-            elements[dtype] = elements.get(dtype, 0) + count
-            largest[dtype] = max(largest.get(dtype, 0), count)
-    if not elements:
+        if tensor.packing is None and tensor.dtype in TYPES:
+            counts[TYPES[tensor.dtype]].append(math.prod(tensor.shape))
+    if not counts:
         return None
+    elements, largest = (
+        {dtype: combined(each) for dtype, each in counts.items()} for combined in (sum, max)
+    )
     files = {tensor.file for tensor in stored.values()}
     packed_bytes = sum(
         tensor.end - tensor.start
@@ -311,3 +305,36 @@ def same_bytes(tensor: Tensor, other: Tensor) -> bool:
         other_file.seek(other.start)
         sizes = (min(1 << 20, num_bytes - offset) for offset in range(0, num_bytes, 1 << 20))
         return all(file.read(size) == other_file.read(size) for size in sizes)
+
+
+def same_values(tensor: Tensor, other: Tensor) -> bool | None:
+    """True if two tensors, which are not packed, have the same values: of float32 beside 16 bits
+    those that it is rounded to. None for types that are not compared."""
+    if tensor.shape != other.shape or tensor.dtype == other.dtype:
+        return tensor.shape == other.shape and same_bytes(tensor, other)
+    wide, narrow = sorted((tensor, other), key=lambda each: each.dtype != "F32")
+    if wide.dtype != "F32" or narrow.dtype not in ("F16", "BF16"):
+        return None
+    count = math.prod(wide.shape)
+    with wide.file.open("rb") as wide_file, narrow.file.open("rb") as narrow_file:
+        wide_file.seek(wide.start)
+        narrow_file.seek(narrow.start)
+        sizes = (min(1 << 20, count - first) for first in range(0, count, 1 << 20))
+        return all(
+            _rounded(wide_file.read(4 * size), narrow.dtype) == narrow_file.read(2 * size)
+            for size in sizes
+        )
+
+
+def _rounded(content: bytes, dtype: str) -> bytes:
+    """Bytes of float32, as they are in F16 or BF16, to even."""
+    import pyarrow as pa  # not at the top: a plan needs none of it
+    from pyarrow.compute import call_function as call
+
+    bits = pa.Array.from_buffers(pa.uint32(), len(content) // 4, [None, pa.py_buffer(content)])
+    if dtype == "F16":
+        return bits.view(pa.float32()).cast(pa.float16(), safe=False).buffers()[1].to_pybytes()
+    places, mask, half = (pa.scalar(number, pa.uint32()) for number in (16, 1, 0x7FFF))
+    last = call("bit_wise_and", [call("shift_right", [bits, places]), mask])
+    upper = call("shift_right", [call("add", [call("add", [bits, half]), last]), places])
+    return upper.cast(pa.uint16()).buffers()[1].to_pybytes()

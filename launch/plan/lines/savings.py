@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from launch.base.text import size
 from launch.predict import estimate
@@ -34,8 +35,8 @@ def savings(facts: Facts, chosen: Judged, judged: Sequence[Judged]) -> Iterator[
             and each.by != "price"
             and [name for name, of in _ways(each.candidate).items() if of != own[name]] == [way]
         ]
-        more = min((pair for pair in others if pair[0] > 0), key=_of_bytes, default=None)
-        less = max((pair for pair in others if pair[0] < 0), key=_of_bytes, default=None)
+        more = min((pair for pair in others if pair[0] > 0), key=itemgetter(0), default=None)
+        less = max((pair for pair in others if pair[0] < 0), key=itemgetter(0), default=None)
         for pair in (more, less):
             if pair is not None:
                 yield _line(chosen, *pair, way)
@@ -94,14 +95,11 @@ def _bytes(judged: Judged) -> int:
     return judged.memory.allocated_bytes
 
 
-def _of_bytes(pair: tuple[int, Judged]) -> int:
-    return pair[0]
-
-
 def _ways(candidate: Strategy) -> Mapping[str, str]:
     """The ways of saving memory in words, by name."""
     return {
         "mode": f"{candidate.mode} x{candidate.num_processes}",
         "micro-batch": f"{candidate.per_device_train_batch_size} at once",
-        **{row.name: row.says(candidate.levers) for row in TRIED},
+        # memory is not predicted of compiled layers
+        **{row.name: row.says(candidate.levers) for row in TRIED if row.name != "torch_compile"},
     }

@@ -23,13 +23,14 @@ from transformers import (
 )
 
 from launch.base.errors import ConfigError, ResourceError
-from launch.predict import model_config, model_types, parameters, weight_files
+from launch.predict import parameters
+from launch.predict.models import model_config, model_types, weight_files
 from launch.schema.model_sections import LoraSection, ModelSection
 from tests import builders
 
 pytestmark = pytest.mark.unit
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 GPT2 = {
     "model_type": "gpt2",
     "vocab_size": 300,

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from launch.plan import facts as plan_facts
-from launch.plan.savings import savings
-from launch.predict import estimate, model_config
+from launch.plan.lines.savings import savings
+from launch.predict import estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts
+from launch.predict.models import model_config
 from launch.predict.time.timing import TimeEstimate
 from launch.schema.machine import GIB
 from launch.schema.plan import MemoryEstimate, Peak

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, MT5Config, T5Config
 
 from launch.base.errors import ConfigError
-from launch.predict import model_config, trained_parameters
 from launch.predict import parameters as predict_parameters
+from launch.predict import trained_parameters
+from launch.predict.models import model_config
 from launch.schema.model_sections import ModelSection
 from launch.schema.plan import ModelSize
 from tests import builders

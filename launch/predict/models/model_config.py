@@ -18,8 +18,9 @@ import yaml
 from launch.base.errors import ConfigError, LaunchError, ResourceError
 from launch.base.files import expanded
 from launch.base.text import suggestion
-from launch.predict import model_families, model_types, optimizers, weight_files
+from launch.predict import optimizers
 from launch.predict import parameters as predict_parameters
+from launch.predict.models import model_families, model_types, weight_files
 from launch.schema.model_sections import ModelSection
 from launch.schema.plan import ModelFamily
 
@@ -325,13 +326,11 @@ def _folder_config(folder: Path) -> dict[str, Any]:
     _refuse_special(folder)
     file = folder / "config.json"
     if not file.is_file():
-        if (folder / "adapter_config.json").is_file():
-            fix = (
-                "it is a LoRA adapter; give the folder of its base model, or merge the adapter"
-                " into it"
-            )
-        else:
-            fix = "give a folder written by save_pretrained()"
+        fix = (
+            "it is a LoRA adapter; give the folder of its base model, or merge the adapter into it"
+            if (folder / "adapter_config.json").is_file()
+            else "give a folder written by save_pretrained()"
+        )
         raise ResourceError(f"{folder}: has no config.json; {fix}")
     generation = folder / "generation_config.json"
     if generation.is_file() and not isinstance(weight_files.read_json(generation), dict):

@@ -140,9 +140,11 @@ def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]
     ):
         for place_flag, place in places:
             flags = adapter_flags + model_flag + optim_flag + place_flag
-            update = {"model": section, "lora": adapter, "quantization": quantization}
-            update["training"] = training
-            other = recipe.model_copy(update={**update, "launch": place})
+            update = {
+                **{"model": section, "lora": adapter, "quantization": quantization},
+                **{"training": training, "launch": place},
+            }
+            other = recipe.model_copy(update=update)
             chosen = _most_frugal_fit(facts, other) if flags else None
             if chosen is not None:
                 yield f"{flags.strip()} {_costs(chosen)}"
@@ -189,7 +191,7 @@ def _most_frugal_fit(facts: Facts, recipe: Recipe) -> Judged | None:
     except (ConfigError, ResourceError):  # this machine cannot start it
         return None
     if facts.traces is not None:
-        smallest = [list(candidates.splits(facts, each))[-1] for each in possible]
+        smallest = [candidates.smallest_split(facts, each) for each in possible]
         frugal = [candidates.most_frugal(facts, each) for each in smallest]
         # the search turns on itself what costs RAM of the host
         possible = [

@@ -14,9 +14,8 @@ from launch.base.errors import ConfigError
 from launch.base.workspace import FILES
 from launch.data import chat_templates, token_cache
 from launch.data.worker import WORKER, AddTokens
-from launch.predict import model_config
-from launch.predict import parameters as predict_parameters
-from launch.predict.parameters import Shapes
+from launch.predict.models import model_config
+from launch.predict.parameters import HEAD, Shapes, embedding
 from launch.predict.trained_parameters import modules_of_rows
 from launch.schema.model_sections import LoraSection, TokenizerSection
 from launch.schema.plan import Change, ModelFamily
@@ -57,7 +56,7 @@ def with_tokens(
     is_own = not is_foreign or not (folder / "tokenizer.json").is_file()
     if folder.parts and is_own and not section.add_tokens:
         return ModelFacts(recipe, config, parameters, family)
-    rows = parameters[predict_parameters.embedding(parameters)][0]
+    rows = parameters[embedding(parameters)][0]
     if not folder.parts:
         _check_trained_size(recipe, rows)
         return ModelFacts(recipe, config, parameters, family)
@@ -74,8 +73,7 @@ def with_tokens(
             recipe.model, new.size, root=FILES, cache=cache
         )
     recipe, changes = _with_trained_tokens(recipe, new, parameters, family)
-    notes = tuple(_notes(new, rows))
-    return ModelFacts(recipe, config, parameters, family, tuple(changes), notes)
+    return ModelFacts(recipe, config, parameters, family, tuple(changes), tuple(_notes(new, rows)))
 
 
 def _check_trained_size(recipe: Recipe, rows: int) -> None:
@@ -102,7 +100,7 @@ def _check_trained_size(recipe: Recipe, rows: int) -> None:
 def _refuse_untied_head(family: ModelFamily, parameters: Shapes) -> None:
     """Raise ConfigError for weights whose output head differs from the embeddings that their
     config ties it to: transformers would tie them when the embeddings grow."""
-    if family.ties_head and any(map(predict_parameters.HEAD.search, parameters)):
+    if family.ties_head and any(map(HEAD.search, parameters)):
         raise ConfigError(
             "tokenizer.add_tokens: the embeddings would have to grow, but the output head in the"
             " weights is not the embeddings to which config.json ties it, and would be lost; leave"
@@ -158,5 +156,9 @@ def _of_folder(folder: Path, section: TokenizerSection, cache: Path) -> NewToken
     identity = [token_cache.folder_fingerprint(folder), tokens]
     name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
     file = cache / "new_tokens" / f"{name}.json"
-    request = AddTokens(folder, section.chat_template, tuple(tokens))
-    return WORKER.kept_reply(file, NewTokens, request, f"loads the tokenizer of {folder}")
+    return WORKER.kept_reply(
+        file,
+        NewTokens,
+        AddTokens(folder, section.chat_template, tuple(tokens)),
+        f"loads the tokenizer of {folder}",
+    )

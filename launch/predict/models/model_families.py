@@ -80,9 +80,10 @@ def read(config: Mapping[str, Any], file: Path, cache: Path) -> tuple[Shapes, Mo
     text = json.dumps(dict(config), sort_keys=True)
     identity = f"{version('transformers')} {find_spec('bitsandbytes') is not None} {_FORM} {text}"
     stored = cache / "model_parts" / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
-    request = ReadParts(json.loads(text))
     try:
-        parts = WORKER.kept_reply(stored, ModelParts, request, f"builds the model of {file}")
+        parts = WORKER.kept_reply(
+            stored, ModelParts, ReadParts(json.loads(text)), f"builds the model of {file}"
+        )
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     return parts.parameters, parts.family

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from launch.predict.step.sources import Question
 from launch.predict.traces import Trace, Traces, of_any_rows, with_targets
-from launch.schema.plan import ModelSize, Strategy
-from launch.schema.recipe import Recipe
+from launch.schema.plan import Strategy
 from launch.schema.recorded_step import Operator, Parts
 
 _TRACED_LENGTH = 512  # tokens of a row
@@ -26,30 +26,39 @@ _TRACED_ROWS = 2  # fewest rows: a single row is traced for itself
 class ScaledTraces(Traces):
     """Traces of _TRACED_LENGTH, and of its multiples in proportion."""
 
-    def for_recipe(
-        self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]
-    ) -> ScaledTraces:
-        return ScaledTraces(recipe, model, lora_targets, self._folder, self._say)
-
     def fetch(self, questions: Sequence[Question]) -> None:
-        super().fetch([_traced(question) for question in questions])
+        for _ in ("short rows", "those that do not stand for longer ones"):
+            super().fetch([self._asked(question) for question in questions])
 
     def is_recorded(self, question: Question) -> bool:
-        return super().is_recorded(_traced(question))
+        return super().is_recorded(self._asked(question))
 
     def record(self, question: Question) -> None:
-        super().record(_traced(question))
+        for _ in ("short rows", "those that do not stand for longer ones"):
+            super().record(self._asked(question))
 
     def get(self, question: Question) -> Trace | None:
-        return _longer(question, super().get(_traced(question)))
+        asked = self._asked(question)
+        return _longer(question, asked, super().get(asked))
 
     def price(self, question: Question) -> Trace | None:
-        return _longer(question, super().price(_traced(question)))
+        asked = self._asked(question)
+        return _longer(question, asked, super().price(asked))
+
+    def _asked(self, question: Question) -> Question:
+        """The question of short rows, but where their step has no kernel of fused attention: it
+        stores scores, which grow with the square of the length."""
+        short = _traced(question)
+        trace = super().get(short) or super().price(short)
+        is_fused = trace is None or any(
+            operator.kind == "attention" for operator in trace.passes.operators
+        )
+        return short if is_fused else question
 
 
-def _longer(question: Question, trace: Trace | None) -> Trace | None:
+def _longer(question: Question, asked: Question, trace: Trace | None) -> Trace | None:
     """The trace of a question, by that of the step in its place."""
-    factor = question.lengths[0] // _traced(question).lengths[0]
+    factor = question.lengths[0] // asked.lengths[0]
     if trace is None or factor == 1:
         return trace
     return with_targets(_scaled(trace, factor), of_any_rows(question))
@@ -77,15 +86,9 @@ class _ScaledTrace(Trace):
     def of_run(self, num_samples: int, eval_samples: int | None) -> list[Any]:
         return [*super().of_run(num_samples, eval_samples), self.factor]
 
-    def _log(self) -> dict[str, Any]:
-        log = super()._log()
-        blocks = [[fixed, self.factor * sample, *rest] for fixed, sample, *rest in log["blocks"]]
-        return {**log, "blocks": blocks}
-
 
 def _scaled(trace: Trace, factor: int) -> Trace:
     """The trace of rows `factor` times as long."""
-
     moments = [
         {
             **moment,
@@ -96,15 +99,20 @@ def _scaled(trace: Trace, factor: int) -> Trace:
         }
         for moment in trace.moments
     ]
-    log, keeps = trace.log, trace.keeps_replays
     return _ScaledTrace(
         tuple(moments),
         trace.passes.with_operators(lambda operator: _of_longer(operator, factor)),
         trace.file,
-        log=log,
-        keeps_replays=keeps,
+        log=partial(_longer_log, trace, factor),
+        keeps_replays=trace.keeps_replays,
         factor=factor,
     )
+
+
+def _longer_log(trace: Trace, factor: int) -> dict[str, Any]:
+    log = trace.log()
+    blocks = [[fixed, factor * sample, *rest] for fixed, sample, *rest in log["blocks"]]
+    return {**log, "blocks": blocks}
 
 
 def _of_longer(operator: Operator, factor: int) -> Operator:

@@ -9,7 +9,7 @@ from launch.base.text import pace, size
 from launch.plan import candidates, kernels
 from launch.predict import target_counts
 from launch.predict.estimate import Judged, card_figures, describe
-from launch.predict.facts import Facts, Installed, Model, Wishes
+from launch.predict.facts import Facts, Installed, Model
 from launch.predict.history.calibration import Margin
 from launch.predict.memory import pinned_memory
 from launch.predict.oom_history import OomHistory
@@ -18,8 +18,7 @@ from launch.recipe.strict_yaml import show
 from launch.schema import levers
 from launch.schema.levers import Levers
 from launch.schema.machine import GIB, Link, Machine
-from launch.schema.plan import Change, Compared, Switch
-from launch.schema.plan import Strategy as Candidate
+from launch.schema.plan import Change, Compared, Strategy, Switch
 from launch.schema.recipe import Recipe
 
 
@@ -32,7 +31,7 @@ def why(
     predictions."""
     candidate = chosen.candidate
     return (
-        *_where(facts.recipe, facts.machine, facts.wishes, candidate),
+        *_where(facts, candidate),
         *facts.limits.notes,
         *_idle_why(facts.machine, chosen, judged),
         *_link_why(facts.recipe, facts.model, facts.installed.link, candidate),
@@ -41,7 +40,7 @@ def why(
     )
 
 
-def switches(facts: Facts, candidate: Candidate) -> tuple[Switch, ...]:
+def switches(facts: Facts, candidate: Strategy) -> tuple[Switch, ...]:
     """The switches that decide which kernels run."""
     gpus = facts.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
     of_kernels = kernels.switches(
@@ -58,7 +57,7 @@ def switches(facts: Facts, candidate: Candidate) -> tuple[Switch, ...]:
     return tuple(rows)
 
 
-def _logits(facts: Facts, candidate: Candidate) -> Switch:
+def _logits(facts: Facts, candidate: Strategy) -> Switch:
     """The positions at which the output head computes logits, and the number of them for which
     memory is planned."""
     requested = facts.recipe.training.logits_at_targets
@@ -81,7 +80,7 @@ def _logits(facts: Facts, candidate: Candidate) -> Switch:
     return Switch("logits", "at targets", f"prompts and padding have no loss; {planned}")
 
 
-def _rows(facts: Facts, candidate: Candidate) -> list[Switch]:
+def _rows(facts: Facts, candidate: Strategy) -> list[Switch]:
     """The tokens of a micro-batch for which memory is planned, where rows differ in length."""
     if facts.rows.counts is None or facts.traces is None or not facts.rows.is_ragged:
         return []
@@ -92,15 +91,15 @@ def _rows(facts: Facts, candidate: Candidate) -> list[Switch]:
         return [Switch("memory", f"{rows} of the longest rows", why)]
     most = max(batch.tokens for batch in sizes)
     if not candidate.levers.flattens:
-        most = max(batch.rows * (batch.source + batch.target) for batch in sizes)
-        most //= 1 if facts.model.size.is_encoder_decoder else 2
+        sides = 1 if facts.model.size.is_encoder_decoder else 2
+        most = max(batch.rows * (batch.source + batch.target) for batch in sizes) // sides
     why = f"the most in the run's order of rows (training.seed {facts.recipe.training.seed})"
     return [Switch("memory", f"{most:,} tokens of a micro-batch", why)]
 
 
 def changes(
     facts: Facts,
-    candidate: Candidate,
+    candidate: Strategy,
     judged: Sequence[tuple[Judged, str]],
 ) -> list[Change]:
     """Each value that is not the recipe's, with the reason."""
@@ -113,9 +112,10 @@ def changes(
     ]
 
 
-def _where(recipe: Recipe, machine: Machine, wishes: Wishes, candidate: Candidate) -> Iterator[str]:
+def _where(facts: Facts, candidate: Strategy) -> Iterator[str]:
+    recipe, machine = facts.recipe, facts.machine
     if candidate.device == "cpu":
-        is_asked = wishes.force_cpu or recipe.launch.device == "cpu"
+        is_asked = facts.wishes.force_cpu or recipe.launch.device == "cpu"
         yield f"device cpu: {'asked for' if is_asked else machine.gpus_reason}"
         if candidate.processes_per_machine > machine.cpu_count:
             yield (
@@ -136,7 +136,7 @@ def _where(recipe: Recipe, machine: Machine, wishes: Wishes, candidate: Candidat
             if gpu.slowdown:
                 yield f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}"
         yield from architectures.attention_notes(
-            machine.gpus[: candidate.num_processes], recipe.data.packing
+            machine.gpus[: candidate.num_processes], facts.few_shapes
         )
     if candidate.num_machines > 1 and recipe.launch.nodes > 1:
         launch = recipe.launch
@@ -151,7 +151,7 @@ def _where(recipe: Recipe, machine: Machine, wishes: Wishes, candidate: Candidat
         )
     if recipe.launch.assume_fits:
         yield "launch.assume_fits: predicted memory was not checked against available memory"
-    if wishes.force_gloo:
+    if facts.wishes.force_gloo:
         yield (
             "ACCELERATE_USE_GLOO=1 has no effect on one process"
             if candidate.num_processes == 1
@@ -165,7 +165,7 @@ def _where(recipe: Recipe, machine: Machine, wishes: Wishes, candidate: Candidat
             f" {recipe.model.dtype}"
         )
     num_workers = candidates.workers(
-        recipe, machine, candidate.processes_per_machine, candidate.device == "cuda"
+        facts, candidate.processes_per_machine, candidate.device == "cuda"
     )
     if candidate.dataloader_num_workers < num_workers:
         yield (
@@ -173,10 +173,13 @@ def _where(recipe: Recipe, machine: Machine, wishes: Wishes, candidate: Candidat
             " has no room for more"
         )
     elif recipe.training.dataloader_num_workers is None:
+        share = machine.cpu_count // candidate.processes_per_machine - 1
+        num_others = min(candidates.MOST_WORKERS, share)
         yield f"data workers {candidate.dataloader_num_workers}: " + (
             "the rows are mapped and padding them is cheap; workers would take cores from training"
             if candidate.device == "cpu"
             else f"{machine.cpu_count} CPUs over {candidate.num_processes} process(es)"
+            f"{', a batch of the rows for each' if num_workers < num_others else ''}"
         )
 
 
@@ -201,7 +204,7 @@ def _idle_why(
 
 
 def _link_why(
-    recipe: Recipe, model: Model, link: Link | None, candidate: Candidate
+    recipe: Recipe, model: Model, link: Link | None, candidate: Strategy
 ) -> Iterator[str]:
     """Explain the link between the ranks, and its cost if every sample has max_length tokens."""
     if candidate.device == "cpu" or candidate.num_processes == 1:
@@ -221,7 +224,7 @@ def _link_why(
 
 
 def _measured_why(
-    machine: Machine, installed: Installed, margin: Margin, candidate: Candidate
+    machine: Machine, installed: Installed, margin: Margin, candidate: Strategy
 ) -> Iterator[str]:
     """The figures of the plan that were measured on this machine, each with its source."""
     card, link, figures = card_figures(machine, installed, candidate), installed.link, []
@@ -249,13 +252,13 @@ def _trace_why(facts: Facts, chosen: Judged) -> Iterator[str]:
         yield f"time: {pace(chosen.time.step_s)} predicted ({chosen.time.reason})"
 
 
-def _precision_changes(recipe: Recipe, machine: Machine, candidate: Candidate) -> Iterator[Change]:
+def _precision_changes(recipe: Recipe, machine: Machine, candidate: Strategy) -> Iterator[Change]:
     if recipe.training.bf16 and candidate.mixed_precision == "fp16":
         reason = architectures.without_bf16(machine.gpus[: candidate.num_processes])
         yield Change("training.bf16", "bf16", "fp16 with a loss scaler", reason)
 
 
-def _rate_changes(recipe: Recipe, candidate: Candidate) -> Iterator[Change]:
+def _rate_changes(recipe: Recipe, candidate: Strategy) -> Iterator[Change]:
     """A learning rate that follows the effective batch, as the recipe asks."""
     training, batch = recipe.training, candidate.effective_batch_size
     rate = training.learning_rate_at(batch)
@@ -268,15 +271,13 @@ def _rate_changes(recipe: Recipe, candidate: Candidate) -> Iterator[Change]:
         yield Change("training.learning_rate", f"{training.learning_rate:g}", f"{rate:g}", reason)
 
 
-def _compile_changes(
-    recipe: Recipe, installed: Installed, candidate: Candidate
-) -> Iterator[Change]:
+def _compile_changes(recipe: Recipe, installed: Installed, candidate: Strategy) -> Iterator[Change]:
     if recipe.training.compiles and not candidate.levers.torch_compile:
         reason = f"torch.compile cannot work here: {installed.no_compiler}"
         yield Change("training.torch_compile", "true", "false", reason)
 
 
-def _pin_changes(oom_history: OomHistory, candidate: Candidate) -> Iterator[Change]:
+def _pin_changes(oom_history: OomHistory, candidate: Strategy) -> Iterator[Change]:
     if not candidate.pin_memory:
         pinned_bytes = [
             event.predicted_bytes for event in oom_history.ran_out if event.of == "pinned"
@@ -291,7 +292,7 @@ def _pin_changes(oom_history: OomHistory, candidate: Candidate) -> Iterator[Chan
         yield Change("pin_memory", "true", "false", reason)
 
 
-def _missed(candidate: Candidate, count: int, judged: Sequence[tuple[Judged, str]]) -> str:
+def _missed(candidate: Strategy, count: int, judged: Sequence[tuple[Judged, str]]) -> str:
     """The reason why the asked number of samples at once does not fit: in the chosen mode, or in
     another one, which is named, since it may miss another budget."""
     losers = [
@@ -315,8 +316,8 @@ def _missed(candidate: Candidate, count: int, judged: Sequence[tuple[Judged, str
 
 def _batch_changes(
     recipe: Recipe,
-    tuned: Candidate | None,
-    candidate: Candidate,
+    tuned: Strategy | None,
+    candidate: Strategy,
     judged: Sequence[tuple[Judged, str]],
 ) -> Iterator[Change]:
     """Each setting of the batch that differs from the recipe's; the effective batch is the same."""
@@ -369,7 +370,7 @@ def _lever_changes(recipe: Recipe, runs: Levers, missed: str) -> Iterator[Change
     before[levers.KWARGS] = other_kwargs
     after[levers.KWARGS] = {**other_kwargs, **after[levers.KWARGS]}
     for row in levers.TRIED:
-        if row.read(requested_levers) == row.read(runs):
+        if row.read(requested_levers) == row.read(runs) or row.requested(recipe) is not None:
             continue
         is_for_speed = row.saved(row.read(runs)) == row.saved(row.plain)
         reason = f"{'faster' if is_for_speed else missed}; {row.same(row.read(runs))}"

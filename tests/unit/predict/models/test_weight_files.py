@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.plan import resolve
-from launch.predict import weight_files
-from launch.predict.weight_files import Packing
+from launch.predict.models import weight_files
+from launch.predict.models.weight_files import Packing
 from launch.schema.model_sections import ModelSection
 from tests import builders
 
@@ -41,6 +41,36 @@ def packed(name: str = "a.weight", num_bytes: int = 64, **state: Any) -> dict[st
 def folder_of(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+@pytest.mark.parametrize(
+    ("types", "is_same"),
+    [
+        ((torch.float32, torch.float32), True),
+        ((torch.float32, torch.bfloat16), True),
+        ((torch.float16, torch.float32), True),
+        ((torch.float64, torch.float32), None),
+        ((torch.float16, torch.bfloat16), None),  # two roundings of one number
+    ],
+)
+def test_weights_in_another_type_are_the_same_if_one_is_the_other_rounded(tmp_path, types, is_same):
+    torch.manual_seed(0)
+    weight = torch.randn(3, 400_000) * torch.logspace(-9, 9, 400_000)
+    weight[0, :3] = torch.tensor([1.00390625, 1.01171875, -0.0])  # between two of bfloat16
+    other = weight.clone()
+    other[2, 200_000] *= 2
+
+    def tensor(name: str, values: torch.Tensor) -> weight_files.Tensor:
+        (tmp_path / name).mkdir()
+        folder_of(tmp_path / name, {"a.weight": values})
+        return (weight_files.tensors(tmp_path / name) or {})["a.weight"]
+
+    first, second = (tensor(str(n), weight.to(dtype)) for n, dtype in enumerate(types))
+    assert weight_files.same_values(first, second) is is_same
+    unlike = tensor("other", other.to(types[0]))
+    assert weight_files.same_values(unlike, second) is (None if is_same is None else False)
+    flat = tensor("flat", weight.to(types[0]).reshape(-1))
+    assert weight_files.same_values(flat, second) is False
 
 
 def test_a_packed_weight_has_its_own_shape_and_no_tensor_beside_it(tmp_path):
