@@ -286,6 +286,7 @@ def text(content: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
         name: [[row["id"], row[name]] for row in content["rows"] if name in row] for name in SAID
     }
     failed = [f"- {row['case']}: {row['failed']}\n" for row in rows if "failed" in row]
+    is_halved = sum(row["class"] in CLASSES for row in done) > 1
     return (
         recording.table(head, lines)
         + "\n"
@@ -296,7 +297,7 @@ def text(content: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
             + recording.table(
                 ["rows", "number", *classes[2:4], "median ratios of classes"], crossed(done)
             )
-            if len(done) > 1
+            if is_halved
             else ""
         )
         + "\nSeconds a token of the second over those of the first:\n\n"

@@ -68,6 +68,14 @@ def test_doubtful_rows_do_not_count_among_all():
     assert seconds.summary(rows)[-1] == ["all but doubtful", "2", "50%", "50%", "1.50"]
 
 
+def test_the_tables_of_one_row_have_no_halves():
+    """Of two rows, one of them doubtful, no half could be judged by the other."""
+    rows = [result("a", 1, 1), result("b", 1, 2, seconds.DOUBTFUL)]
+    for row in rows:
+        row["predicted"]["launch_s"] = 0.0
+    assert "Halves" not in seconds.text({"rows": [], "pairs": []}, rows)
+
+
 def test_each_half_is_judged_by_the_other():
     """Odd rows are too slow by a fifth, even ones right: each half is off by what the other is."""
     rows = [result(str(n), 1, 1.2 if n % 2 else 1.0) for n in range(8)]
