@@ -16,11 +16,10 @@ CODE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(CODE))
 
 from benchmarks.seconds_of_cards import DOUBTFUL, RESULT, read_evidence  # noqa: E402
-from launch.predict.seconds_margins import CLASSES, FILE, class_of  # noqa: E402
+from launch.predict.seconds_margins import CLASSES, COMPILED, FILE, class_of  # noqa: E402
 from launch.probe import cards  # noqa: E402
 
 RESULTS = CODE / "benchmarks" / "results" / f"{RESULT}.json"
-LEFT_OUT = (DOUBTFUL, "compiled")  # classes of trainings; those that wait for launches count
 FEWEST = 6  # trainings that make a margin
 _SHARE = 0.9  # of them, that the margin holds
 HEADING = """\
@@ -30,14 +29,18 @@ HEADING = """\
 
 
 def factors() -> dict[str, list[float]]:
-    """Measured over predicted seconds of the trainings on each class of cards."""
+    """Measured over predicted seconds of the trainings on each class of cards, and of its compiled
+    ones; those that wait for launches count, doubtful ones do not."""
     of_case = {row["id"]: row["card"] for row in read_evidence()["rows"] if "card" in row}
     rows = json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
-    by_class: dict[str, list[float]] = {name: [] for name in CLASSES}
+    by_class: dict[str, list[float]] = {
+        name + kind: [] for name in CLASSES for kind in ("", COMPILED)
+    }
     for row in rows:
         name = class_of(cards.by_words(of_case[row["case"]]).name)
-        if name and "ratio" in row and row["class"] not in LEFT_OUT:
-            by_class[name].append(1 / row["ratio"])
+        if name and "ratio" in row and row["class"] != DOUBTFUL:
+            kind = COMPILED if row["class"] == "compiled" else ""
+            by_class[name + kind].append(1 / row["ratio"])
     return by_class
 
 

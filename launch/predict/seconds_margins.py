@@ -18,7 +18,9 @@ CLASSES = {
     "GeForce": cards.GEFORCE.pattern,
     "A100 and A800": r"(A100|A800)( .*)?",
     "H100 and newer": r"(H100|H200|H800|B200)( .*)?",
+    "RTX A and A40": r"RTX A(4000|4500|5000|6000)|A40",
 }
+COMPILED = ", compiled"  # behind a class's name: its trainings that torch.compile compiled
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,16 @@ def class_of(name: str) -> str | None:
     return next((each for each, form in CLASSES.items() if re.fullmatch(form, name)), None)
 
 
-def of_cards(gpus: Sequence[Gpu]) -> SecondsMargin | None:
+def of_cards(gpus: Sequence[Gpu], is_compiled: bool = False) -> SecondsMargin | None:
     """The margin for these cards; None unless all are of one class, of which enough trainings were
-    measured."""
+    measured. `is_compiled`: of compiled trainings, where enough of them were."""
     rows = [cards.look_up(gpu) for gpu in gpus]
     classes = {class_of(row.name) if row and is_named else None for row, is_named in rows}
-    return _table().get(classes.pop() or "") if len(classes) == 1 else None
+    if len(classes) != 1:
+        return None
+    name = classes.pop() or ""
+    compiled = _table().get(name + COMPILED) if is_compiled else None
+    return compiled or _table().get(name)
 
 
 @cache

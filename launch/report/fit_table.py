@@ -68,7 +68,7 @@ def margin_line(fits: Sequence[Fit]) -> str:
     """A sentence on the margin of the tokens a second."""
     margin = fits[0].margin
     if margin is None:
-        return "tok/s: no evidence for this card: no training on one like it was measured."
+        return "tok/s: no evidence for this card: too few trainings on cards like it were measured."
     return f"tok/s in brackets: {margin.reason}."
 
 

@@ -459,7 +459,8 @@ def _seconds_margin(
         return plan.seconds_correction
     if plan.strategy.device == "cpu":
         return None
-    return seconds_margins.of_cards(machine.gpus[: plan.strategy.processes_per_machine])
+    gpus = machine.gpus[: plan.strategy.processes_per_machine]
+    return seconds_margins.of_cards(gpus, plan.strategy.levers.torch_compile)
 
 
 def _length_text(plan: Plan) -> str:

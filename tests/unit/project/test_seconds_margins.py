@@ -19,7 +19,9 @@ def test_the_file_is_what_its_script_makes_of_the_results():
     assert seconds_margins.FILE.read_text(encoding="utf-8") == render_margins.text(FACTORS)
 
 
-@pytest.mark.parametrize("name", seconds_margins.CLASSES)
+@pytest.mark.parametrize(
+    "name", [name for name, measured in FACTORS.items() if len(measured) >= render_margins.FEWEST]
+)
 def test_nine_measured_trainings_in_ten_and_the_prediction_lie_in_a_margin(name):
     least, most = render_margins.margin(FACTORS[name])
     assert sum(least <= each <= most for each in FACTORS[name]) >= 0.9 * len(FACTORS[name])
@@ -57,6 +59,8 @@ def test_classes_of_cards_are_those_of_the_results():
         ("RTX 4070 Ti SUPER", "GeForce"),
         ("RTX 4090 Laptop", None),  # its power is the laptop's
         ("RTX 5000 Ada", None),
+        ("RTX A6000", None),  # no training that is not compiled was measured on such cards
+        ("RTX A5000 Laptop", None),
         ("A100 SXM 80GB", "A100 and A800"),
         ("A10", None),
         ("H100 PCIe", "H100 and newer"),
@@ -66,6 +70,22 @@ def test_classes_of_cards_are_those_of_the_results():
 )
 def test_a_card_has_the_margin_of_its_class(words, name):
     margin = seconds_margins.of_cards(described.from_words(words, 2, 64).gpus)
+    assert (margin and margin.cards) == name
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("RTX A6000", "RTX A and A40, compiled"),
+        ("A100 SXM 80GB", "A100 and A800, compiled"),
+        ("RTX 3090", "GeForce"),  # of which four were compiled
+        ("RTX A5000 Laptop", None),
+    ],
+)
+def test_a_compiled_training_has_the_margin_of_compiled_ones_where_enough_were_measured(
+    words, name
+):
+    margin = seconds_margins.of_cards(described.from_words(words, 1, 64).gpus, is_compiled=True)
     assert (margin and margin.cards) == name
 
 

@@ -84,6 +84,16 @@ def test_seconds_on_a_card_like_which_none_was_measured_say_so():
     assert value(lines, "time") == words
 
 
+def test_a_compiled_training_has_the_margin_of_compiled_ones():
+    """Of trainings on such cards, none was measured that is not compiled."""
+    on = machine(cards=(replace(gpu(), name="RTX A6000"),))
+    assert "no evidence" in value(screen(on=on, seconds_per_step=12.3), "time")
+    recipe = recipe_of(training={"torch_compile": True})
+    made = replace(plan(recipe, on), seconds_per_step=12.3)
+    (time,) = (row for row in plan_lines.facts(recipe, on, made) if row.label == "time")
+    assert "(RTX A and A40, compiled)" in time.why[0]
+
+
 def test_cores_that_others_have_are_said_with_what_they_cost():
     on = replace(machine(), cpu_count=2, cores_taken=1.04)
     lines = screen(on=on, seconds_correction=SecondsCorrection(factor=2.0, slowdown=2.0))
