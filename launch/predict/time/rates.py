@@ -29,8 +29,9 @@ _UNALIGNED_SHARE = {"8.0": {"1": 0.46}, "9.0": {"4": 0.34, "2": 0.34, "1": 0.17}
 # Large float16 products get 0.69 of an A800, and 0.96 of an RTX 4090, whose clock is above the one
 # of its peak: github.com/mli/transformers-benchmarks issue 4.
 _PRODUCT_SHARE, _GEFORCE_SHARE = 0.8, 0.96
-# by architecture, measured (an H200: benchmarks/results/card_rates_h200.md, bfloat16 layers)
-_PRODUCT_SHARES = {"9.0": 0.72}
+# by architecture, measured: an H200 (benchmarks/results/card_rates_h200.md, bfloat16 layers), an
+# MI300X (AMD's ROCm blog, Measuring Max-Achievable FLOPs, part 2, table 1: 708 TFLOP/s in bfloat16)
+_PRODUCT_SHARES = {"9.0": 0.72, "gfx942": 0.54}
 # float32 units of a multiprocessor, each of 2 FLOP a clock. Source: CUDA C++ Programming Guide,
 # arithmetic instructions.
 _LANES = {
