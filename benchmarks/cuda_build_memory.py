@@ -114,6 +114,7 @@ CASES = (
     on_one_card("qwen2", QWEN),
     on_one_card("qwen2, bf16 weights", QWEN, model=HALF),
     on_one_card("qwen2, nothing padded", QWEN, training=AUTOCAST, padded=False),
+    on_one_card("qwen2, float32, nothing padded", QWEN, padded=False),
     on_one_card("qwen2, autocast, accumulation 3", QWEN, training={**AUTOCAST, **accumulating(3)}),
     on_one_card("qwen2, eager, autocast", QWEN, training=AUTOCAST, model=EAGER),
     on_one_card(

@@ -189,3 +189,36 @@ def test_a_checkpoint_waits_for_the_card_before_states_are_read(one_card: Workpl
 def test_torch_knows_which_card_has_bf16(tmp_path: Path, capability, fix):
     code = "print(torch.cuda.is_bf16_supported(including_emulation=False))"
     assert run(Workplace(tmp_path, Card(capability=capability)), code) == fix
+
+
+GROUPED = """
+from types import SimpleNamespace
+import torch
+from transformers.integrations import sdpa_attention
+from launch.schema.levers import PLAIN
+from training.levers import attention
+model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=PLAIN.attn_implementation))
+args = SimpleNamespace(device=torch.device("cuda", 0))
+attention.apply(SimpleNamespace(model=model, args=args), PLAIN)
+library = torch.nn.functional.scaled_dot_product_attention
+def watched(*args, **kwargs):
+    out = library(*args, **kwargs)
+    print(out.grad_fn.name())
+    return out
+torch.nn.functional.scaled_dot_product_attention = watched
+layer = SimpleNamespace(num_key_value_groups=4, is_causal=True)
+for dtype in (torch.float16, torch.float32):
+    heads = [
+        torch.zeros(1, heads, 64, 64, dtype=dtype, device="cuda", requires_grad=True)
+        for heads in (8, 2, 2)
+    ]
+    sdpa_attention.sdpa_attention_forward(layer, *heads, None)
+"""
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels"), [("7.5", ("Efficient", "Efficient")), ("8.0", ("Flash", "Efficient"))]
+)
+def test_grouped_heads_get_a_fused_kernel(tmp_path: Path, capability, kernels):
+    named = [f"ScaledDotProduct{kernel}AttentionBackward0" for kernel in kernels]
+    assert run(Workplace(tmp_path, Card(capability=capability)), GROUPED).split() == named

@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import core_model_loading, modeling_utils
+from transformers.integrations import sdpa_attention
 
 from training.compat.transformers_private import Network
+
+
+_groups_heads = sdpa_attention.use_gqa_in_sdpa
 
 
 class Compiled(NamedTuple):
@@ -20,6 +24,27 @@ class Compiled(NamedTuple):
     graphs: int
     breaks: int  # places between two graphs where Python runs
     eager: int  # pieces of code that were not compiled: too many kinds of inputs, or no graph
+
+
+def operand_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The type in which attention computes with this tensor."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
+def grouped_heads(has_flash: bool) -> tuple[Any, str, Any]:
+    """The change (owner, name, value) with which sdpa repeats keys and values that queries share,
+    but where the card's kernels take them as they are. Of PyTorch's kernels flash and cuDNN alone
+    do, which compute in 16 bits; transformers asks without a look at card and type, and then each
+    layer stores all scores.
+
+    has_flash: this card has one of the two (from compute capability 8.0 on, and AMD)."""
+
+    def use_gqa_in_sdpa(mask: Any, key: torch.Tensor, *rest: Any) -> bool:
+        takes = has_flash and operand_dtype(key) in (torch.float16, torch.bfloat16)
+        return takes and _groups_heads(mask, key, *rest)
+
+    return (sdpa_attention, "use_gqa_in_sdpa", use_gqa_in_sdpa)
 
 
 def is_view_of_weight(tensor: torch.Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from training.compat import transformers_private
+from training.compat import levers_private, transformers_private
 
 NAME = "varlen_attn"
 
@@ -61,8 +61,7 @@ def attend(
     assert not dropout, f"varlen_attn has no dropout, asked for {dropout}"
     # products of a norm with float32 weights are float32 under autocast, which does not know
     # this operator
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    dtype = levers_private.operand_dtype(value)
     query, key, value = (x.to(dtype).squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = varlen_attn(
         query,

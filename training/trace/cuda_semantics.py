@@ -24,7 +24,12 @@ from typing import Any, Literal
 import torch
 
 from launch.schema.machine import PREFER_CUDNN
-from training.compat import accelerate_private, torch_private, transformers_private
+from training.compat import (
+    accelerate_private,
+    levers_private,
+    torch_private,
+    transformers_private,
+)
 from training.compat.torch_private import FakeTensor, FakeTensorMode, op_implementations_dict
 
 aten = torch.ops.aten
@@ -88,6 +93,7 @@ def cuda_semantics(
         changes = [
             *torch_private.foreach_on_cpu(types),
             *transformers_private.fakes_as_real(_flash_attn_varlen),
+            levers_private.grouped_heads(not target.capability or target.capability >= (8, 0)),
             *([accelerate_private.fp16_on_cpu()] if fp16 else []),
             (torch, "is_autocast_enabled", _is_autocast_enabled),
         ]

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import import_utils
 
+from training.compat import levers_private
 from training.trace.cuda_semantics import Target, attention, cuda_semantics
 from training.trace.recorder import Recorder
 
@@ -143,6 +144,7 @@ def main() -> None:
     library = torch.library.Library("aten", "IMPL")
     # it asks a card for its kernels
     library.impl("scaled_dot_product_attention", attention(TARGET), "AutogradCUDA")
+    setattr(*levers_private.grouped_heads(has_flash=True))  # as training/levers/attention.py
     found = {}
     for case in product(MODELS, ("sdpa", "eager"), PRECISIONS, (True, False)):
         labelled = allocated(*case, "cuda")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
+from transformers.integrations import sdpa_attention
 from transformers.utils import import_utils
 
+from training.compat import levers_private
 from training.trace import cuda_semantics
 from training.trace.cuda_semantics import Call, Target, choose
 from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
@@ -165,6 +168,49 @@ def test_a_mask_that_learns_does_not_go_to_cudnn():
 @pytest.mark.parametrize(("asked", "kernel"), [({}, "flash"), ({"mask": torch.bool}, "efficient")])
 def test_cudnn_stands_back_where_it_comes_last(asked, kernel):
     assert choose(replace(HOPPER, cudnn=0), call(**asked)) == kernel
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "autocast", "kernel"),
+    [
+        (AMPERE, BF16, False, "flash"),
+        (AMPERE, FP32, True, "flash"),
+        (AMPERE, FP32, False, "efficient"),
+        (TURING, FP16, False, "efficient"),
+        (AMD, BF16, False, "flash"),
+        (AMD, FP32, False, "efficient"),
+    ],
+)
+def test_transformers_repeats_grouped_heads_where_no_kernel_takes_them(
+    fake, target, dtype, autocast, kernel
+):
+    query, key, value = (
+        torch.empty(2, heads, 128, 64, dtype=dtype, requires_grad=True) for heads in (8, 2, 2)
+    )
+    layer = SimpleNamespace(num_key_value_groups=4, is_causal=True)
+    with cuda_semantics.cuda_semantics(target), torch.autocast("cpu", BF16, enabled=autocast):
+        names = {
+            name
+            for name, _ in births(
+                lambda: sdpa_attention.sdpa_attention_forward(layer, query, key, value, None)
+            )
+        }
+    assert [name for name in names if "attention" in name] == [
+        f"aten::_scaled_dot_product_{kernel}_attention"
+    ]
+
+
+@pytest.mark.parametrize("has_flash", [True, False])
+def test_attention_of_grouped_heads_is_the_same_by_repeated_keys(has_flash, monkeypatch):
+    torch.manual_seed(0)
+    layer = SimpleNamespace(num_key_value_groups=4, is_causal=True)
+    heads = [torch.randn(2, heads, 16, 8, requires_grad=True) for heads in (8, 2, 2)]
+    expected, _ = sdpa_attention.sdpa_attention_forward(layer, *heads, None)
+    monkeypatch.setattr(*levers_private.grouped_heads(has_flash))
+    computed, _ = sdpa_attention.sdpa_attention_forward(layer, *heads, None)
+    torch.testing.assert_close(computed, expected)
+    of_both = [torch.autograd.grad(out.sum(), heads) for out in (computed, expected)]
+    torch.testing.assert_close(*of_both)
 
 
 @pytest.mark.parametrize("masked", ["causal", "boolean", "additive"])
