@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from launch.schema import levers
 from launch.schema.machine import Machine
 from launch.schema.plan import Command
 from launch.schema.result import Failure, RunResult, SecondStep
+from launch.schema.run_sections import RESERVED_S
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise import failures, oom_record, restarts, tokenising
 from launch.supervise.run_lease import RunLease
@@ -55,6 +57,7 @@ class LaunchContext:
     signals: StopSignals
     locks: ExitStack
     end_s: float | None  # latest end of training, on the monotonic clock
+    tokenising_s: float = 0.0  # of this start; the next one has the rows
     oom_history: OomHistory = NO_OOM_HISTORY
     lease: RunLease = field(init=False)
     _new_runs: list[RunDir] = field(init=False, default_factory=list)
@@ -116,10 +119,12 @@ class LaunchContext:
             if not self.signals.interrupting(tokenising.are_there)(facts.rows.tokens):
                 run = new_run()
                 files.write_atomic(run.recipe_yaml, load.dump(facts.recipe))
+                began_s = time.monotonic()
                 try:
                     tokenising.until_done(facts, run, self.screen.say, self.signals)
                 finally:
                     self.screen.stop()
+                self.tokenising_s += time.monotonic() - began_s
                 facts = replace(facts, rows=plan_facts.with_counts(facts.rows))
                 if facts.recipe == self.facts.recipe:
                     self.facts = facts
@@ -169,6 +174,7 @@ class Attempts:
     def _attempt(self) -> RunResult:
         """Write the plan's files, and run the ranks to their end."""
         start, choice, run = self.start, self.choice, self.run
+        first_step = run.last_step()
         recipe, machine, plan = choice.recipe, choice.machine, choice.plan
         attempt = write.write_run(run, recipe, machine, plan, start.workspace)
         assert choice.facts.rows.tokens is not None
@@ -186,9 +192,25 @@ class Attempts:
             start.signals,
             start.end_s,
         )
+        result = self._with_missing_time(result, first_step)
         supervise_attempt.write_outcome(result, attempt)
         start.lease.hold_plan(choice, run)  # nothing of it is taken now
         return result
+
+    def _with_missing_time(self, result: RunResult, first_step: int) -> RunResult:
+        """The result; where the time of the whole start was up before its first step, and would be
+        again without tokenising, with what it takes."""
+        failure, start, end_s = result.failure, self.start, self.start.end_s
+        is_first = self._num_plans == 1 and not self._failures.ends
+        if failure is None or end_s is None or not is_first or result.last_step > first_step:
+            return result
+        missing_s = time.monotonic() + RESERVED_S - end_s - start.tokenising_s
+        if failure.kind != "stopped" or start.signals.stop is not None or missing_s <= 0:
+            return result
+        limit_s = self.choice.recipe.launch.time_limit_s
+        is_of_slurm = "SLURM_JOB_END_TIME" in os.environ
+        failure = failures.too_little_time(failure, missing_s, limit_s, is_of_slurm)
+        return replace(result, failure=failure)
 
     def _check(self, measured: SecondStep) -> bool:
         """Compare a second step with its plan; False: stop and make another plan."""

@@ -25,6 +25,10 @@ from launch.schema.section import Section, affects, as_tuple
 # library that writes its files.
 Allowed = Literal["data", "model", "seed", "effective_batch_size", "schedule", "versions", "seal"]
 
+# Times at the end of launch.time_limit_s: a checkpoint, before one was measured, and the ranks' end
+FIRST_SAVE_S, END_S = 10.0, 5.0
+RESERVED_S = 2 * FIRST_SAVE_S + END_S  # that are left at the first step at least
+
 
 def start_time(text: str, now: datetime) -> datetime:
     """The local time of launch.not_before; of a time without a day the next. Raises ValueError."""

@@ -11,6 +11,7 @@ from typing import Literal
 from launch.base import errors
 from launch.schema.machine import GIB
 from launch.schema.result import AttemptRecord, Failure, RankError, Xid
+from launch.schema.run_sections import RESERVED_S
 from launch.supervise.failure_patterns import (
     HARDWARE_XIDS,
     OWN_KINDS,
@@ -177,6 +178,24 @@ def stopped(number: int, ending: str = "") -> Failure:
         name,
         CONTINUE,
     )
+
+
+def too_little_time(
+    failure: Failure, missing_s: float, limit_s: float | None, is_of_slurm: bool
+) -> Failure:
+    """The stop of a start whose time was up before its first step, with what it takes. `limit_s` is
+    launch.time_limit_s; `is_of_slurm`: the job of Slurm that it runs in has an end too."""
+    cause = (
+        f"{failure.cause}, and no step was made: {missing_s:.0f} s are missing for one, as the last"
+        f" {RESERVED_S:.0f} s are kept for a checkpoint"
+    )
+    limits = []
+    if limit_s is not None:
+        limits.append(f"launch.time_limit_s above {limit_s + missing_s:.0f} (it is {limit_s:g})")
+    if is_of_slurm:
+        limits.append(f"the time of the Slurm job by more than {missing_s:.0f} s")
+    fix = f"raise {' and '.join(limits)}: the same line would end here again"
+    return replace(failure, cause=cause, fix=fix)
 
 
 def _oom_kill(record: AttemptRecord) -> Failure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def test_the_same_signal_again_ends_it_at_once_and_keeps_the_old_checkpoints(tmp
 
 
 def check_says_what_stays(child: Child, saved: str) -> None:
-    end = child.said().rpartition("error: stopped by")[2]
+    end = child.said().rpartition("error: stopped ")[2]
     assert saved in end and "  fix    run the same line again to continue" in end, child.said()
 
 
@@ -273,6 +274,42 @@ def test_before_its_time_is_up_a_run_saves_and_stops(tmp_path, where):
         assert time.monotonic() - began < limit_s
         assert "  the time is nearly up: " in child.said()
         assert "error: stopped because the time is nearly up at step" in child.said()
+
+
+@pytest.mark.parametrize("where", ["recipe", "Slurm"])
+def test_a_time_that_is_shorter_than_a_start_is_named_with_what_it_takes(tmp_path, where):
+    limit_s = 4
+    launch = {"time_limit_s": limit_s} if where == "recipe" else {}
+    extra = {} if where == "recipe" else {"SLURM_JOB_END_TIME": str(int(time.time() + limit_s))}
+    with stopping.launched(tmp_path, launch=launch, extra=extra) as child:
+        assert child.wait() == 75, child.said()
+        said = child.said()
+        missing = re.search(
+            r"no step was made: (\d+) s are missing for one, as the last 25 s are", said
+        )
+        assert missing and int(missing[1]) >= 25 - limit_s, said
+        assert "run the same line again" not in said
+        raised = {
+            "recipe": f"raise launch.time_limit_s above {limit_s + int(missing[1])} (it is 4)",
+            "Slurm": f"raise the time of the Slurm job by more than {missing[1]} s",
+        }
+        assert f"  fix    {raised[where]}: the same line would end here again" in said, said
+        assert RunFiles(child.run).state().fix.startswith(raised[where])
+
+
+def test_a_time_that_tokenising_took_is_long_enough_for_the_same_line(tmp_path):
+    """The next start has the rows."""
+    with stopping.launched(tmp_path, 1, launch={"time_limit_s": 65}, count=20_000) as child:
+        child.until("tokenising", lambda: child.section() == "tokenise")
+        beat = child.run.attempts()[-1].heartbeat_file(0).read_text()
+        tokenising = psutil.Process(json.loads(beat)["pid"])
+        tokenising.suspend()
+        time.sleep(45)
+        tokenising.resume()
+        assert child.wait(120) == 75, child.said()
+        assert child.committed() == []
+        assert "error: stopped because the time is nearly up\n" in child.said()
+        check_says_what_stays(child, "no step is saved, tokenised rows stay")
 
 
 STARTS = {  # how ranks are started without our launcher -> (argv, ranks)

@@ -12,14 +12,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from launch.base import files
 from launch.run_folder import manifest
 from launch.run_folder.layout import RunDir
+from launch.schema.run_sections import END_S, FIRST_SAVE_S
 from training.control.heartbeat import Heartbeat
 from training.control.stop_word import Control, Halted, Word
 from training.log import logger
 
 _DISK_INTERVAL_S = 5.0
 DISK_LOW = 1.35  # times the last checkpoint: the next checkpoint, which takes 1.1, is written now
-_FIRST_SAVE_S = 10.0  # allowed for the first checkpoint
-_MARGIN_S = 5.0  # time for the ranks to end after the checkpoint
 
 
 class StopConditions:
@@ -30,14 +29,14 @@ class StopConditions:
         self._run = run
         # latest end, on this machine's monotonic clock
         self._end_s = float(os.environ.get("LOWMEM_END_S") or "inf")
-        self._save_s, self._save_bytes, self._free_bytes = _FIRST_SAVE_S, 0, 0
+        self._save_s, self._save_bytes, self._free_bytes = FIRST_SAVE_S, 0, 0
         self._step_s = self._disk_checked_s = self._called_s = 0.0
 
     def __call__(self) -> Word:
         now_s = time.monotonic()
         self._step_s = max(now_s - (self._called_s or now_s), self._step_s / 2)
         self._called_s = now_s
-        if now_s + 2 * (self._save_s + self._step_s) + _MARGIN_S >= self._end_s:
+        if now_s + 2 * (self._save_s + self._step_s) + END_S >= self._end_s:
             return Word.TIME_UP
         if self._save_bytes and now_s - self._disk_checked_s > _DISK_INTERVAL_S:
             self._disk_checked_s = now_s
