@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -48,6 +49,9 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
         Ledger(workspace.ledger_file, screen.say).record(
             _measurement(choice, run, result, steady, screen)
         )
+    # an earlier attempt trained the last step, and the last one exported alone
+    if is_complete and events and events[-1].step == result.summary["step"]:
+        result = replace(result, summary={**result.summary, "loss": events[-1].loss})
     score = result.summary.get("exact_match_after")
     chat = [chat_command(recipe.output_dir), *sample_lines(recipe.data.sources[0].path, score)]
     screen.say(*text.result_lines(recipe, machine, plan, result, chat))

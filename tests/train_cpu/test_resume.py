@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -282,6 +283,8 @@ def test_a_run_that_was_killed_after_its_last_step_trains_no_further_one(tmp_pat
     again = builders.launch(tmp_path / "workspace", *words)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "all 8 steps had been trained" in again.stdout
+    losses = [re.findall(r"^  loss +(.+)", done.stdout, re.MULTILINE) for done in (first, again)]
+    assert losses[0] == losses[1] and "on the last step" in losses[0][0], losses
     assert [event["step"] for event in builders.events(run)] == list(range(1, 9))
     weights = builders.weights(tmp_path / "model")
     for name, weight in builders.weights(tmp_path / "first_model").items():
