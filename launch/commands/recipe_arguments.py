@@ -20,7 +20,7 @@ from launch.base.workspace import FILES
 from launch.commands import foreign_launcher
 from launch.predict.facts import Wishes
 from launch.probe import described
-from launch.recipe import key_reference, load
+from launch.recipe import key_reference, load, strict_yaml
 from launch.recipe.strict_yaml import show
 from launch.schema.machine import Machine
 from launch.schema.recipe import Recipe
@@ -272,6 +272,8 @@ def _one_dash(arguments: Namespace, word: str) -> ConfigError:
 def _advice(arguments: Namespace, name: str, plain: str, value: str, is_key: bool) -> str:
     """The error for an unknown flag or a key without a value, with what to type instead."""
     types = {key.name: key.type for key in key_reference.all_keys()}
+    if plain in SECTIONS and value.startswith("{"):
+        return f"{name}: a section is no flag; {_of_section(plain, value, types)}"
     if is_key and plain in types:
         return f"{name}: a key of the recipe needs a value; write {_typed(plain, types[plain], '')}"
     section = plain.rpartition(".")[0]
@@ -287,6 +289,17 @@ def _advice(arguments: Namespace, name: str, plain: str, value: str, is_key: boo
         return f"{name}: no such {'key' if section else 'flag'}; write {instead}"
     lists = f"python -m launch keys {section if section in SECTIONS else ''}".rstrip()
     return f"{name}: no such {'key' if section else 'flag or key'}; {lists} lists the keys"
+
+
+def _of_section(section: str, value: str, types: Mapping[str, str]) -> str:
+    """Name the flags of a section that was typed as a mapping. Raises ConfigError where it is
+    none."""
+    values = strict_yaml.parse_value(value, (section, ""), f"--{section}")
+    texts = {f"{section}.{key}": strict_yaml.plain(inner) for key, inner in values.items()}
+    if not texts or texts.keys() - types.keys():
+        lists = f"python -m launch keys {section} lists them"
+        return f"write each of its keys as --{section}.KEY=VALUE; {lists}"
+    return f"write {' '.join(_typed(key, types[key], text) for key, text in texts.items())}"
 
 
 def _flag(arguments: Namespace, plain: str, value: str) -> str | None:

@@ -141,6 +141,12 @@ def test_a_stop_signal_during_the_imports_ends_with_a_documented_exit_code(
     [
         (["--training.lerning_rate=1"], 2, "did you mean learning_rate"),
         (["--lora=true"], 2, "--lora: no such flag; write --lora.r=VALUE"),
+        (
+            ["--training={seed: 3, optim: sgd}"],
+            2,
+            "--training: a section is no flag; write --training.seed=3 --training.optim=sgd",
+        ),
+        (["--lora={rang: 8}"], 2, "write each of its keys as --lora.KEY=VALUE; python -m launch"),
         (["--bogus"], 2, "--bogus: no such flag or key; python -m launch keys lists the keys"),
         (["-training.seed=3"], 2, "-training.seed: flags have two dashes; write --training.seed=3"),
         (["-n"], 2, "-n: flags have two dashes; see python -m launch run --help"),
