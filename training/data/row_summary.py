@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ _REPORT_ROWS, _ALL_REPORT_ROWS, _REPORT_CHARACTERS, _REPORT_ERRORS, _ERROR_CHARA
     *(5, 20, 2000, 3, 400),
 )
 NUM_READ = 1000  # rows
+_NO_ANSWER = "no answer in it has a loss"  # the reason of a sample that is left out at any length
 _ESCAPE = "\\"  # mark before a text that is written as a special token is
 
 
@@ -83,6 +84,7 @@ class RowSummary:
         self.counts, self._lengths = CacheCounts(), array("q")
         self._left_out, self._methods = Counter[str](), Counter[str]()
         self._contents, self._num_held_out, self._num_files = Counter[str](), 0, 0
+        self._longest_prompt = 0  # tokens, of those that fill data.max_length
 
     def add_first(self, file: Path, num_read: int, num_shown: int) -> None:
         """Read the first rows of a file, no more than MOST_CHARACTERS of them."""
@@ -191,9 +193,16 @@ class RowSummary:
         """The reason why a sample is left out."""
         settings = self._encoder.settings
         unlimited = replace(settings, max_length=UNLIMITED)
-        if replace(self._encoder, settings=unlimited).encode([sample])[0]:
+        if rows := replace(self._encoder, settings=unlimited).encode([sample])[0]:
+            prompt = takewhile(lambda label: label == IGNORED, rows[0]["labels"])
+            self._longest_prompt = max(self._longest_prompt, len([*prompt]))
             return f"its prompt fills data.max_length {settings.max_length}"
-        return "no answer in it has a loss"
+        return _NO_ANSWER
+
+    def _with_longest(self, reason: str) -> str:
+        """A reason of many samples, with the longest of their prompts."""
+        is_prompt = reason != _NO_ANSWER
+        return f"{reason}, the longest has {self._longest_prompt:,} tokens" if is_prompt else reason
 
     def _shown(self, row: Row, place: str) -> ShownRow:
         ids, labels = row["input_ids"], row["labels"]
@@ -248,7 +257,7 @@ class RowSummary:
             self._tokens.data_format.template,
             self.rows,
             self.counts.samples,
-            dict(self._left_out),
+            {self._with_longest(reason): count for reason, count in self._left_out.items()},
             self.counts.truncated,
             self.counts.target_tokens,
             self._lengths.tolist(),

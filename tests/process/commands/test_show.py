@@ -56,7 +56,10 @@ def test_rows_are_shown_with_their_loss_and_the_reason_for_which_they_are_left_o
     assert "<|user|>one\n[2]<|assistant|>⟦answer<|end|>⟧" in shown
     assert f"{rows}:2: left out, its prompt fills data.max_length 64" in shown
     assert f"{rows}:3: left out, no answer in it has a loss" in shown
-    assert "the first 3 were read, 1 left out (its prompt fills" in shown
+    assert (
+        "the first 3 were read, 1 left out (its prompt fills data.max_length 64, the longest"
+        in shown
+    )
 
 
 def test_tokens_of_a_t5_are_those_of_source_and_target(launch, recipe):
@@ -239,7 +242,7 @@ def test_a_dry_run_renders_the_first_rows_once(launch, recipe, tmp_path, monkeyp
             ["show"],
             {"prompt": "1 " * 90, "response": "a"},
             5,
-            "its prompt fills data.max_length 64",
+            "its prompt fills data.max_length 64, the longest has 182 tokens",
         ),
     ],
 )
