@@ -152,6 +152,7 @@ def _watch(workspace: Workspace, arguments: Namespace) -> int | None:
     from rich.console import Console
     from rich.live import Live
 
+    from launch.status import screen
     from launch.status.watcher import Watcher, cards
 
     watcher = Watcher(workspace, arguments.run)
@@ -165,12 +166,14 @@ def _watch(workspace: Workspace, arguments: Namespace) -> int | None:
         return None
     console = Console()
     if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
-        console.print(watcher.page(), soft_wrap=True)
+        page = screen.in_encoding(watcher.page(), console.encoding)
+        console.print(page, soft_wrap=True)
         return None
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
-                live.update(watcher.page(console), refresh=True)
+                page = screen.in_encoding(watcher.page(console), console.encoding)
+                live.update(page, refresh=True)
                 time.sleep(_INTERVAL_S)
     except Interrupted as stopped:  # Ctrl-C is how one leaves it
         return stopped.exit_code

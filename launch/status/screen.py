@@ -15,6 +15,7 @@ from launch.status.cards import CardState
 from launch.status.runs import RunState
 
 BARS = "▁▂▃▄▅▆▇█"
+_ASCII = str.maketrans(f"{BARS}°", ".:-=+*%# ")  # for a terminal that lacks one of them
 _CURVE_COLUMNS = 24
 STYLES = {
     "complete": "green",
@@ -39,6 +40,15 @@ def page(
     if terminal:
         blocks = _fitting(blocks, terminal, terminal.height - _rows(below, terminal))
     return Text("\n").join([*(line for block in blocks for line in block), *below])
+
+
+def in_encoding(page: Text, encoding: str) -> Text:
+    """The page with a curve that a terminal of that encoding can show."""
+    try:
+        BARS.encode(encoding)
+    except UnicodeEncodeError:
+        page.plain = page.plain.translate(_ASCII)
+    return page
 
 
 def _fitting(blocks: list[list[Text]], terminal: Console, rows: int) -> list[list[Text]]:
@@ -111,9 +121,11 @@ def curve(values: Sequence[float], columns: int = _CURVE_COLUMNS) -> str:
     ]
     drawn = [value for value in means if math.isfinite(value)]
     low, high = min(drawn, default=0.0), max(drawn, default=0.0)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    span = high - low  # 0, or infinite: all bars are the lowest
+    shares = [(value - low) / span if 0 < span < math.inf else 0.0 for value in means]
     return "".join(
-        BARS[round((value - low) * scale)] if math.isfinite(value) else " " for value in means
+        BARS[round((len(BARS) - 1) * share)] if math.isfinite(value) else " "
+        for value, share in zip(means, shares, strict=True)
     )
 
 

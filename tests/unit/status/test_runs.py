@@ -373,6 +373,8 @@ def test_the_last_evaluation_is_shown(run):
         ((), ""),
         ((1.0, 1.0), "▁▁"),
         ((0.0, 7.0), "▁█"),
+        ((1e-310, 0.0), "█▁"),
+        ((1e308, -1e308), "▁▁"),
         ((0.0, math.nan, 7.0), "▁ █"),
         ((math.inf,), " "),
         (tuple(map(float, range(8))), "▁▂▃▄▅▆▇█"),
@@ -381,6 +383,19 @@ def test_the_last_evaluation_is_shown(run):
 )
 def test_a_curve_has_a_bar_for_each_value_or_mean(values, bars):
     assert screen.curve(values) == bars
+
+
+@pytest.mark.parametrize(
+    ("encoding", "drawn"), [("utf-8", "▁▂▃▄▅▆▇█"), ("ascii", ".:-=+*%#"), ("latin-1", ".:-=+*%#")]
+)
+def test_a_terminal_without_the_bars_gets_a_curve_of_signs(run, encoding, drawn):
+    for step in range(1, 9):
+        write_steps(run, range(step, step + 1), loss=float(step))
+    with locks.lock(run.lock_file, "it"):
+        page = screen.page([runs.RunFiles(run).state()], [], [])
+    colours = page.spans
+    assert f"  loss 8  {drawn}  1,600 tokens/s" in screen.in_encoding(page, encoding).plain
+    assert page.spans == colours
 
 
 def test_a_card_is_a_line():
