@@ -16,6 +16,8 @@ from launch.commands.submit.job import JobDir
 from launch.recipe.paths import pinned
 from launch.recipe.strict_yaml import show
 
+_NO_JOB = "cron starts no job of"
+
 
 def main(workspace: Workspace, unparsed: Sequence[str], environ: Mapping[str, str]) -> None:
     argv = list(unparsed)
@@ -53,7 +55,8 @@ def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str
     state = "starts" if is_new else "already starts"
     say(f"cron {state} job {name} at {times}: python -m launch run {shlex.join(argv)}")
     say(
-        f"its output goes to {job_dir.output}; python -m launch submit cron list shows how it ended"
+        f"its output goes to {job_dir.output}; python -m launch submit cron list shows how its"
+        f" newest start ended, submit cron remove {name} takes the job out of cron"
     )
 
 
@@ -72,7 +75,7 @@ def _list(workspace: Workspace, unparsed: Sequence[str]) -> None:
         say(f"  python -m launch run {shlex.join(scheduled.argv)}")
         say(f"  {_how_it_ended(job_dir)}")
     if not jobs:
-        say(f"cron starts no job of {workspace.root}")
+        say(f"{_NO_JOB} {workspace.root}")
 
 
 def _how_it_ended(job_dir: JobDir) -> str:
@@ -94,9 +97,9 @@ def _remove(workspace: Workspace, unparsed: Sequence[str]) -> None:
         each.name: job_dir for job_dir, each in job.all_jobs(workspace).items() if each.schedule
     }
     if len(unparsed) != 1 or unparsed[0] not in jobs:
+        there = f"expected one of {', '.join(jobs)}" if jobs else f"{_NO_JOB} {workspace.root}"
         raise ConfigError(
-            f"submit cron remove: found {shlex.join(unparsed) or 'nothing'}, expected one of"
-            f" {', '.join(jobs) or 'none, as there is no job of cron'}"
+            f"submit cron remove: found {shlex.join(unparsed) or 'no name of a job'}; {there}"
         )
     crontab.remove(workspace.root, unparsed[0])
     job_dir = jobs[unparsed[0]]

@@ -28,8 +28,8 @@ def check(times: str) -> str:
     plain = " ".join(times.split())
     if not (plain.isascii() and plain.isprintable() and TIMES.fullmatch(plain)):
         raise ConfigError(
-            f"submit cron {show(times)}: expected five fields, minute hour day month weekday, such"
-            ' as "0 2 * * *", or @daily, @weekly, @reboot'
+            f"submit cron {show(times)}: expected five fields in quotes, minute hour day month"
+            ' weekday, such as "0 2 * * *", or @daily, @weekly, @reboot'
         )
     return plain
 

@@ -47,7 +47,10 @@ FLAGS = {
         "metavar": "KEY=A,B",
         "help": "local, slurm: a job for each value, and for each combination of several --sweep",
     },
-    "--print": {"action": "store_true", "help": "slurm: print the script, and no more"},
+    "--print": {
+        "action": "store_true",
+        "help": "slurm, skypilot, dstack: print the script or the file, and no more",
+    },
     "--sbatch": {
         "action": "append",
         "default": [],
@@ -56,6 +59,13 @@ FLAGS = {
     },
     "--part": {"default": "", "help": "of a job that its script starts"},
     **recipe_arguments.MACHINE_FLAGS,
+}
+
+
+_PRINTS_NOTHING = {  # place -> what to type instead of --print
+    "local": "leave it out to start the job; python -m launch run RECIPE --dry-run shows its plan",
+    "cron": "leave it out to add a line to your crontab, which submit cron remove JOB takes away"
+    " again; python -m launch run RECIPE --dry-run shows the plan",
 }
 
 
@@ -98,10 +108,10 @@ def _refuse_flags(arguments: Namespace) -> None:
     }
     for flag, places in of_place.items():
         if getattr(arguments, flag[2:]) and arguments.place not in places:
-            raise ConfigError(
-                f"submit {arguments.place}: {flag} is for {' and '.join(places) or 'scripts'};"
-                " leave it out"
-            )
+            *first, last = places or ("scripts",)
+            names = f"{', '.join(first)} and {last}" if first else last
+            instead = (flag == "--print" and _PRINTS_NOTHING.get(arguments.place)) or "leave it out"
+            raise ConfigError(f"submit {arguments.place}: {flag} is for {names}; {instead}")
     if arguments.place in ("skypilot", "dstack") and not arguments.print:
         raise ConfigError(
             f"submit {arguments.place}: lowmem only writes its file; add --print, and give the file"
