@@ -207,15 +207,20 @@ class RunDir:
 
     def is_removable(self) -> bool:
         """True if all of the folder is ours: it has a plan, or has begun to tokenise, or no file
-        but the lock, and no other names than a run writes. What lies behind a link never is."""
+        but those of a start that dropped its attempts, and no other names than a run writes. What
+        lies behind a link never is."""
         if self.root.is_symlink() or self.root.parent.is_symlink() or not self.root.is_dir():
             return False
         written = {path.name for path in vars(self).values()} | {"attempts"}
         if not written.issuperset(path.name for path in self.root.iterdir()):
             return False
-        paths = (path for path in self.root.rglob("*") if path != self.lock_file)
         begun = (attempt.tokenising_file.is_file() for attempt in self.attempts())
-        return self.plan_file.is_file() or any(begun) or all(path.is_dir() for path in paths)
+        if self.plan_file.is_file() or any(begun):
+            return True
+        # a start that is killed while it drops them leaves its lock and these
+        of_start = {self.recipe_yaml, *(self.root / "attempts").rglob("*")}
+        ours = {self.lock_file, *(of_start if self.lock_file.is_file() else ())}
+        return all(path.is_dir() or path in ours for path in self.root.rglob("*"))
 
     @property
     def is_dry_run(self) -> bool:

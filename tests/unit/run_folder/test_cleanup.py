@@ -181,6 +181,26 @@ def test_a_start_that_ended_before_its_plan_goes_a_dry_run_of_now_stays(workspac
     assert new.root.exists() and recent.root.exists()
 
 
+def test_what_is_left_of_a_start_that_was_killed_while_it_dropped_its_attempts_goes(
+    workspace, capsys
+):
+    dropped, half_dropped, theirs = (
+        RunDir.create(workspace.runs, "wish", datetime(2025, 1, day)) for day in (1, 2, 3)
+    )
+    for run in (dropped, half_dropped):
+        with layout.run_lock(run):
+            run.recipe_yaml.write_text("name: wish")
+    half_dropped.new_attempt().log_file.write_text("tokenising")
+    theirs.recipe_yaml.write_text("name: mine")  # no start has locked it
+    for run in (dropped, half_dropped, theirs):
+        os.utime(run.root, (LONG_AGO, LONG_AGO))
+    assert main(["runs", "clean"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("a start without a plan: wish/2025010") == 2
+    assert not dropped.root.exists() and not half_dropped.root.exists()
+    assert theirs.recipe_yaml.read_text() == "name: mine"
+
+
 def test_the_list_has_each_run_with_its_outcome_and_size(workspace, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     made(workspace, 0)
