@@ -45,8 +45,11 @@ class _RunRow:
 
 def rows(runs: Path) -> list[_RunRow]:
     """Every run, the newest first; what to do about an end is said of the newest of a recipe."""
-    listed = RunDir.listed(runs)
-    newest, waiting = newest_of_recipes(run.root for run in listed), waiting_folders()
+    listed, waiting = RunDir.listed(runs), waiting_folders()
+    # starts that wait with rows that another one has tokenised
+    roots = {Path(folder) for folder in waiting} - {run.root for run in listed}
+    listed += [RunDir(root) for root in roots if root.parent.parent == runs and root.is_dir()]
+    newest = newest_of_recipes(run.root for run in listed)
     rows = (_row(run, waiting, run.root in newest) for run in listed)
     return sorted(rows, key=lambda row: Path(row.folder).name, reverse=True)
 

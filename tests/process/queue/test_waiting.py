@@ -3,6 +3,7 @@ signals without a trace."""
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -158,6 +159,9 @@ def test_a_signal_ends_a_run_that_waits_at_once_without_a_ticket(
         line = next(line for line in child.stdout if "waiting as run 2 for" in line)
         assert "of host RAM, of which 0.20 GiB can be had; leased: run 1 of" in line
         assert [lease.record.state for lease in leases.live(tmp_path)] == ["granted", "waiting"]
+        # the second one finds its rows tokenised
+        listed = builders.launch(workspace, "runs", LOWMEM_LEASES=str(tmp_path)).stdout
+        assert re.search(r"^tiny/\S+ +waiting ", listed, re.MULTILINE), listed
         child.send_signal(number)
         rest = child.stdout.read()
         assert child.wait() == code

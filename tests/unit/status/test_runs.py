@@ -256,6 +256,10 @@ def test_a_run_that_waits_is_waiting_whatever_its_files_lack(run, watcher, monke
         assert "tiny" in watched.waiting()[0]
         assert screen.page(watched.runs(), [], []).plain == "tiny/20260101-000000  waiting"
     assert [row.state for row in table.rows(run.root.parents[1])] == ["waiting"]
+    run.plan_file.unlink()  # rows are there, and it has made no plan that it keeps
+    assert [row.state for row in table.rows(run.root.parents[1])] == ["waiting"]
+    assert table.rows(run.root.parents[1] / "elsewhere") == []
+    run.plan_file.touch()
     waiting.clear()
     assert [state.state for state in watcher().runs()] == ["lost"]
     assert watcher().waiting() == []
