@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,9 +88,12 @@ def test_tokens_added_under_lora_are_trained_and_load_in_plain_peft(tmp_path, ti
         for name, tensor in loaded.named_parameters()
         if "lora_" not in name and "trainable_tokens" not in name
     )
+    chat = [sys.executable, str(builders.CODE / "scripts/chat.py"), str(tmp_path / "model"), "red"]
+    answered = subprocess.run(chat, capture_output=True, text=True)
+    assert (answered.returncode, answered.stderr) == (0, "")
     out = tmp_path / "merged"
     done = builders.launch(tmp_path, "merge", str(tmp_path / "model"), "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
     merged = AutoModelForCausalLM.from_pretrained(out).eval()
     text = torch.tensor([exported("<|im_start|>user\n1: red<|im_end|>").input_ids])
     with torch.no_grad():

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as transformers_logging
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import cause
@@ -318,7 +319,10 @@ def grow_vocabulary(model: Network, vocab_size: int, seed: int = 0) -> None:
     same seed on every rank."""
     if vocab_size > model.get_input_embeddings().num_embeddings:
         torch.manual_seed(seed)
+        verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # it warns that the rows are near the mean
         model.resize_token_embeddings(vocab_size)
+        transformers_logging.set_verbosity(verbosity)
 
 
 def decoder_start(config: PreTrainedConfig, pad_token_id: Any) -> int:
