@@ -217,7 +217,8 @@ for dtype in (torch.float16, torch.float32):
 
 
 @pytest.mark.parametrize(
-    ("capability", "kernels"), [("7.5", ("Efficient", "Efficient")), ("8.0", ("Flash", "Efficient"))]
+    ("capability", "kernels"),
+    [("7.5", ("Efficient", "Efficient")), ("8.0", ("Flash", "Efficient"))],
 )
 def test_grouped_heads_get_a_fused_kernel(tmp_path: Path, capability, kernels):
     named = [f"ScaledDotProduct{kernel}AttentionBackward0" for kernel in kernels]

@@ -14,7 +14,6 @@ from transformers.integrations import sdpa_attention
 
 from training.compat.transformers_private import Network
 
-
 _groups_heads = sdpa_attention.use_gqa_in_sdpa
 
 
