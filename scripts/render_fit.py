@@ -30,6 +30,7 @@ FILE = CODE / "docs" / "fit.md"
 PICTURE = CODE / "docs" / "compared.svg"
 # a card, and the RAM in GiB of its machine
 CARDS = {
+    "T4": 64,
     "RTX 3060": 64,
     "RTX 4060 Ti 16GB": 64,
     "RTX 3090": 64,

@@ -177,12 +177,17 @@ def _fit(fit: Fit, facts: Sequence[Facts]) -> Fit:
     """The choice of the planner's search for the first recipe for which there is one; else what
     the last lacks. What cannot fit is not traced."""
     judged: list[Judged] = []
+    last = facts[0]
     for each in facts:
-        fit = replace(fit, recipe=each.recipe)
         try:
             judged = planner.at_least(each)
         except (ConfigError, ResourceError) as error:
-            return replace(fit, refused=str(error))
+            if (
+                judged
+            ):  # weights in bf16, which the card does not have: the first's shortage is told
+                break
+            return replace(fit, recipe=each.recipe, refused=str(error))
+        last, fit = each, replace(fit, recipe=each.recipe)
         if all(loser.misses for loser in judged):
             continue
         verdicts: list[tuple[Judged, str]] = []
@@ -193,7 +198,7 @@ def _fit(fit: Fit, facts: Sequence[Facts]) -> Fit:
         if chosen is not None:
             return replace(fit, chosen=chosen)
         judged = [loser for loser, _ in verdicts]
-    return _with_shortage(fit, facts[-1], judged)
+    return _with_shortage(fit, last, judged)
 
 
 def _with_shortage(fit: Fit, facts: Facts, losers: Sequence[Judged]) -> Fit:

@@ -95,6 +95,12 @@ def test_a_reason_names_what_is_short_and_a_key_that_helps(card, ram_gib, model,
     assert re.match(key, row.fits_with)
 
 
+def test_where_a_card_has_no_bf16_the_shortage_of_float32_weights_is_told(tmp_path):
+    machine = described.from_words("T4", 1, 64)
+    (row,) = fit.fits(machine, ASSUMED_CUDA, tmp_path, ("llama3.1-70b",), ("full",), (512,))
+    assert row.shortage.startswith("short by at least ") and not row.refused
+
+
 @pytest.mark.modes
 @pytest.mark.parametrize("method", fit.METHODS)
 def test_the_line_of_a_row_makes_the_plan_that_the_row_shows(tmp_path, method):
