@@ -182,9 +182,7 @@ def _fit(fit: Fit, facts: Sequence[Facts]) -> Fit:
         try:
             judged = planner.at_least(each)
         except (ConfigError, ResourceError) as error:
-            if (
-                judged
-            ):  # weights in bf16, which the card does not have: the first's shortage is told
+            if judged:  # the card has no bf16: what float32 weights lack is told
                 break
             return replace(fit, recipe=each.recipe, refused=str(error))
         last, fit = each, replace(fit, recipe=each.recipe)
