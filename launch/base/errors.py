@@ -21,7 +21,7 @@ EXIT_CODES = {
     11: "network",
     12: "out of GPU memory",
     13: "the exported model differs",
-    75: "stopped by a signal",
+    75: "stopped early, goes on",
     130: "stopped by Ctrl-C",
 }
 _WITHOUT_RANKS = ("merge", "download", "export", "evaluate")  # verbs that start none

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from launch.base.workspace import FILES
@@ -47,14 +47,18 @@ def class_of(name: str) -> str | None:
 
 def of_cards(gpus: Sequence[Gpu], is_compiled: bool = False) -> SecondsMargin | None:
     """The margin for these cards; None unless all are of one class, of which enough trainings were
-    measured. `is_compiled`: of compiled trainings, where enough of them were."""
+    measured. `is_compiled`: of compiled trainings, or of the others where too
+    few of them were."""
     rows = [cards.look_up(gpu) for gpu in gpus]
     classes = {class_of(row.name) if row and is_named else None for row, is_named in rows}
     if len(classes) != 1:
         return None
     name = classes.pop() or ""
-    compiled = _table().get(name + COMPILED) if is_compiled else None
-    return compiled or _table().get(name)
+    plain = _table().get(name)
+    if not is_compiled:
+        return plain
+    others = plain and replace(plain, cards=f"{name}, not compiled")
+    return _table().get(name + COMPILED) or others
 
 
 @cache

@@ -65,11 +65,17 @@ def markdown(fits: Sequence[Fit]) -> str:
 
 
 def margin_line(fits: Sequence[Fit]) -> str:
-    """A sentence on the margin of the tokens a second."""
+    """A sentence on the margin of the tokens a second, and on autocast where the card has no
+    bf16."""
     margin = fits[0].margin
-    if margin is None:
-        return "tok/s: no evidence for this card: too few trainings on cards like it were measured."
-    return f"tok/s in brackets: {margin.reason}."
+    line = (
+        f"tok/s in brackets: {margin.reason}."
+        if margin
+        else "tok/s: no evidence for this card: too few trainings on cards like it were measured."
+    )
+    chosen = (fit.chosen.candidate for fit in fits if fit.chosen)
+    is_fp16 = any(candidate.mixed_precision == "fp16" for candidate in chosen)
+    return f"{line} fp16 autocast: this card has no bf16." if is_fp16 else line
 
 
 def as_json(fits: Sequence[Fit]) -> list[dict[str, Any]]:

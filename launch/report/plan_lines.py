@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.base.text import WHOLE, duration, pace, size, step_seconds
+from launch.plan.kernels import COMPILE_S
 from launch.plan.planner import Choice
 from launch.predict import seconds_margins
 from launch.predict.budgets import host_budget_bytes
@@ -430,6 +431,9 @@ def _time_text(
     steps_left = max(steps - finished_steps, 0)
     seconds = plan.seconds_per_step * steps_left
     count = f"{steps_left:,} of {steps:,} steps left" if finished_steps else f"{steps:,} steps"
+    if plan.strategy.levers.torch_compile:
+        seconds += COMPILE_S
+        count += " + compiling"
     if plan.seconds_per_evaluation:
         epoch_steps = -(-(plan.num_samples or steps) // plan.strategy.effective_batch_size)
         every = recipe.training.eval_steps or epoch_steps

@@ -101,6 +101,13 @@ def test_where_a_card_has_no_bf16_the_shortage_of_float32_weights_is_told(tmp_pa
     assert row.shortage.startswith("short by at least ") and not row.refused
 
 
+def test_a_table_says_that_a_card_without_bf16_computes_in_fp16(tmp_path):
+    machine = described.from_words("T4", 1, 64)
+    traces = Path(os.environ["LOWMEM_TRACES"])
+    rows = [*fit.fits(machine, ASSUMED_CUDA, traces, ("qwen2.5-0.5b",), ("lora",), (512,))]
+    assert fit_table.margin_line(rows).endswith(". fp16 autocast: this card has no bf16.")
+
+
 @pytest.mark.modes
 @pytest.mark.parametrize("method", fit.METHODS)
 def test_the_line_of_a_row_makes_the_plan_that_the_row_shows(tmp_path, method):

@@ -78,7 +78,7 @@ def test_a_card_has_the_margin_of_its_class(words, name):
     [
         ("RTX A6000", "RTX A and A40, compiled"),
         ("A100 SXM 80GB", "A100 and A800, compiled"),
-        ("RTX 3090", "GeForce"),  # of which four were compiled
+        ("RTX 3090", "GeForce, not compiled"),  # of which few were compiled
         ("RTX A5000 Laptop", None),
     ],
 )

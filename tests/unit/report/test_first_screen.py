@@ -88,10 +88,11 @@ def test_a_compiled_training_has_the_margin_of_compiled_ones():
     """Of trainings on such cards, none was measured that is not compiled."""
     on = machine(cards=(replace(gpu(), name="RTX A6000"),))
     assert "no evidence" in value(screen(on=on, seconds_per_step=12.3), "time")
-    recipe = recipe_of(training={"torch_compile": True})
+    recipe = recipe_of(training={"torch_compile": True, "max_steps": 60})
     made = replace(plan(recipe, on), seconds_per_step=12.3)
     (time,) = (row for row in plan_lines.facts(recipe, on, made) if row.label == "time")
     assert "(RTX A and A40, compiled)" in time.why[0]
+    assert "x 60 steps + compiling = 13 min" in time.value  # 12 without it
 
 
 def test_cores_that_others_have_are_said_with_what_they_cost():
