@@ -56,6 +56,12 @@ def test_cron_starts_a_run_in_its_bare_environment_and_its_end_is_listed(place, 
     assert "cron already starts job tiny-cron" in submit(place, workspace, *words)
     assert table(place)[0] == OTHERS_LINE and len(table(place)) == 2
     assert "not started yet" in submit(place, workspace, "cron", "list")
+    lines = table(place)
+    refused = (sys.executable, "-m", "launch", "submit", "cron", "0 2 * * fry", *words[2:])
+    done = place.run(refused, builders.environment(workspace))
+    assert done.returncode == 2 and "refuses the times '0 2 * * fry': " in done.stderr
+    assert table(place) == lines
+    assert "tiny-cron: * * * * *\n" in submit(place, workspace, "cron", "list")
     place.boot()
 
     def ended() -> bool:

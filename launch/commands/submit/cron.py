@@ -44,14 +44,9 @@ def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str
         for job_dir, each in job.all_jobs(workspace).items()
         if each.schedule and (each.argv, each.cwd) == (tuple(argv), Path.cwd())
     ]
-    job_dir = job.schedule(workspace, same[0] if same else None, argv, recipe, environ, times)
+    old = same[0] if same else None
+    job_dir, is_new = job.schedule(workspace, old, argv, recipe, environ, times)
     name = job_dir.root.name
-    try:
-        is_new = crontab.add(workspace.root, name, times, job_dir.script, job_dir.output)
-    except ConfigError:
-        if not same:
-            job.remove(job_dir)
-        raise
     state = "starts" if is_new else "already starts"
     say(f"cron {state} job {name} at {times}: python -m launch run {shlex.join(argv)}")
     say(

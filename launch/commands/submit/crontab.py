@@ -43,7 +43,7 @@ def add(workspace: Path, name: str, times: str, script: Path, output: Path) -> b
     # of a command, cron takes % for the end of the line
     mark = _mark(workspace, name)
     line = os.fsencode(f"{times} {command.replace('%', chr(92) + '%')} ") + mark
-    with _changing() as lines:
+    with _changing(f"the times {show(times)}") as lines:
         if line in lines:
             return False
         lines[:] = [each for each in lines if not each.endswith(mark)]
@@ -71,8 +71,9 @@ def _mark(workspace: Path, name: str) -> bytes:
 
 
 @contextmanager
-def _changing() -> Iterator[list[bytes]]:
-    """The lines of this user's crontab, written back if they were changed, one change at a time."""
+def _changing(content: str = "the lines that stay") -> Iterator[list[bytes]]:
+    """The lines of this user's crontab, written back if they were changed, one change at a time.
+    `content` names what crontab may refuse."""
     if _program() is None:
         raise ResourceError(
             "cron: no crontab program; install it (Debian, Ubuntu: apt install cron)"
@@ -84,7 +85,7 @@ def _changing() -> Iterator[list[bytes]]:
         lines = list(before)
         yield lines
         if lines != before:
-            _write(lines)
+            _write(lines, content)
 
 
 def _program() -> str | None:
@@ -101,15 +102,14 @@ def _read() -> list[bytes]:
     return done.stdout.removesuffix(b"\n").split(b"\n") if done.stdout else []
 
 
-def _write(lines: list[bytes]) -> None:
+def _write(lines: list[bytes], content: str) -> None:
     """Raises ConfigError for a line that cron does not take."""
     if not lines:
         _run("-r")
         return
     done = _run("-", b"".join(line + b"\n" for line in lines))
     if done.returncode:
-        line = lines[-1].decode(errors="replace")
-        raise ConfigError(f"crontab refuses the line {show(line)}: {_said(done)}")
+        raise ConfigError(f"crontab refuses {content}: {_said(done)}; man 5 crontab has the rules")
 
 
 def _said(done: subprocess.CompletedProcess[bytes]) -> str:

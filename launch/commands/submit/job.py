@@ -35,6 +35,7 @@ from launch.base.errors import (
 )
 from launch.base.workspace import CHECKOUT, CODE, Workspace
 from launch.commands.recipe_arguments import AUTO, RecipeArguments
+from launch.commands.submit import crontab
 from launch.predict.facts import Facts
 from launch.predict.models import weight_files
 from launch.recipe import load
@@ -180,14 +181,22 @@ def schedule(
     recipe: Recipe,
     environ: Mapping[str, str],
     times: str,
-) -> JobDir:
-    """Write a job that reads recipe, data and code anew at each of its times, in place of an old
-    one."""
+) -> tuple[JobDir, bool]:
+    """Let cron start a job that reads recipe, data and code anew at each of its times, in place of
+    an old one. False: its line was there already. Times that crontab refuses change nothing."""
     _check_names(workspace, recipe, environ)
     job_dir = old or _new(workspace, f"{recipe.name}-cron")
-    job = SubmittedJob(job_dir.root.name, tuple(argv), Path.cwd(), time.time(), schedule=times)
-    _write(job_dir, job, workspace, recipe, environ, CODE)
-    return job_dir
+    name = job_dir.root.name
+    job = SubmittedJob(name, tuple(argv), Path.cwd(), time.time(), schedule=times)
+    try:
+        is_new = crontab.add(workspace.root, name, times, job_dir.script, job_dir.output)
+        _write(job_dir, job, workspace, recipe, environ, CODE)
+    except BaseException:
+        if not old:
+            remove(job_dir)
+            crontab.remove(workspace.root, name)
+        raise
+    return job_dir, is_new
 
 
 def plain_line(workspace: Workspace, argv: Sequence[str]) -> tuple[str, ...]:

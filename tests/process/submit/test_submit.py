@@ -160,11 +160,13 @@ def test_times_of_cron_are_five_fields_or_a_word():
 
 @pytest.fixture
 def crontab_file(tmp_path, monkeypatch) -> Path:
-    """A program in place of cron's, which keeps the lines in this file."""
+    """A program in place of cron's, which keeps the lines in this file, and knows no day fry."""
     file, program = tmp_path / "tab", tmp_path / "bin" / "crontab"
     program.parent.mkdir()
+    refuse = f"if grep fry {file}.new; then echo bad day-of-week >&2; exit 1; fi"
     program.write_text(
-        f'#!/bin/sh\ncase "$1" in -l) cat {file};; -r) rm {file};; -) cat >{file};; esac\n'
+        f'#!/bin/sh\ncase "$1" in -l) cat {file};; -r) rm {file};;'
+        f" -) cat >{file}.new; {refuse}; mv {file}.new {file};; esac\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
@@ -186,6 +188,39 @@ def test_the_lines_of_others_in_a_crontab_stay_byte_for_byte(tmp_path, crontab_f
     assert crontab.is_there(tmp_path, "a") and not crontab.is_there(tmp_path, "t")
     crontab.remove(tmp_path, "a")
     assert crontab_file.read_bytes() == before
+
+
+def test_of_times_that_crontab_refuses_nothing_is_written(
+    capsys, tmp_path, workspace, crontab_file
+):
+    path = builders.recipe(tmp_path, launch={"num_processes": 1})
+    crontab_file.write_text("0 1 * * * another's line\n")
+    code, said = submit(capsys, "cron", "0 2 * * fry", str(path))
+    assert (code, said) == (
+        2,
+        "error: crontab refuses the times '0 2 * * fry': bad day-of-week; man 5 crontab has the"
+        " rules\n",
+    )
+    assert list(workspace.glob("submitted/*")) == []
+    assert submit(capsys, "cron", "5 3 * * *", str(path))[0] == 0
+
+    def written() -> dict[Path, bytes]:
+        names = [*workspace.glob("submitted/tiny-cron/job.*"), crontab_file]
+        return {file: file.read_bytes() for file in names}
+
+    before = written()
+    assert len(before) == 3
+    assert submit(capsys, "cron", "0 2 * * fry", str(path))[0] == 2
+    assert written() == before
+    assert "tiny-cron: 5 3 * * *\n" in submit(capsys, "cron", "list")[1]
+
+
+def test_without_crontab_no_job_is_left(capsys, tmp_path, workspace, monkeypatch):
+    path = builders.recipe(tmp_path, launch={"num_processes": 1})
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, said = submit(capsys, "cron", "@daily", str(path))
+    assert code == 3 and "no crontab program; install it" in said
+    assert list(workspace.glob("submitted/*")) == []
 
 
 def test_only_copies_of_the_code_that_no_job_names_are_removed(workspace):
