@@ -13,6 +13,9 @@ from launch.schema.machine import GIB, MIB
 
 COLUMNS = 100  # width of a screen; a longer line is shortened or folded
 WHOLE = 1_000_000  # columns of a file or a pipe
+BARS = "▁▂▃▄▅▆▇█"
+# signs that a terminal may lack, and those of ASCII in their place; one set is replaced as a whole
+_IN_ASCII = {BARS: ".:-=+*%#", "▏": "|", "⟦⟧": "[]", "°": " "}
 _MOST_NAMES = 12  # names listed where none resembles the wrong one
 # Characters that control a terminal or that it hides: control characters except tab and newline,
 # surrogates, changes of direction
@@ -28,6 +31,16 @@ def visible(text: str) -> str:
 def shown(text: str) -> str:
     """The text for a terminal, a log or a report: visible, and without secrets."""
     return visible(without_secrets(text))
+
+
+def encodable(text: str, encoding: str) -> str:
+    """The text, as long as it is, in signs that a terminal of that encoding can show."""
+    for signs, ascii_signs in _IN_ASCII.items():
+        try:
+            signs.encode(encoding)
+        except UnicodeEncodeError:
+            text = text.translate(str.maketrans(signs, ascii_signs))
+    return text
 
 
 def cause(error: BaseException) -> str:

@@ -55,7 +55,9 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     colours = console.is_terminal and not console.no_color
     data, is_one_row = facts.recipe.data, arguments.line is not None
-    lines = shown_rows.lines(data, facts.rows.format, files, rows, colours, is_one_row)
+    lines = shown_rows.lines(
+        data, facts.rows.format, files, rows, colours, is_one_row, console.encoding
+    )
     console.print(*lines, sep="\n")
     if arguments.line is None:
         show_rows.refuse_untrained(files, rows)

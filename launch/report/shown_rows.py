@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from launch.base.text import shown
+from launch.base.text import encodable, shown
 from launch.data import sources
 from launch.report import row_facts
 from launch.schema.data_section import DataSection
@@ -15,7 +15,7 @@ from launch.schema.plan import DataFormat
 from launch.schema.rows import ShownRow, ShownRows
 
 _TARGET_STYLE = "bold green"
-BEGIN, END = "⟦", "⟧"  # marks around tokens with a loss, without colours
+_MARKS = "⟦⟧"  # around tokens with a loss, without colours
 _BAR_WIDTH = 40
 COUNTED = ("rows", "tokens")  # facts of many rows
 
@@ -27,8 +27,10 @@ def lines(
     summary: ShownRows,
     colours: bool,
     is_one_row: bool = False,
+    encoding: str = "utf-8",
 ) -> Iterator[Text]:
-    """The rows of files, with the targets in colour or in brackets, below the counts."""
+    """The rows of files, with the targets in colour or in brackets, below the counts, for a
+    terminal of an encoding."""
     max_length = data.max_length
     formats = [sources.format_of(data, data_format, file) for file in files]
     facts = row_facts.facts(data_format, summary, max_length)
@@ -38,14 +40,14 @@ def lines(
             for file, data_format_of_file in zip(files, formats, strict=True)
         ),
         *((label, text) for label, text in facts if not is_one_row or label not in COUNTED),
-        *(("", line) for line in _histogram(summary.lengths)),
+        *(("", encodable(line, encoding)) for line in _histogram(summary.lengths)),
     ):
         yield Text(shown(f"{label:<10} {text}"))
     for row in summary.rows:
         yield Text("")
         yield Text(shown(row_facts.heading(row, max_length)), style="dim" if colours else "")
         if row.parts:
-            yield _row(row, colours)
+            yield _row(row, colours, encodable(_MARKS, encoding))
     if any(row.has_escapes for row in summary.rows):
         yield Text("")
         yield Text(row_facts.ESCAPES)
@@ -61,8 +63,8 @@ def _histogram(lengths: list[int]) -> Iterator[str]:
         yield f"{begin:>{digits},}-{end:<{digits},} {bar} {count:,}"
 
 
-def _row(row: ShownRow, colours: bool) -> Text:
-    style, begin, end = (_TARGET_STYLE, "", "") if colours else ("", BEGIN, END)
+def _row(row: ShownRow, colours: bool, marks: str) -> Text:
+    style, begin, end = (_TARGET_STYLE, "", "") if colours else ("", *marks)
     text = Text()
     for part in row.parts:
         plain = shown(part.text)

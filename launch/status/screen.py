@@ -9,13 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from launch.base.progress import eta
-from launch.base.text import shown
+from launch.base.text import BARS, encodable, shown
 from launch.schema.machine import GIB
 from launch.status.cards import CardState
 from launch.status.runs import RunState
 
-BARS = "▁▂▃▄▅▆▇█"
-_ASCII = str.maketrans(f"{BARS}°", ".:-=+*%# ")  # for a terminal that lacks one of them
 _CURVE_COLUMNS = 24
 STYLES = {
     "complete": "green",
@@ -43,11 +41,8 @@ def page(
 
 
 def in_encoding(page: Text, encoding: str) -> Text:
-    """The page with a curve that a terminal of that encoding can show."""
-    try:
-        BARS.encode(encoding)
-    except UnicodeEncodeError:
-        page.plain = page.plain.translate(_ASCII)
+    """The page in signs that a terminal of that encoding can show."""
+    page.plain = encodable(page.plain, encoding)
     return page
 
 

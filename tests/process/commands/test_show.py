@@ -164,6 +164,24 @@ def test_text_that_looks_like_a_special_token_is_marked(launch, recipe, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("encoding", "drawn"), [("utf-8", ("█", "▏", "⟦", "⟧")), ("ascii", ("#", "|", "[", "]"))]
+)
+def test_a_terminal_without_the_signs_gets_those_of_ascii(recipe, tmp_path, encoding, drawn):
+    path = tmp_path / "rows.jsonl"
+    responses = ["█ it is", *["a"] * 99, "b " * 20]
+    rows = [{"prompt": "a", "response": response} for response in responses]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("show", str(recipe), f"--data.train_file={path}", "--rows=200")
+    done = builders.launch(tmp_path / "workspace", *words, PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
+    full, short, begin, end = drawn
+    assert f" {full * 40} 100\n" in done.stdout and f" {short} 1\n" in done.stdout
+    assert f"<|user|>a<|assistant|>{begin}a<|end|>{end}\n" in done.stdout
+    of_the_row = "█" if encoding == "utf-8" else r"\u2588"
+    assert f"{begin}{of_the_row} it is<|end|>{end}\n" in done.stdout
+
+
+@pytest.mark.parametrize(
     ("flag", "message"),
     [
         ("--file=other.jsonl", "--file other.jsonl: expected a file of data.train_file or"),
