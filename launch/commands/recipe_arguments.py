@@ -21,7 +21,7 @@ from launch.commands import foreign_launcher
 from launch.predict.facts import Wishes
 from launch.probe import described
 from launch.recipe import key_reference, load, strict_yaml
-from launch.recipe.strict_yaml import show
+from launch.recipe.strict_yaml import dotted, show
 from launch.schema.machine import Machine
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS
@@ -272,8 +272,9 @@ def _one_dash(arguments: Namespace, word: str) -> ConfigError:
 def _advice(arguments: Namespace, name: str, plain: str, value: str, is_key: bool) -> str:
     """The error for an unknown flag or a key without a value, with what to type instead."""
     types = {key.name: key.type for key in key_reference.all_keys()}
-    if plain in SECTIONS and value.startswith("{"):
-        return f"{name}: a section is no flag; {_of_section(plain, value, types)}"
+    if value.startswith("{") and (sections := nearest(plain, SECTIONS, cutoff=_ALIKE)):
+        advice = _of_section(sections[0], value, types)
+        return f"{name}: a section is no flag; {advice}"
     if is_key and plain in types:
         return f"{name}: a key of the recipe needs a value; write {_typed(plain, types[plain], '')}"
     section = plain.rpartition(".")[0]
@@ -294,11 +295,16 @@ def _advice(arguments: Namespace, name: str, plain: str, value: str, is_key: boo
 def _of_section(section: str, value: str, types: Mapping[str, str]) -> str:
     """Name the flags of a section that was typed as a mapping. Raises ConfigError where it is
     none."""
-    values = strict_yaml.parse_value(value, (section, ""), f"--{section}")
+    values = strict_yaml.parse_value(value, (section,), f"--{section}", takes_section=True)
     texts = {f"{section}.{key}": strict_yaml.plain(inner) for key, inner in values.items()}
-    if not texts or texts.keys() - types.keys():
-        lists = f"python -m launch keys {section} lists them"
-        return f"write each of its keys as --{section}.KEY=VALUE; {lists}"
+    unknown = [(section, key) for key in values if f"{section}.{key}" not in types]
+    if unknown or not texts:
+        problems = [
+            strict_yaml.wrong(dotted(path), path, "an unknown key", *load.unknown_key(path))
+            for path in unknown
+        ]
+        advice = "\n".join(map(str, problems)) or f"python -m launch keys {section} lists them"
+        return f"write each of its keys as --{section}.KEY=VALUE; {advice}"
     return f"write {' '.join(_typed(key, types[key], text) for key, text in texts.items())}"
 
 

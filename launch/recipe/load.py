@@ -334,7 +334,7 @@ def _replaced(base: _Layer, partial: _Layer) -> Iterator[Change]:
 # ---------------------------------------------------------------------------
 
 
-def _unknown(key_path: KeyPath) -> tuple[str, str]:
+def unknown_key(key_path: KeyPath) -> tuple[str, str]:
     """(expected keys, advice) for an unknown key: the key that was probably meant."""
     if key_path[:2] == ("data", "train_file") or key_path[:2] in _MAPPINGS:
         source = ColumnNames if key_path[-2:-1] == ("columns",) else DataSource
@@ -488,7 +488,7 @@ def _schema_problem(detail: ErrorDetails, text: str, place: str, file: str) -> C
         advice = f"write it into the file or give --{dotted(key_path)}=VALUE"
         return wrong(file, key_path, "nothing", "a value", advice)
     if kind == "extra_forbidden":
-        return wrong(place, key_path, "an unknown key", *_unknown(key_path))
+        return wrong(place, key_path, "an unknown key", *unknown_key(key_path))
     expected, value = _expected(detail), detail["input"]
     if kind in ("string_type", "model_type") and key_path[:2] == ("data", "train_file"):
         expected = _SOURCES.get(len(key_path), expected)
@@ -526,7 +526,7 @@ def _training_mistake(key: str, value: Any) -> tuple[str, str, str] | None:
             "install the requirements",
         )
     if key not in training_arguments.installed():
-        return ("an unknown key", *_unknown(("training", key)))
+        return ("an unknown key", *unknown_key(("training", key)))
     return training_arguments.wrong_type(key, value)
 
 

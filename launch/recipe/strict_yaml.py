@@ -77,14 +77,14 @@ def read_yaml(path: Path) -> tuple[Any, dict[KeyPath, str]]:
     return reader.document(), reader.where
 
 
-def parse_value(text: str, key_path: KeyPath, place: str) -> Any:
+def parse_value(text: str, key_path: KeyPath, place: str, takes_section: bool = False) -> Any:
     """The value of a text on the command line. A flow list or mapping or a quoted text is YAML. Any
     other text is a plain scalar, so that paths need no quotes."""
     if bad := CONTROL.search(text):
         raise wrong(
             place, key_path, f"the control character {bad[0]!r}", "text on one line", "delete it"
         )
-    is_section = len(key_path) == 1
+    is_section = len(key_path) == 1 and not takes_section
     if text.startswith("{") and (is_section or key_path[-1] == "train_file"):
         advice = "write it into a recipe file" if is_section else f"write [{text}]"
         raise wrong(place, key_path, "a mapping", "a single value or a [list]", advice)

@@ -146,7 +146,17 @@ def test_a_stop_signal_during_the_imports_ends_with_a_documented_exit_code(
             2,
             "--training: a section is no flag; write --training.seed=3 --training.optim=sgd",
         ),
-        (["--lora={rang: 8}"], 2, "write each of its keys as --lora.KEY=VALUE; python -m launch"),
+        (["--trainin={seed: 3}"], 2, "--trainin: a section is no flag; write --training.seed=3"),
+        (
+            ["--training={max_step: 3}"],
+            2,
+            "--training: a section is no flag; write each of its keys as --training.KEY=VALUE;"
+            " training.max_step: found an unknown key, expected a field of TrainingArguments; did"
+            " you mean max_steps?",
+        ),
+        (["--lora={rang: 8}"], 2, "expected a key of lora; python -m launch keys lora lists"),
+        (["--lora={}"], 2, "as --lora.KEY=VALUE; python -m launch keys lora lists them"),
+        (["--model={shape: a, 3: 4}"], 2, "error: --model: found the key 3, expected a word"),
         (["--bogus"], 2, "--bogus: no such flag or key; python -m launch keys lists the keys"),
         (["-training.seed=3"], 2, "-training.seed: flags have two dashes; write --training.seed=3"),
         (["-n"], 2, "-n: flags have two dashes; see python -m launch run --help"),
