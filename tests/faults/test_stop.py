@@ -304,7 +304,7 @@ def test_a_time_that_tokenising_took_is_long_enough_for_the_same_line(tmp_path):
         beat = child.run.attempts()[-1].heartbeat_file(0).read_text()
         tokenising = psutil.Process(json.loads(beat)["pid"])
         tokenising.suspend()
-        time.sleep(45)
+        time.sleep(45)  # of its 65 s, of which the last 25 are kept: none are left for a step
         tokenising.resume()
         assert child.wait(120) == 75, child.said()
         assert child.committed() == []

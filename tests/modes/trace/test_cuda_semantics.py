@@ -206,6 +206,7 @@ def test_attention_of_grouped_heads_is_the_same_by_repeated_keys(has_flash, monk
     layer = SimpleNamespace(num_key_value_groups=4, is_causal=True)
     heads = [torch.randn(2, heads, 16, 8, requires_grad=True) for heads in (8, 2, 2)]
     expected, _ = sdpa_attention.sdpa_attention_forward(layer, *heads, None)
+    # the change itself, as a card's lever makes it, on tensors of the CPU
     monkeypatch.setattr(*levers_private.grouped_heads(has_flash))
     computed, _ = sdpa_attention.sdpa_attention_forward(layer, *heads, None)
     torch.testing.assert_close(computed, expected)

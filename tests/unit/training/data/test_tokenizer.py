@@ -154,6 +154,6 @@ def test_a_tokenizer_whose_regular_expression_is_too_slow_is_named(
 ):
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Split(Regex(regex), "isolated")
-    monkeypatch.setattr(tokenizer, "CALL_S", limit_s)  # 0.3: a shorter wait alone
+    monkeypatch.setattr(tokenizer, "CALL_S", limit_s)  # nothing else: 0.3 is a shorter wait
     with pytest.raises(DataError, match=rf"^the tokenizer of m {said}.*begins with 'aaa.*json"):
         tokenizer.called(partial(made.encode_batch, [text]), [text], "the tokenizer of m")
