@@ -4,7 +4,7 @@ A row of results/cuda_build_memory.json and cuda_build_modes.json names hashes o
 what was measured, and of what was predicted beside it. Where the code has changed since, the
 figures are doubtful: `make check` runs this module, which then fails and names the command that
 makes them again; where only predictions have changed, the command predicts and measures nothing.
-Comments, docstrings, layout and texts of errors are not in the hash.
+Comments, docstrings, layout, texts of errors and `from __future__` are not in the hash.
 
 ENGINES decides what a mode starts, saves and reads back: the driver without a card, the engines,
 the private names of the libraries, and the files that Accelerate and DeepSpeed read. PREDICTION
@@ -102,8 +102,8 @@ def files(named: Sequence[str], root: Path = ROOT) -> list[Path]:
 
 
 def of_python(text: str) -> str:
-    """The code without comments, docstrings, layout and texts of errors; the same in each version
-    of Python."""
+    """The code without comments, docstrings, layout, texts of errors and `from __future__`; the
+    same in each version of Python."""
     return "".join(_node(ast.parse(text)))
 
 
@@ -111,8 +111,9 @@ def _node(value: Any) -> Iterator[str]:
     """A node of a syntax tree as text, without fields that are empty: newer versions add some."""
     if isinstance(value, list):
         for each in value:
-            yield from _node(each)
-            yield ","
+            if not (isinstance(each, ast.ImportFrom) and each.module == "__future__"):
+                yield from _node(each)
+                yield ","
     elif isinstance(value, ast.Raise) and isinstance(value.exc, ast.Call):
         yield "Raise("
         yield from _node(value.exc.func)

@@ -1,8 +1,6 @@
 """Reads the command line, calls the verb's module in launch/commands/, and maps errors to exit
 codes."""
 
-from __future__ import annotations
-
 import sys
 
 from launch.base import interpreter

@@ -1,8 +1,6 @@
 """Measure what this machine's cores do in PyTorch: the rates by which seconds of trainings on CPUs
 are predicted (launch/predict/time/cores.py)."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

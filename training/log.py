@@ -1,7 +1,5 @@
 """The log of a rank: `logger`, and where its lines go."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

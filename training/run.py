@@ -1,8 +1,6 @@
 """One attempt of a run on one rank, top to bottom: world, data, model, trainer, resume, train,
 export, outcome."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

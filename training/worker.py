@@ -4,8 +4,6 @@ Each line of its input is a request of launch.data.worker. A line of its output 
 an answer, or the exit code of a LaunchError and its text. Modules are imported by the request that
 needs them first."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import json

@@ -1,8 +1,6 @@
 """Folders of compiled code. torch, Triton and DeepSpeed run the code that they find there, so only
 the user may write to them."""
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

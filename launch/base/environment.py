@@ -1,8 +1,6 @@
 """Variables of the user's environment that are passed to child processes: those that are needed
 there, and no secrets."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 """Errors as the user reads them: one line on stderr and a documented exit code, never a
 traceback."""
 
-from __future__ import annotations
-
 import signal
 import sys
 

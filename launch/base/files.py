@@ -1,8 +1,6 @@
 """Files that are written to a temporary name, synced and renamed, and checks of folders that other
 users could write to."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import itertools

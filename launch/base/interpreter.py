@@ -1,8 +1,6 @@
 """The Python that runs this program: .venv's Python if the current Python lacks packages, and UTF-8
 mode if the locale is not UTF-8. Standard library only, because it is imported first."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Files and folders that killed processes have left behind, removed at a later start."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

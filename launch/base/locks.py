@@ -1,8 +1,6 @@
 """Locks that allow one start at a time. A lock names its holder, and child processes of a dead
 holder cannot keep it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

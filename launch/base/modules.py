@@ -1,8 +1,6 @@
 """Imports that take less: without packages that are not used, and without garbage collections.
 Standard library only, because it is imported first."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import sys

@@ -1,8 +1,6 @@
 """The processes of a run. They are found by the tag in their environment, because launchers start
 ranks in sessions of their own."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 import os

@@ -1,7 +1,5 @@
 """A bar with the time left at the bottom of a terminal, below the lines that its console prints."""
 
-from __future__ import annotations
-
 import sys
 
 from rich.console import Console, Group

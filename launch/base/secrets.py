@@ -1,7 +1,5 @@
 """Names and values that are secrets: recognised, kept from child processes, replaced in texts."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,8 +1,6 @@
 """Text for people: secrets and control characters are removed, a wrong name gets the nearest right
 name, and sizes are in GiB."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable, Sequence

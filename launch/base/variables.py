@@ -4,8 +4,6 @@ Source of a library's names: os.environ and getenv in the packages of requiremen
 (tests/process/base/test_variables.py compares them), torch's binaries of 2.13 and, for CUDA, the
 section "CUDA Environment Variables" of NVIDIA's CUDA C++ Programming Guide."""
 
-from __future__ import annotations
-
 _SYSTEM = """
 PATH HOME USER LOGNAME SHELL HOSTNAME PWD TMPDIR TEMP TMP LANG LANGUAGE TZ TERM COLUMNS LINES
 NO_COLOR VIRTUAL_ENV CC CXX CFLAGS CXXFLAGS CPATH LIBRARY_PATH MAX_JOBS GLIBC_TUNABLES

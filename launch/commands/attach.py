@@ -1,8 +1,6 @@
 """Starts of ranks that another launcher has made: accelerate launch, torchrun, or the pasted line
 of a dry run."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import ExitStack

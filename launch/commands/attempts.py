@@ -1,7 +1,5 @@
 """Plans and attempts of one start: tokenise, plan, train, and plan again when memory runs out."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

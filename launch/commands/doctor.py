@@ -1,8 +1,6 @@
 """`python -m launch doctor`: describe this machine, test the link between its GPUs, and name each
 problem with its fix."""
 
-from __future__ import annotations
-
 import os
 import resource
 from argparse import Namespace

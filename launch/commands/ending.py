@@ -1,7 +1,5 @@
 """The end of a run: lines on the screen, the HTML report, and figures in the ledger."""
 
-from __future__ import annotations
-
 import shlex
 import statistics
 import sys

@@ -1,7 +1,5 @@
 """`python -m launch fit`: which known models a machine trains, with which changes, how fast."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Decisions of a launcher that is not ours: the number of ranks, the machines, the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

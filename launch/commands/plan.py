@@ -1,7 +1,5 @@
 """`python -m launch plan`: what would run, and why."""
 
-from __future__ import annotations
-
 import math
 import sys
 from argparse import Namespace

@@ -1,8 +1,6 @@
 """`python -m launch queue`: the runs of this machine that have or wait for a lease, and what their
 user may change: cancel, hold, release, move, yield."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,8 +1,6 @@
 """Arguments that plan, run and tune share: a recipe, a batch size and keys of the recipe; and the
 error for an unknown flag."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """`python -m launch keys`: every key of a recipe with its type, default and meaning."""
 
-from __future__ import annotations
-
 import textwrap
 from argparse import Namespace
 

@@ -1,8 +1,6 @@
 """`python -m launch run`: read the facts, tokenise, plan, open the run folder, supervise attempts,
 report."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

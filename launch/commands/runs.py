@@ -1,7 +1,5 @@
 """`python -m launch watch`, `runs`, `report`, `compare`, `samples`: runs of now and of before."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

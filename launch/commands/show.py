@@ -1,7 +1,5 @@
 """`python -m launch show`: rows as they will be trained, and which tokens have a loss."""
 
-from __future__ import annotations
-
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ one of them may run out of memory: after it only candidates with much lower pred
 Without a prediction the batch is found by bisection.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os

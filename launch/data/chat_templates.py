@@ -1,7 +1,5 @@
 """Chat templates: the bundled ones, a file, or the tokenizer folder's own; and the tags in them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

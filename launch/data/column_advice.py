@@ -1,7 +1,5 @@
 """Advice on naming the columns of a file in a recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Conversations and texts, as the readers of data files give them to the tokeniser."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Make the sample of a row: the conversation, or the text, that its columns hold."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

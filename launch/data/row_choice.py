@@ -4,8 +4,6 @@ source whose weight is no whole number.
 A choice depends on the number of a row and the number of rows alone. So each start, each process
 that tokenises and `show` choose the same rows."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass

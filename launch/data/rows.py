@@ -1,8 +1,6 @@
 """Read a data file: its rows, and the conversations or texts that they make. A bad row is named by
 file and line, or counted. The launcher reads the first rows here, the tokeniser all of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """The columns of a data file and the kinds of their values, by its schema or its first rows;
 columns.py chooses among them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

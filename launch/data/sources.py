@@ -1,7 +1,5 @@
 """The files of each part of the data, and the rows of them that the part takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """oasst: rows of which each is a message, as conversations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain

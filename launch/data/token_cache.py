@@ -1,7 +1,5 @@
 """Tokenised rows of a recipe: the facts that decide their bytes, and the folder that keeps them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

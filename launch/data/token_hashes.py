@@ -1,8 +1,6 @@
 """Hashes of a token cache: a flipped bit or half a file would be trained on, so its files are
 verified when opened."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import stat

@@ -1,8 +1,6 @@
 """Columns and keys of messages that carry content which is not trained: refused by name, or left
 out on purpose."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,8 +1,6 @@
 """The child with torch, `python -m training.worker`, and the requests that it answers. All that a
 plan asks shares one child, because its imports take longer than an answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -1,8 +1,6 @@
 """The files of a repository that a training reads: safetensors, tokenizer, config and card of a
 model; the data files of one configuration and split of a data set."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,8 +1,6 @@
 """Downloads of models and data sets, each into a folder that counts as whole only once the hash of
 every file is right."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence

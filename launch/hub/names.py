@@ -1,7 +1,5 @@
 """Names of models and data sets on a hub, and the folders that hold what was downloaded."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

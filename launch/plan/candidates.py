@@ -1,8 +1,6 @@
 """Candidates for a plan: modes and ranks, splits of the batch, levers that save memory, and the
 order in which they are preferred."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Facts that a plan is chosen with, and the checks of lengths, packing and chunks that need
 them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@ lengths. Every answer is the planner's own search.
 A recipe whose states, or least step, exceed a budget is not traced. Lengths share their traces.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ run that goes on keeps the kernels that it began with, where they can work. TF32
 products to 10 bits of mantissa, so it is on only if the recipe asks for it: TrainingArguments would
 turn it on beside torch.compile, and containers do by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 

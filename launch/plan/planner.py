@@ -3,8 +3,6 @@
 Pure, except for the traces that it requests. A user's batch is used if it fits. Otherwise it is
 split with the same effective batch, and the plan says so."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """Relaxations of a recipe when nothing else fits, limited to its `allow:`. They change the training
 result, unlike a plan."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Facts of a start, each read once: machine, recipe, model, data, packages, link."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

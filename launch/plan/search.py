@@ -1,7 +1,5 @@
 """Search for the fastest candidate that fits, and the order in which candidates are shown."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice

@@ -1,8 +1,6 @@
 """The memory that a candidate may take on its device and on the host, beside leases and within the
 recipe's limits, and by what it exceeds that."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -6,8 +6,6 @@ from constants with a source. A candidate whose step was not traced is judged by
 alone, and the plan says so.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 """The facts that all candidates of a plan have in common, and what follows from them for one: its
 largest micro-batches, its trace, its padding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

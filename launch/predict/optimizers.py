@@ -1,7 +1,5 @@
 """Bytes of weights, gradients and optimizer states, by optimizer and quantisation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ gives it, to its shape; a tied parameter is there once. Holds for transformers 5
 tests/unit/predict/test_parameters.py compares with the real models.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

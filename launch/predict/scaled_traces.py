@@ -7,8 +7,6 @@ lengths need one trace. tests/modes/trace/test_scaled_traces.py compares with tr
 itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

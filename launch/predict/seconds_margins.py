@@ -1,8 +1,6 @@
 """Margins of predicted seconds: how measured trainings on cards of a class compare with them
 (configs/seconds_margins.yaml)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """The division of a model's states by each engine: bytes on each rank and host, and the recipes
 that the engine refuses."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

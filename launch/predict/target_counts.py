@@ -1,8 +1,6 @@
 """Positions with a target: where the output head computes logits for these alone, and how many of
 them and of all tokens a micro-batch has. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """The parameters that a recipe trains: those that model.freeze leaves, or with LoRA its adapters,
 rows of embeddings, and copies of modules."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

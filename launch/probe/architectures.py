@@ -13,8 +13,6 @@ other cards need a setting of the user, and are left out here). varlen_attn: PyT
 check for Ampere or newer; AMD's are not tried.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 """The cards of configs/cards.yaml: their memory and peaks, by the name that a driver reports or
 that people write."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Machines that are only described: by a file like those in configs/machines/, or by the words
 --gpu, --gpus and --ram."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import types

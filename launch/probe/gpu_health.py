@@ -1,8 +1,6 @@
 """Health of NVIDIA cards: the reasons for which a card lowers its clocks, and the errors (Xid) that
 the driver reports through NVML and the kernel's log."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

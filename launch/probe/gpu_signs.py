@@ -1,8 +1,6 @@
 """Signs of a graphics card that need no vendor's library: the PCI bus, device files, and the files
 of drivers in /sys."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

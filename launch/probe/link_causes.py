@@ -1,8 +1,6 @@
 """Causes of a failed link test, recognised by the lines that NCCL, RCCL, Gloo, torch and the driver
 print, and the tries that can help."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """The child processes of a try of the link test: they are started for each rank, waited for within
 limits, and cleaned up."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

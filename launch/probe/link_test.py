@@ -5,8 +5,6 @@ The search goes from the fastest to the safest transport. Each try is a real all
 processes (training/children/link.py).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

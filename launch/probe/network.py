@@ -1,8 +1,6 @@
 """Checks of the network before several machines meet: the address of the meeting place, and the
 interface that leads to it."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping
 from dataclasses import replace

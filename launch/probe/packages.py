@@ -1,7 +1,5 @@
 """Installed packages: those that are too old, and those that a rank of a run does not use."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import sys

@@ -8,8 +8,6 @@ NVIDIA's "CUDA Compatibility" (since CUDA 11 a driver of the same major version 
 minor version, except for PTX, which a driver older than the build cannot compile).
 """
 
-from __future__ import annotations
-
 import ast
 import mmap
 import os

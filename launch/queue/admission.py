@@ -4,8 +4,6 @@ leases of now (leased_now, machines_to_wait_for).
 What a lease's processes hold already is missing from what the probe calls free, so only the rest of
 each lease is subtracted from it."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -8,8 +8,6 @@ another user's lease only sizes, state and place in the order are read, each wit
 Every user may write into the folder. Of files of other users only the mutex, which all share, is
 opened for writing, and none of them stops a start."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

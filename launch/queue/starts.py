@@ -1,7 +1,5 @@
 """Leases of a start: taken before its ranks, at once or after a wait."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Collection, Sequence

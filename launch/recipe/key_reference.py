@@ -2,8 +2,6 @@
 
 Source: the schema's fields, and TrainingArguments' fields for the other keys of `training:`."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Paths in recipes: they are made absolute, and replaced by a model or tokenizer that an earlier
 command has left, and by the folders of names on a hub."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ Anchors, tags, second documents, control characters and numbers that are not fin
 each in one line.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

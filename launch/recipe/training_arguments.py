@@ -4,8 +4,6 @@ effect here.
 They are read from the source of the installed transformers, which is not imported.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,6 @@
 """Keys that nothing reads beside the recipe's other choices. The plan says so where a user has
 written one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The Accelerate YAML of a plan."""
 
-from __future__ import annotations
-
 import yaml
 
 from launch.schema.plan import Plan

@@ -1,7 +1,5 @@
 """The command line that starts the ranks of a plan."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """DeepSpeed files: written from a plan, or read from a user."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Run folders of a plan: recipe, plan, configuration files and command line."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import asdict
 

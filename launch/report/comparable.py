@@ -1,7 +1,5 @@
 """Two runs read from their folders, and the differences that forbid a comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """`python -m launch compare A B`: two runs side by side, as a table and as an HTML page."""
 
-from __future__ import annotations
-
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence

@@ -1,8 +1,6 @@
 """Curves over a common axis: self-contained SVG between labels that keep their size on any screen,
 with a switch to a logarithmic axis and the values under the pointer (page.SCRIPT)."""
 
-from __future__ import annotations
-
 import html as markup
 import json
 import math

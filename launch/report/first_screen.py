@@ -1,8 +1,6 @@
 """The first screen: a plan in at most 14 lines, of 100 columns on a terminal. plan_lines.py has
 all of its rows."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime

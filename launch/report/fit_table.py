@@ -1,7 +1,5 @@
 """The table of what fits a machine: for a terminal, as Markdown, as JSON, and as lines to paste."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby

@@ -1,7 +1,5 @@
 """The HTML page of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The memory at the peak of each candidate that a plan compared, drawn as self-contained SVG."""
 
-from __future__ import annotations
-
 import html as markup
 from collections import Counter
 from collections.abc import Mapping, Sequence

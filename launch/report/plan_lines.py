@@ -1,8 +1,6 @@
 """Facts of a plan, told once: the first screen, the full text, the page of a run and `plan --json`
 show these rows."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Facts of the rows that a run trains, as `show` and the HTML report tell them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

@@ -1,8 +1,6 @@
 """Figures of a run for its page: result, end, changes, predictions beside measurements, time,
 answers."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

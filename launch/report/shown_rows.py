@@ -1,7 +1,5 @@
 """Text of rows as they will be trained."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

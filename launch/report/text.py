@@ -1,7 +1,5 @@
 """Texts of a plan before training and of the result after it, for terminals, logs and pages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

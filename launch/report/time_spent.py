@@ -1,7 +1,5 @@
 """Uses of a run's time, of each attempt, from the records in its folder."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence

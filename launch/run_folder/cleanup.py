@@ -9,8 +9,6 @@ Logs, figures and reports of runs stay. A run that is in use is left alone, and 
 from which another, unfinished run continues. Nothing goes that no plan marks as ours, under a name
 that a run does not write, or behind a link."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

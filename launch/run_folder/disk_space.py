@@ -1,7 +1,5 @@
 """Disk space for the checkpoints of a run and for its model, checked before anything is started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from launch.base import files

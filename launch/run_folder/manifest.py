@@ -1,8 +1,6 @@
 """Manifests of checkpoints: files and hashes, sealed with the user's key; faults of a checkpoint;
 the list of our own."""
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import hmac

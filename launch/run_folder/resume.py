@@ -1,8 +1,6 @@
 """The run that a start uses: a new run, the unfinished one, or none because it is complete. It
 never starts from zero silently."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The rows that a run has trained, by step, as its ranks wrote them; compared with its epochs."""
 
-from __future__ import annotations
-
 import sys
 from array import array
 from collections import Counter

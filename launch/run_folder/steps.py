@@ -1,7 +1,5 @@
 """The steps and evaluations of a run, as rank 0 wrote them, and the speed of its steps."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

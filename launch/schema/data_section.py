@@ -1,7 +1,5 @@
 """The section `data` of a recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """The machine: GPUs, host memory and the link between GPUs, as frozen dataclasses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

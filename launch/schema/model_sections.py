@@ -1,7 +1,5 @@
 """Sections of a recipe that say what is trained: model, tokenizer, LoRA, quantization."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

@@ -2,8 +2,6 @@
 
 A new mode is its name in `Mode` and its row in `LAUNCH_MODES`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal

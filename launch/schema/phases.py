@@ -1,7 +1,5 @@
 """Predicted memory of each part of a run, as plan.json has it, as frozen dataclasses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal

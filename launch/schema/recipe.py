@@ -1,7 +1,5 @@
 """The recipe: every key that a user can set, checked strictly."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 

@@ -1,7 +1,5 @@
 """Keys of a recipe, dotted, and what each affects."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of the data: as people read them, and divided into micro-batches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Sections of a recipe that say how it runs: launch, numerics, resume, evaluation."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """The base of a recipe's sections, and the effects of recipe keys: each field names its effects
 once, and all code that compares recipes asks for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Self
 

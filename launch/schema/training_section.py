@@ -1,7 +1,5 @@
 """The section `training` of a recipe."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 

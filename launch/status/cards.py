@@ -1,7 +1,5 @@
 """Memory, load and temperature of NVIDIA cards now, as NVML says."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The state of a run as its files tell it: for `watch` and `runs`. Nothing is locked or written."""
 
-from __future__ import annotations
-
 import shlex
 import time
 from collections import deque

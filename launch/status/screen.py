@@ -1,7 +1,5 @@
 """The state of runs and cards as text of a terminal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """All runs of a workspace, a row for each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime

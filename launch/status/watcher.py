@@ -1,7 +1,5 @@
 """The runs that `watch` shows: those of a workspace, and this user's others that hold a lease."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime

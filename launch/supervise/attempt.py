@@ -1,7 +1,5 @@
 """An attempt at a run: start the ranks, watch them, judge how they ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

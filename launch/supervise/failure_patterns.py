@@ -1,8 +1,6 @@
 """The lines by which Python, torch, CUDA, HIP, NCCL and the kernel name a cause, and one fix for
 each. Pure."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Literal

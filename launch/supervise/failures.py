@@ -1,7 +1,5 @@
 """The cause of a failed attempt, the line that proves it, and one fix. Pure."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Heartbeats of the ranks: a rank that is silent for too long hangs; slow steps are reported."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Shortages of memory in the attempts of a run, written to its folder for the next start."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Decisions on failed attempts: restart, plan again, or stop. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """The lease of a run: taken before its ranks start, and changed with what they take."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack

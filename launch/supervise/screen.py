@@ -1,7 +1,5 @@
 """The screen of a run that trains: a bar on a terminal, elsewhere a line per log interval."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

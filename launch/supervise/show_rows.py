@@ -1,7 +1,5 @@
 """Encode rows in a child process, as training encodes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

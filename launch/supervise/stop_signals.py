@@ -1,7 +1,5 @@
 """Signals to the launcher: stop, stop at once, save."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

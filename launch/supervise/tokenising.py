@@ -1,7 +1,5 @@
 """Tokenise the rows of a recipe in a child process, before a plan is made for them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

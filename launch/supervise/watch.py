@@ -1,8 +1,6 @@
 """Watch of an attempt's ranks until all have ended: pass stops on, warn, end ranks that hang, stop
 all before the kernel kills one for memory."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -3,8 +3,6 @@
 
 trainer_state.json of every checkpoint names that step, so that a continued run knows it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from transformers import Trainer, TrainerState

@@ -4,8 +4,6 @@ All ranks write a checkpoint to a temporary folder; it is hashed, synced, sealed
 old checkpoints are removed. A failure on one rank is raised on all ranks with the same error, and
 the unfinished checkpoint is removed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -4,8 +4,6 @@ states by name.
 Only trained parameters are converted; the model already has its frozen weights. Rank 0 writes all
 states to a safetensors file, `<state>/<parameter>`, and every rank reads its part of it."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections import defaultdict

@@ -5,8 +5,6 @@ are others (GPT-NeoX's head, the experts of mixtures). Only from_pretrained() ta
 reads a checkpoint by the model's names, and would go on without the weights that it does not find.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The signal would end accelerate and torchrun, and with them the ranks. It is blo
 from its start (processes.settle_child), so that none comes too early, and in the ranks until they
 listen to it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -2,8 +2,6 @@
 outside the allocator, the allocator, the attention kernels that PyTorch chooses beside those that a
 plan counts with, and the rates of copies and of products."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,8 +1,6 @@
 """Compile one small function for the first card: python -m training.children.compile_once. Prints a
 line of JSON with the reason why torch.compile cannot run here, or none."""
 
-from __future__ import annotations
-
 import json
 
 import torch

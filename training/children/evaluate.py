@@ -1,8 +1,6 @@
 """Evaluate a finished model on the rows of a file, as a run evaluates itself on its held-out rows.
 `python -m launch evaluate` starts it."""
 
-from __future__ import annotations
-
 import math
 import sys
 from contextlib import AbstractContextManager

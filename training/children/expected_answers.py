@@ -1,8 +1,6 @@
 """Compute what a converted model must answer: ids of texts, ids of prompts, and greedy answers with
 the margins of their logits. `python -m launch export` starts it."""
 
-from __future__ import annotations
-
 import random
 import sys
 import unicodedata

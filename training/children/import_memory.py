@@ -5,8 +5,6 @@ Imports the modules of that process and prints a line of JSON: private bytes, an
 files, which are shared.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -5,8 +5,6 @@ prints READY when torch and the device are ready, so that a slow start does not 
 hangs. Rank 0 prints a JSON line at the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 """Merge a LoRA adapter into its base, as one ordinary folder, or pack its base in 4 bits beside it.
 `python -m launch merge` and `export` start it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 torch's store listens on every interface, whatever its address, and accepts anybody who reaches it
 (torch 2.13). Here the store gets a socket that is already bound."""
 
-from __future__ import annotations
-
 import runpy
 import socket
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Train the model of a self-check with transformers.Trainer alone: python -m
 training.children.plain_trainer BATCH. Prints a line of JSON."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

@@ -2,8 +2,6 @@
 RUN_FOLDER. Rank 0 prints a line of JSON: how often a step waits for the device, and the seconds of
 a checkpoint."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

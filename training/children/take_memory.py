@@ -2,8 +2,6 @@
 a context, reads a number from standard input, and takes all but so many bytes until the input
 ends."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -5,8 +5,6 @@ It reads the number of a unit from each line of its input. It prints lines of JS
 rows that it has read, and each finished unit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -2,8 +2,6 @@
 
 Usage: `python -m training.children.trial_rows TOKENS FOLDER ROWS`."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from itertools import cycle, islice

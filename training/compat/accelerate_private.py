@@ -1,7 +1,5 @@
 """The private names of Accelerate (1.15) that training uses or replaces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The private names of bitsandbytes (0.50) that training uses."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The private names and undocumented attributes of DeepSpeed (0.19) that training uses or
 replaces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The private operator of torch that multiplies the tokens of each expert with its matrix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,8 +2,6 @@
 gives in torch's cache of them. Torch's own key and result take most of a trace's time: they allow
 for symbolic sizes, sparse tensors and several devices, which a trace does not have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

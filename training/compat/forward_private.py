@@ -1,7 +1,5 @@
 """Private names of transformers and torch by which the forward pass of a model is read."""
 
-from __future__ import annotations
-
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 

@@ -1,7 +1,5 @@
 """The private names of Accelerate (1.15) with which FSDP2 shares out weights of 4 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,8 +1,6 @@
 """The private names of torch (2.11 to 2.13) and transformers (5.0 to 5.23) that levers use, and the
 loading of weights of 4 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The private names of liger-kernel (0.8) that training uses."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

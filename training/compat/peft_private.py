@@ -1,7 +1,5 @@
 """The private names of PEFT (0.21) that training uses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

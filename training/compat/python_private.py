@@ -1,7 +1,5 @@
 """Private names of Python's multiprocessing (3.11 to 3.14)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The private names of torch (2.11 to 2.13) that training uses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The private names of transformers (5.0 to 5.23) that training uses or overrides, and the
 arguments that it has renamed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields

@@ -1,8 +1,6 @@
 """Use transformers' tokenizers in a process that needs no torch: importing torch takes 2 s of CPU
 and 190 MiB."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,8 +1,6 @@
 """Save and stop at the end of a step, on all ranks, as the control word says. Rank 0 also has stop
 conditions of its own."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -7,8 +7,6 @@ of them after the same step. While there is nothing to save yet (loading, tokeni
 lose (writing the model), the signal ends the rank at once.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -2,8 +2,6 @@
 
 The cache is memory-mapped, so a rank has no row in private memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

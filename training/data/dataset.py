@@ -1,7 +1,5 @@
 """The data of a run on one rank: its rows, their order, and the callbacks that feed a stream."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The largest micro-batches of a run, from the order of its rows and their lengths. No torch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass

@@ -1,8 +1,6 @@
 """The order of samples in which an optimizer step has rows of similar lengths, and the division of
 a step into micro-batches by tokens. No torch; 4 bytes a row are stored."""
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections.abc import Callable

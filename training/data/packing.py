@@ -6,8 +6,6 @@ Pretraining texts follow one another and are split at the end of a sequence. Pac
 deterministic and holds only a window in memory.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Rows as training encodes them, decoded for people, with counts of the rows that were read."""
 
-from __future__ import annotations
-
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """The order of samples of a training, and its division into steps, micro-batches and ranks. No
 torch: a plan asks for it too (training.data.largest_batches)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 

@@ -8,8 +8,6 @@ spans of a decoder's targets in place of its labels. No torch.
     lengths, documents            list<int32>, of packed sequences
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -9,8 +9,6 @@ sequences. The number of sequences of each unit is stored beside the tokenizer, 
 tokenised again to count them.
 """
 
-from __future__ import annotations
-
 import selectors
 import shutil
 import threading

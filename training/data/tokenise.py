@@ -1,8 +1,6 @@
 """Tokenise units of a corpus. A unit is committed by a rename, so an unfinished unit does not
 count."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property

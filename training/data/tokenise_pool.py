@@ -2,8 +2,6 @@
 
 Each unit has its own file, so the files are the same for any number of processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

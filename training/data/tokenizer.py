@@ -1,8 +1,6 @@
 """Load a tokenizer from a local folder, or train a byte-level BPE on the run's data; save it as it
 will be read beside the exported model."""
 
-from __future__ import annotations
-
 import threading
 import time
 import unicodedata

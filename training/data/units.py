@@ -4,8 +4,6 @@ The content of a unit depends on the files alone, so the rows are the same for a
 processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Set up one process, DDP, DeepSpeed or FSDP2 in a rank: environment, checks, bytes, gathering."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

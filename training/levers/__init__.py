@@ -2,8 +2,6 @@
 order. `arguments` changes the values that TrainingArguments get, `apply` a trainer that is made; a
 module has either or both. The recorder of a step goes the same way (training/trace/step.py)."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

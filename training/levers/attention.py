@@ -1,7 +1,5 @@
 """The kernels of attention, which a model is built with (training/model/build.py)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Activations that backward computes again, of every n-th layer, by transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from launch.schema.levers import Levers

@@ -2,8 +2,6 @@
 dynamic, and what is around them (masks, logits, loss) runs as it is. Evaluations and generation run
 eagerly: to compile for them too takes minutes, and would save seconds."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

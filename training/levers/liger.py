@@ -5,8 +5,6 @@ which other models share. That is taken back: attention gets a forward method of
 finds Liger's rotary embedding. The experts of a mixture stay those of transformers: Liger's compute
 in the type of their weights, whatever autocast says."""
 
-from __future__ import annotations
-
 import sys
 from types import FunctionType, MethodType
 from typing import Any

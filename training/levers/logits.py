@@ -1,8 +1,6 @@
 """Compute the loss from the logits of the positions that have a target, all at once or in chunks: a
 chunk's logits at a time, and again in backward. The same sum needs less memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """RMS norms by PyTorch's kernel, which reads the hidden states once, computes in float32 and rounds
 once. The modules of transformers cast them to float32, and write each part of the norm."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any

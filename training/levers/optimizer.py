@@ -1,7 +1,5 @@
 """The optimizer: with states of 32 or 8 bits, on the card or in managed memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from launch.schema.levers import Levers

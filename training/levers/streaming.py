@@ -18,8 +18,6 @@ forward to backward but as a view of its slot, which has the same weights again 
 fetches them before its first kernel, also where that kernel reads a weight that autograd has not
 saved (bitsandbytes' MatMul4Bit)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -6,8 +6,6 @@ Only the input is kept for backward, and it is kept before the MLP computes. A c
 layer stops computing again as soon as it has all that was kept in the layer: where the MLP comes
 last, this is before the MLP, which so computes twice in a step, not three times."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """transformers' TrainingArguments, made from a recipe and its plan."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Progress of a rank while it trains: events, log lines, and a bar if no launcher draws it."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

@@ -5,8 +5,6 @@ copies it. A rank that steps on the host writes every state at every step, so th
 would hold the states a second time: 8 to 12 bytes a parameter.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

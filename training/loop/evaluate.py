@@ -1,7 +1,5 @@
 """Scores of answers to held-out prompts, which are compared with the right answers."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,8 +1,6 @@
 """Export of the trained model as an ordinary Hugging Face folder with tokenizer and model card. It
 replaces the previous folder in one step."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """Check of an exported folder: loaded as a user loads it, it must be the model that was trained."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

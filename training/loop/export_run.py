@@ -1,8 +1,6 @@
 """Export of a run that is complete: the model is collected from all ranks; then rank 0 writes its
 folder and checks it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

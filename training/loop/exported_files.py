@@ -1,8 +1,6 @@
 """The files of an exported folder, as transformers 5 and 4.57 both read them: weights, config.json,
 generation_config.json, and those of the tokenizer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

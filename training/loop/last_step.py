@@ -1,8 +1,6 @@
 """The ends of training: after its last step, or early. A run that goes on from its end trains no
 further step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import (

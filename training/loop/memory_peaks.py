@@ -1,7 +1,5 @@
 """The peaks of the ranks' allocators in each part of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, get_args

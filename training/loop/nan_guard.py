@@ -6,8 +6,6 @@ over the ranks anyway, then shows the fault to every rank. This needs no collect
 reads a single number per step.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

@@ -3,8 +3,6 @@
 They are short: the keys and values of all rows take no more memory than one layer of the evaluation
 holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 

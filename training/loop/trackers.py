@@ -5,8 +5,6 @@ in any case. One that cannot log in or finds no network keeps its figures offlin
 a run goes on in the tracker's run.
 """
 
-from __future__ import annotations
-
 import contextvars
 import os
 import sys

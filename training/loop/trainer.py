@@ -1,8 +1,6 @@
 """transformers.Trainer with our order of samples, a loss normalised by target tokens, and complete
 checkpoints."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """Make the model that trains: built from a named shape or loaded from a local folder, then frozen
 in part or extended with LoRA."""
 
-from __future__ import annotations
-
 import json
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """The loss of a batch of held-out rows, without gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Load a finished model: a folder of weights, or an adapter on its base."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

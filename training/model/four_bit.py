@@ -7,8 +7,6 @@ model.dtype, which is float32 by default. Norms compute in float32, and the loss
 logits, in any case.
 """
 
-from __future__ import annotations
-
 import copy
 import ctypes
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """Merge a LoRA adapter into its model. Weights that are tied get tensors of their own where the
 adapter changes one of them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@ which attends to itself alone. There is no mask and no padding.
 
 transformers calls it by the name varlen_attn, as it calls its own implementations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -10,8 +10,6 @@ Sources, in aten/src/ATen of PyTorch 2.11 to 2.13: native/transformers/cuda/sdp_
 native/transformers/attention.cpp, native/Dropout.cpp, native/SoftMax.cpp, autocast_mode.h.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import warnings

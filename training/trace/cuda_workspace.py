@@ -8,8 +8,6 @@ partial sums of layer_norm's weights above 65,536 tokens (4 MiB each, layer_norm
 splits of flash forward with few heads.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence

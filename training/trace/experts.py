@@ -4,8 +4,6 @@ Torch's own shapes of them take bfloat16 only. Its kernels take float32 and floa
 group, into one output. Source: create_grouped_gemm_output_tensor in ATen/native/GroupedMMUtils.h.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -2,8 +2,6 @@
 and the way from its output head to its logits. They are found by its modules and by a pass without
 its layers, not by the name of its type."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any

@@ -4,8 +4,6 @@ Layers are alike if their modules have the same classes, parameters and settings
 layers take turns (sliding and full attention), each `period` layers are alike: a unit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

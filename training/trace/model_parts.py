@@ -1,7 +1,5 @@
 """The parts of the model that transformers builds from a config, on the meta device."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections import defaultdict
 from contextlib import suppress

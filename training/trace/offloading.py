@@ -1,7 +1,5 @@
 """Activations and weights that a card keeps in pinned host memory, in a trace."""
 
-from __future__ import annotations
-
 import torch
 
 from launch.schema.levers import Levers

@@ -1,7 +1,5 @@
 """The precision in which an engine computes a model that is recorded."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

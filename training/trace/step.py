@@ -6,8 +6,6 @@ result is every allocation as a function of the micro-batch. A deep model of lik
 with four layers a stack and extended (repeat_layers.py).
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -2,8 +2,6 @@
 tensors, so that their results, what they save and what they allocate are recorded like any
 other; a kernel is counted where it would be launched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

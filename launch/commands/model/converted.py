@@ -1,8 +1,6 @@
 """Judges the answers of a converted file, and writes the texts beside it: README.md and Ollama's
 Modelfile."""
 
-from __future__ import annotations
-
 import json
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """`python -m launch download`: a model or a data set that is named on a hub, into the workspace."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 

@@ -1,8 +1,6 @@
 """`python -m launch evaluate`: loss, exact match, BLEU and ROUGE-L of a finished model on the rows
 of a file, computed by a child; or tasks of lm-evaluation-harness, which is then called."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

@@ -2,8 +2,6 @@
 beside its base in 4 bits, or as a GGUF file whose answers are compared, with a Modelfile for
 Ollama."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os

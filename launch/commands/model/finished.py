@@ -1,8 +1,6 @@
 """Finished models as `evaluate` and scripts/chat.py find them: folders, and types and bytes of the
 weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path

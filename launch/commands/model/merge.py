@@ -1,8 +1,6 @@
 """`python -m launch merge`: a LoRA adapter and its base become one ordinary model folder, written
 by a child."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

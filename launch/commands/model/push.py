@@ -1,7 +1,5 @@
 """The flags of `python -m launch export` that upload the folder to a hub."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The checks of a self-check by part, the most valuable first."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`python -m launch selfcheck`: on your own card, compare predictions with measurements."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from argparse import Namespace

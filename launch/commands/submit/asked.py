@@ -1,7 +1,5 @@
 """A line of submit: what stands behind `run`, a sweep over it, and the plans of both."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import sys

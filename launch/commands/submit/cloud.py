@@ -2,8 +2,6 @@
 
 Their keys: docs.skypilot.co/en/latest/reference/yaml-spec.html, dstack.ai/docs/reference."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

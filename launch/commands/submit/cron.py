@@ -1,7 +1,5 @@
 """`submit cron`: jobs that cron starts at their times: added, listed, removed."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from datetime import datetime

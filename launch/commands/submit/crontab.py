@@ -1,7 +1,5 @@
 """The lines of cron that lowmem has written: one for each job, marked with its name."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

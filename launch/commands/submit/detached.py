@@ -1,8 +1,6 @@
 """A job that goes on without the terminal that started it: by systemd where it may outlive its
 user's logins, else in a session of its own."""
 
-from __future__ import annotations
-
 import getpass
 import shutil
 import subprocess

@@ -9,8 +9,6 @@ Slurm starts once or again.
         status.json  Status of its newest start
     submitted/code/<hash>/  the code of one or more jobs"""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,8 +1,6 @@
 """`python -m launch submit`: a training that starts later or elsewhere: behind others on this
 machine, at the times of cron, under Slurm, in a cloud."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """Read CSV and TSV files: a header, then rows of as many cells, which may hold quoted newlines."""
 
-from __future__ import annotations
-
 import csv
 from collections import Counter
 from collections.abc import Callable, Iterator

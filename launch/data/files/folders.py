@@ -1,7 +1,5 @@
 """The endings of data files, and the files of a folder that are its data."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Read a JSON file that is one array, an element at a time."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

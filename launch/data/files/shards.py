@@ -1,8 +1,6 @@
 """The files behind data.train_file: one, or the shards of a corpus; the ways to open
 them, and facts of them."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import hashlib

@@ -1,7 +1,5 @@
 """Decode the lines of data files; an error names the byte that is not UTF-8."""
 
-from __future__ import annotations
-
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE, getincrementaldecoder
 from pathlib import Path
 

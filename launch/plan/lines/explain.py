@@ -1,7 +1,5 @@
 """Explanations of a plan: reasons, kernels, and every value that differs from the recipe's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Savings and costs of each way of saving memory: the chosen candidate beside those that differ
 from it in one way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter

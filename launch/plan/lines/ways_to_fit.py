@@ -1,7 +1,5 @@
 """Flags with which a recipe would fit, with their bytes, offered when no candidate fits."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

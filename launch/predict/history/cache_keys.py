@@ -1,8 +1,6 @@
 """Keys by which the ledger recognises a machine, a model and a recipe: hashes of the facts that
 decide memory and speed. Pure."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

@@ -1,8 +1,6 @@
 """Predicted beside measured figures: the margin that past errors give the next prediction, and the
 lines that people read. Pure."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from bisect import bisect_right

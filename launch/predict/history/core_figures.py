@@ -1,7 +1,5 @@
 """Rates of this machine's cores: measured once by the child with torch, and kept."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import time

@@ -1,7 +1,5 @@
 """Correction of predicted seconds by the runs of this machine. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ torch.OutOfMemoryError, which name the process's memory and the allocator's
 (tests/data/gpu/measured.json, outside_the_allocator_gib). Each row has the median of its figures.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from statistics import median

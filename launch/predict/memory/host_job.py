@@ -1,8 +1,6 @@
 """The job whose host RAM is predicted, from the facts of a plan and a candidate; on CPUs with what
 a rank's heap holds of its step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -7,8 +7,6 @@ need. "Model" is what the device's allocator has handed out; what glibc keeps of
 freed blocks is a line of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

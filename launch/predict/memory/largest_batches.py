@@ -1,8 +1,6 @@
 """The largest micro-batches that a run will have: a child finds them in the order of the tokenised
 rows, once for each division of these."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The order in which a candidate's engine brings the weights to the device, with their sizes."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -6,8 +6,6 @@ modeling_utils.py and core_model_loading.py; deepspeed 0.19.8 zero/partition_par
 stage3.py and stage_1_and_2.py; torch 2.13 fsdp/_fully_shard; accelerate 1.15 fsdp2_prepare_model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 

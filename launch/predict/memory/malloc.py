@@ -10,8 +10,6 @@ tcache, fast bins, sysmalloc, best fit from sorted bins). One arena: backward on
 thread that calls it. Pure.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence

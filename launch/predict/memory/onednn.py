@@ -6,8 +6,6 @@ torch's ideep keeps as many beside it: 0.7 GiB after rows of 150 lengths
 whose layers use them again. Kernels in float32 are MKL's, which compiles none. Pure.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 """The buffer of a CUDA kernel that sums over rows, as of the gradient of a bias or of a norm's
 weight: several blocks of threads share a column, and each writes its partial sum."""
 
-from __future__ import annotations
-
 import math
 
 MOST_THREADS, _WARP = 512, 32  # threads of a block, threads of a warp

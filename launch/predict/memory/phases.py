@@ -1,8 +1,6 @@
 """The memory of each part of a run, from the events of its allocator. Replays are kept beside the
 trace by all that they are of: a plan that asks again replays nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict

@@ -1,8 +1,6 @@
 """Page-locked host memory as torch's cache of it takes it from the driver: sizes, and the setting
 that decides them. Pure."""
 
-from __future__ import annotations
-
 from launch.probe import packages
 from launch.probe.torch_build import numbers
 from launch.schema.machine import GIB, MIB

@@ -4,8 +4,6 @@ A loaded folder is mapped: its pages are read, and dropped where memory is short
 no need. What is: tensors that are converted or quantised on the host, and matrices that grow.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

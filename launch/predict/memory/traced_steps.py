@@ -1,8 +1,6 @@
 """The steps that are traced for a candidate: those of its micro-batches that the highest peak may
 be of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple

@@ -4,8 +4,6 @@ folder, read without torch.
 Of weights only the safetensors headers are read. Nothing a folder names is executed or downloaded.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

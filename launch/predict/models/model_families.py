@@ -3,8 +3,6 @@ pass of one that is: a child builds it on the meta device, once for each config 
 transformers. configs/model_families.json has the forward passes of the counted families, and the
 kernels that liger-kernel has for a type."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """The model types that can be trained: those that write text, of the installed transformers; and
 the private names of its configs."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """The tokens that tokenizer.add_tokens adds to a folder's tokenizer: their ids, from a child that
 loads it, and the vocabulary that the model then needs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Linear weights that bitsandbytes has packed in 4 bits have the shape of the weight here; their
 scales are no tensors of the model. Source: bitsandbytes 0.50, QuantState.as_dict(packed=True)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

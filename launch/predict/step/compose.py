@@ -8,8 +8,6 @@ outside of layers comes from one of them, whose logits may be made in parts: the
 layers. What cannot be matched raises NotComposed, and the step is recorded with all its layers.
 Pure."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property

@@ -6,8 +6,6 @@ Accelerate makes them. Source: torch 2.13 fsdp/_fully_shard (_fsdp_param_group.p
 _fsdp_collectives.py); accelerate fsdp2_prepare_model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from launch.predict.step.rewrite_log import (

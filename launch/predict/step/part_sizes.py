@@ -1,7 +1,5 @@
 """Sizes in a step whose logits are made in another number of parts than were recorded. Pure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

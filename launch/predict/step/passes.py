@@ -1,7 +1,5 @@
 """The operators of a step, in runs that like layers share. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from itertools import groupby

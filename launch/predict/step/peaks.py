@@ -1,7 +1,5 @@
 """Reduce a traced log to the few moments that are the peak of each section at any micro-batch."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any

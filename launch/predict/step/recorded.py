@@ -1,7 +1,5 @@
 """A recorded step, and where its blocks are made and freed. Pure."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

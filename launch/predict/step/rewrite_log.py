@@ -1,7 +1,5 @@
 """Rewrite a log: find the landmarks of its step, and put blocks between its events."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ The log of a plain step has the allocations of the model. Each engine adds its b
 of the states, and frees gradients at another time.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from launch.predict.step import fsdp2, zero

@@ -1,8 +1,6 @@
 """The recorded steps of which a step is composed: of layers that keep their activations, and of
 layers that compute them again, with the logits at once or in a few parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The log of a composed step as a replay needs it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import astuple
 from functools import cache

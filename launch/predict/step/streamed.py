@@ -1,8 +1,6 @@
 """Layers whose frozen weights are streamed from host memory: their bytes on either side, and a step
 with them, made of a step with all weights on the device. Pure."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import defaultdict

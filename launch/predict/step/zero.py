@@ -6,8 +6,6 @@ which is reduced when it is full. Source: deepspeed 0.19.8 runtime/zero/stage_1_
 stage3.py.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

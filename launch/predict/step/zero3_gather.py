@@ -5,8 +5,6 @@ to a bucket, and dropped behind it, unless it is small or used again soon.
 Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py, partition_parameters.py.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass

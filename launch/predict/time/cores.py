@@ -1,7 +1,5 @@
 """Seconds of kernels on a CPU, by what its cores do in PyTorch (training/core_rates.py). Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The share of a step that is padding, from a sample of the rows' lengths. Pure."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Peak rates of devices, in operations and bytes per second: configs/cards.yaml for cards, what was
 measured for CPUs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ What a run of operators does to both clocks is four numbers, since each clock en
 two sums (max-plus algebra: Baccelli et al., Synchronization and Linearity, 1992): like layers, and
 like micro-steps, are replayed at once. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from functools import cache, reduce

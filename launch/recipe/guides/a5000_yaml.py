@@ -2,8 +2,6 @@
 logging) becomes the recipe lora_sft with overrides. An unknown key is an error, and a note is
 printed for each key that has another meaning here."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ google-fire's forms are read: --name=value, --name value, --name (True), --nonam
 _ between words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,8 +1,6 @@
 """The variables of run_single_gpu.sh and run_single_gpu_optimized.sh become overrides of a recipe's
 keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from launch.base.errors import ConfigError

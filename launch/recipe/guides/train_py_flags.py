@@ -2,8 +2,6 @@
 medium|large of the A6000 guide, or --config FILE.yaml of the A5000 guide. Values are written as
 --name=value or --name value, and keys of a recipe are accepted too."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from launch.base.errors import ConfigError

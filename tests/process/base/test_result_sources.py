@@ -122,6 +122,9 @@ def test_text_in_quotes_is_no_comment():
     code = 'def f():\n    """Docstring."""\n    return "text"\n'
     assert sources.of_python(code) == sources.of_python('def f():  # x\n  return ("text")\n')
     assert sources.of_python(code) != sources.of_python('def f():\n    return "other"\n')
+    assert sources.of_python("from __future__ import annotations\n" + code) == sources.of_python(
+        code
+    )
     assert sources.of_python('raise A("x")') == sources.of_python('raise A(f"y {z}") from None')
     assert sources.of_python('raise A("x")') != sources.of_python('raise B("x")')
 

@@ -1,7 +1,5 @@
 """Messages whose characters are replaced by others, which are followed into a render."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,8 +1,6 @@
 """Render a chat template as transformers does, with limits on its time and memory. Errors of a
 template are DataErrors that name the row."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Tokenise rendered conversations as a whole, with labels for the spans that have a loss."""
 
-from __future__ import annotations
-
 import json
 import re
 from bisect import bisect_left, bisect_right
