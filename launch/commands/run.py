@@ -1,6 +1,7 @@
 """`python -m launch run`: read the facts, tokenise, plan, open the run folder, supervise attempts,
 report."""
 
+import itertools
 import os
 import re
 import time
@@ -248,9 +249,10 @@ def _wait(
 ) -> tuple[Choice, run_resume.ResumeChoice]:
     """Wait for the memory of the plan, and plan again with what is free then. Raises Interrupted at
     a stop."""
-    planned = choice
+    planned, began = choice, time.monotonic()
     while True:
-        is_granted = start.lease.wait(planned, opened.run, start.workspace)
+        waited_s = time.monotonic() - began
+        is_granted = start.lease.wait(planned, opened.run, start.workspace, waited_s)
         start.read_memory_of_now()
         try:
             choice = start.plan(new_run)
@@ -270,17 +272,22 @@ def _with_lease(
     resume: str,
     new_run: Callable[[], RunDir],
 ) -> tuple[Choice, run_resume.ResumeChoice]:
-    """Lease the plan's memory; plan again if others have leased it since the plan was made. Raises
-    DoesNotFit."""
-    refusal = ""
-    for _ in range(MAX_PLANS):
+    """Lease the plan's memory; where others have leased it since the plan was made, wait again or
+    plan again. Raises DoesNotFit."""
+    waits, refusal = start.facts.recipe.launch.waits, ""
+    for _ in itertools.count() if waits else range(MAX_PLANS):
         refusal = start.lease.take(choice, opened.run, start.facts.limits.beside)
         if not refusal:
             return choice, opened
-        start.screen.say(f"planning again: {refusal}")
-        start.read_memory_of_now()
-        choice = start.plan(new_run)
-        opened = _open(start, choice, resume, new_run)
+        start.screen.say(f"{'waiting' if waits else 'planning'} again: {refusal}")
+        if waits:
+            choice, opened = start.signals.interrupting(_wait)(
+                start, choice, opened, resume, new_run
+            )
+        else:
+            start.read_memory_of_now()
+            choice = start.plan(new_run)
+            opened = _open(start, choice, resume, new_run)
         start.screen.say(*plan_lines.lines(plan_lines.planned_again(choice)))
     raise DoesNotFit(f"{choice.recipe.name}: {refusal}, each time that it was planned again")
 

@@ -102,14 +102,16 @@ def wait(
     say: Callable[[str], None],
     own_lease: OwnLease | None = None,
     longest_s: float = math.inf,
+    waited_before_s: float = 0.0,
     plan_again_s: float = _PLAN_AGAIN_S,
 ) -> tuple[OwnLease, bool]:
     """Wait in the order of all waiting runs until a start has its memory; its lease. False beside
     it: other programs hold memory, and no lease does, so a plan for what is free may start sooner.
 
     `blocked` says why the run may not start yet, whatever is free. Raises ResourceError when
-    `longest_s` are over. What keeps a run from looking, such as another start that is stopped while
-    it decides, is waited for too. A run that stops to wait, however, leaves no lease."""
+    `longest_s` are over, with the wait of earlier calls. What keeps a run from looking, such as
+    another start that is stopped while it decides, is waited for too. A run that stops to wait,
+    however, leaves no lease."""
     began, lease, is_in_line, no_look = time.monotonic(), own_lease, False, ""
     try:
         while True:
@@ -134,7 +136,7 @@ def wait(
                     no_look = str(error)
                     say(f"waiting for a look at the leases: {error}")
             waited_s = time.monotonic() - began
-            if waited_s > longest_s:
+            if waited_before_s + waited_s > longest_s:
                 raise ResourceError(
                     f"launch.wait: {longest_s / 3600:g} h are over, and this run still waits for"
                     f" {reason.text}; give it more hours, or end what it waits for"

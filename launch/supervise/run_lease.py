@@ -51,9 +51,9 @@ class RunLease:
         self._keep(lease)
         return ""
 
-    def wait(self, choice: Choice, run: RunDir, workspace: Workspace) -> bool:
-        """Wait for the memory of a plan, in the order of all runs that wait. False: a plan for
-        what is free may start sooner.
+    def wait(self, choice: Choice, run: RunDir, workspace: Workspace, waited_s: float) -> bool:
+        """Wait for the memory of a plan, in the order of all runs that wait; `waited_s`: the wait
+        so far. False: a plan for what is free may start sooner.
 
         Raises ResourceError when the recipe's hours are over, or without a folder for leases."""
         launch, place = choice.recipe.launch, leases.folder()
@@ -65,6 +65,7 @@ class RunLease:
             self._say,
             self._own,
             launch.wait_s,
+            waited_s,
         )
         self._keep(lease)
         return is_granted

@@ -213,3 +213,25 @@ def test_a_start_whose_memory_is_leased_while_it_tokenises_plans_again_and_names
         assert "leased meanwhile by run 1 of " in text
         assert f"process {holder.pid}) 4.00 GiB of host RAM" in text.splitlines()[-1]
     assert RunDir.all(tmp_path / "runs", "tiny") == []
+
+
+def test_a_run_whose_memory_is_leased_while_it_plans_waits_again(tmp_path):
+    """It waits with its number, and is stopped so that the other one certainly comes first."""
+    (tmp_path / "leases").mkdir()
+    flags = ("--launch.wait", "--launch.host_limit_gib=4.2")
+    with holders(tmp_path / "leases") as hold:
+        before = hold("4")
+        assert said(before) == "holds 1"
+        with start(tmp_path, "tiny", 2, *flags) as child:
+            until(lambda: "waiting as run 2 for" in output(tmp_path, "tiny"))
+            before.kill()
+            until(lambda: "run 2 starts: planning" in output(tmp_path, "tiny"))
+            child.send_signal(signal.SIGSTOP)
+            holder = hold("4")
+            assert said(holder) == "holds 3"
+            child.send_signal(signal.SIGCONT)
+            until(lambda: "waiting again: the plan needs 0." in output(tmp_path, "tiny"))
+            until(lambda: states(tmp_path).get("tiny") == "waiting")
+            holder.kill()
+            assert child.wait(LIMIT_S) == 0, output(tmp_path, "tiny")
+    assert output(tmp_path, "tiny").count("run 2 starts: planning") == 2

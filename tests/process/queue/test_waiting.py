@@ -175,6 +175,20 @@ def test_a_signal_ends_a_run_that_waits_at_once_without_a_ticket(
     assert not list(workspace.glob("runs/tiny/[0-9]*/plan.json"))
 
 
+def test_a_wait_beside_other_programs_ends_with_its_hours_too(tmp_path, workspace):
+    """Its plan is tried again and again meanwhile."""
+    reserve_gib = probe_machine.host_available()[0] / GIB - 0.1
+    recipe = builders.recipe(workspace)
+    done = builders.launch(
+        workspace,
+        *("run", str(recipe), "--launch.wait=0.01", f"--launch.host_reserve_gib={reserve_gib}"),
+        LOWMEM_LEASES=str(tmp_path),
+    )
+    assert done.returncode == 3, done.stderr
+    assert "launch.wait: 0.01 h are over" in done.stderr
+    assert list(tmp_path.glob("*.lease")) == []
+
+
 def test_a_wait_of_some_hours_ends_with_3_and_names_what_it_waited_for(tmp_path, workspace, hold):
     assert said(hold("4")) == "holds 1"
     recipe = builders.recipe(workspace)
