@@ -35,9 +35,9 @@ from launch.supervise import stop_signals
 # verbs in the order of --help: their modules in launch/commands/, and what they do
 VERBS = {
     "run": ("run", "train"),
-    "plan": ("plan", "show what would run, and why"),
-    "fit": ("fit", "show which known models a machine trains, with which changes, how fast"),
-    "show": ("show", "show rows as they will be trained, and which tokens have a loss"),
+    "plan": ("previews", "show what would run, and why"),
+    "fit": ("previews", "show which known models a machine trains, with which changes, how fast"),
+    "show": ("previews", "show rows as they will be trained, and which tokens have a loss"),
     "queue": ("queue", "list the runs that have or wait for memory; change yours"),
     "submit": (
         "submit.verb",
@@ -73,7 +73,7 @@ VERBS = {
         "model.evaluate",
         "loss, exact match, BLEU and ROUGE-L of a finished model on the rows of a file",
     ),
-    "keys": ("recipe_keys", "list the keys of a recipe: type, default, meaning"),
+    "keys": ("previews", "list the keys of a recipe: type, default, meaning"),
 }
 CLOSED = {errno.EROFS, errno.EACCES}  # errors of places that are closed to writes
 _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, *CLOSED}
