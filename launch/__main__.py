@@ -170,6 +170,7 @@ def _version() -> str:
 
 
 if __name__ == "__main__":
-    exit_code = main(sys.argv[1:])
-    interpreter.ignore_stop_signals()
-    sys.exit(exit_code)
+    try:
+        sys.exit(main(sys.argv[1:]))
+    finally:
+        interpreter.ignore_stop_signals()

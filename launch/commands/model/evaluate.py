@@ -69,10 +69,9 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> int | None:
     )
     model = replace(model, dtype=tokens.recipe.model.dtype)
     with TemporaryDirectory() as folder:
-        exit_code = _run_child(tokens, model, Path(folder), flags, is_quiet=arguments.json)
+        _run_child(tokens, model, Path(folder), flags, is_quiet=arguments.json)
         evaluation = files.read(Path(folder) / "evaluation.json", Evaluation)
-    if exit_code or evaluation is None:
-        return exit_code or 1
+    assert evaluation is not None
     evaluation = replace(evaluation, notes=tuple(_notes(tokens, evaluation)))
     print(files.to_json(vars(evaluation), 1) if arguments.json else shown(_text(evaluation)))
 
@@ -159,14 +158,14 @@ def _notes_on_format(recipe: Recipe, data_format: DataFormat, is_pair: bool) -> 
 
 def _run_child(
     tokens: TokenCache, model: FinishedModel, folder: Path, flags: Sequence[str], is_quiet: bool
-) -> int:
-    """Let a child write evaluation.json into a folder; its exit code. Raises ResourceError for
-    weights that do not fit. `flags`: the precision, and "fuses"."""
+) -> None:
+    """Let a child write evaluation.json into a folder. Raises ResourceError for weights that do not
+    fit. `flags`: the precision, and "fuses"."""
     machine = probe_machine.machine(run_dir=Workspace.here().root)
     argv = (folder, "cuda" if machine.gpus else "cpu", free_bytes(model, machine), *flags)
     files.write_json(folder / "tokens.json", tokens)
     files.write_json(folder / "model.json", model)
-    return merge.run_child(*merge.child("evaluate"), *argv, is_quiet=is_quiet)
+    merge.run_child(*merge.child("evaluate"), *argv, is_quiet=is_quiet)
 
 
 def _notes(tokens: TokenCache, figures: Evaluation) -> Iterator[str]:

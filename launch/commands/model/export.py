@@ -97,7 +97,7 @@ FLAGS = {
 }
 
 
-def main(arguments: Namespace) -> int | None:
+def main(arguments: Namespace) -> None:
     compile_caches.settle()
     conversion, repository = _conversion(arguments), push.repository(arguments)
     if repository and not arguments.dry_run:
@@ -105,8 +105,8 @@ def main(arguments: Namespace) -> int | None:
     origin = _origin(conversion)
     if arguments.to != push.FOLDER and _is_exported(conversion.out, origin):
         print(f"written already: {shown(str(conversion.out))}")
-    elif arguments.to != push.FOLDER and (exit_code := _export(conversion, origin)):
-        return exit_code
+    elif arguments.to != push.FOLDER:
+        _export(conversion, origin)
     if repository:
         named = {str(path): path.name for path in (conversion.model, conversion.out)}
         push.push(conversion.out, conversion.base(), named, repository, arguments)
@@ -171,8 +171,8 @@ def _is_exported(out: Path, origin: ExportedFrom) -> bool:
     return True
 
 
-def _export(conversion: Conversion, origin: ExportedFrom) -> int:
-    """Write the export under another name and put it in its place; the exit code."""
+def _export(conversion: Conversion, origin: ExportedFrom) -> None:
+    """Write the export under another name and put it in its place."""
     merge.check_new(conversion.out)
     if conversion.to not in _FOLDERS:
         check(conversion)
@@ -188,7 +188,7 @@ def _export(conversion: Conversion, origin: ExportedFrom) -> int:
         ) from error
     try:
         files.write_json(aside / EXPORTED, origin)
-        return (_write_folder if conversion.to in _FOLDERS else _convert)(conversion, aside)
+        (_write_folder if conversion.to in _FOLDERS else _convert)(conversion, aside)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -254,11 +254,10 @@ def check(conversion: Conversion) -> None:
     merge.check_sizes(folder, conversion.out, 4 * count, disk_bytes)  # answers are in float32
 
 
-def _write_folder(conversion: Conversion, aside: Path) -> int:
-    """Merge an adapter, or pack its base in 4 bits, in the folder `aside`; the exit code."""
+def _write_folder(conversion: Conversion, aside: Path) -> None:
+    """Merge an adapter, or pack its base in 4 bits, in the folder `aside`."""
     written, out, is_packed = aside / "model", conversion.out, conversion.to == "packed"
-    if exit_code := (merge.pack if is_packed else merge.merge)(conversion.model, written):
-        return exit_code
+    (merge.pack if is_packed else merge.merge)(conversion.model, written)
     if is_packed:
         config = json.loads((written / merge.ADAPTER).read_bytes())
         config["base_model_name_or_path"] = str(out / "base")
@@ -268,25 +267,23 @@ def _write_folder(conversion: Conversion, aside: Path) -> int:
     _place(written, out)
     base = f", whose base is {shown(str(out / 'base'))}" if is_packed else ""
     print(f"{conversion.to} into {shown(str(out))}{base}")
-    return 0
 
 
-def _convert(conversion: Conversion, aside: Path) -> int:
-    """Convert and compare in the folder `aside`, which becomes `out`; the exit code."""
+def _convert(conversion: Conversion, aside: Path) -> None:
+    """Convert and compare in the folder `aside`, which becomes `out`."""
     folder = conversion.model
     if conversion.is_adapter:
         folder = aside / "model"
-        if exit_code := merge.merge(conversion.model, folder):
-            return exit_code
+        merge.merge(conversion.model, folder)
     file = aside / f"{conversion.model.name}-{conversion.file_type}.gguf"
     expected_file, answers_file = aside / "expected.json", aside / "converted.json"
-    exit_code = _ask_model(conversion, folder, expected_file) or _run_tools(
-        conversion, folder, file, expected_file, answers_file
-    )
+    print("asking the model", flush=True)
+    prompts = (conversion.run or "", conversion.prompts or "")
+    merge.run_child(*merge.child("expected_answers"), folder, expected_file, *prompts)
+    _run_tools(conversion, folder, file, expected_file, answers_file)
     expected = files.read(expected_file, ExpectedAnswers)
     answers = files.read(answers_file, ConvertedAnswers)
-    if exit_code or expected is None or answers is None:
-        return exit_code or 1
+    assert expected is not None and answers is not None
     if answers.refused:
         raise ConfigError(shown(f"{conversion.model}: {answers.refused}"))
     if answers.other_ids:
@@ -294,20 +291,14 @@ def _convert(conversion: Conversion, aside: Path) -> int:
     for path in (expected_file, answers_file):
         path.unlink()
     shutil.rmtree(aside / "model", ignore_errors=True)
-    return _finish(conversion, file, expected, answers)
-
-
-def _ask_model(conversion: Conversion, folder: Path, out: Path) -> int:
-    print("asking the model", flush=True)
-    argv = (folder, out, conversion.run or "", conversion.prompts or "")
-    return merge.run_child(*merge.child("expected_answers"), *argv)
+    _finish(conversion, file, expected, answers)
 
 
 def _run_tools(
     conversion: Conversion, folder: Path, file: Path, expected_file: Path, out: Path
-) -> int:
+) -> None:
     """Write the file and let llama.cpp answer from it, with the Python of the tools."""
-    return merge.run_child(
+    merge.run_child(
         *(TOOLS / "bin" / "python", SCRIPTS / "to_gguf.py"),
         *("--folder", folder, "--file", file, "--type", conversion.file_type),
         *("--expected", expected_file, "--out", out),
@@ -317,7 +308,7 @@ def _run_tools(
 
 def _finish(
     conversion: Conversion, file: Path, expected: ExpectedAnswers, answers: ConvertedAnswers
-) -> int:
+) -> None:
     """Name the file by what was compared, write the texts beside it, and put the folder in its
     place. Raises ExportError for a file that is not the model."""
     figures = converted.summary(expected, answers)
@@ -335,7 +326,6 @@ def _finish(
     print(f"{figures}\nwritten: {written}")
     tools = (TOOLS / "bin" / "python", SCRIPTS / "ask_gguf.py", conversion.out / file.name)
     print(f"ask it: {shlex.join(map(from_here, tools))} QUESTION")
-    return 0
 
 
 def _place(folder: Path, out: Path) -> None:

@@ -34,14 +34,12 @@ FLAGS = {
 }
 
 
-def main(arguments: Namespace) -> int:
+def main(arguments: Namespace) -> None:
     compile_caches.settle()
     source, out, base = source_folder(arguments.source), arguments.out, arguments.base
-    exit_code = merge(source, out, base)
-    if not exit_code:
-        write_readme(source, base or base_of(source), out, out)
-        print(f"merged into {shown(str(out))}")
-    return exit_code
+    merge(source, out, base)
+    write_readme(source, base or base_of(source), out, out)
+    print(f"merged into {shown(str(out))}")
 
 
 def source_folder(source: Path) -> Path:
@@ -72,9 +70,9 @@ def write_readme(adapter: Path, base: Path, folder: Path, out: Path) -> None:
     files.write_atomic(folder / "README.md", text)
 
 
-def merge(source: Path, out: Path, base: Path | None = None) -> int:
-    """Merge the adapter in a model's folder into `out`; the child's exit code. `base`: in place of
-    the one that it was trained on."""
+def merge(source: Path, out: Path, base: Path | None = None) -> None:
+    """Merge the adapter in a model's folder into `out`. `base`: in place of the one that it was
+    trained on."""
     adapter = _adapter(source)
     named, base = base, (base or base_of(adapter)).absolute()
     model_config.check_adapter(adapter)
@@ -87,12 +85,12 @@ def merge(source: Path, out: Path, base: Path | None = None) -> int:
         if unlike:
             print(shown(f"--base {base}: not all weights were compared with the trained: {unlike}"))
     refuse_packed(base, adapter)
-    return _write("merge", base, adapter, out)
+    _write("merge", base, adapter, out)
 
 
-def pack(adapter: Path, out: Path) -> int:
-    """Write the adapter into `out`, with its base in the 4 bits that it was trained on; the child's
-    exit code. Raises ConfigError."""
+def pack(adapter: Path, out: Path) -> None:
+    """Write the adapter into `out`, with its base in the 4 bits that it was trained on. Raises
+    ConfigError."""
     exported = files.read_or_none(_adapter(adapter) / "lowmem.json", ExportedModel)
     if exported is None or not exported.quantization:
         raise ConfigError(
@@ -104,17 +102,17 @@ def pack(adapter: Path, out: Path) -> int:
     model_config.check_folder(base)
     if weight_files.packing(base):
         raise ConfigError(f"{adapter}: its base, {base}, has 4 bits already; use both as they are")
-    return _write("pack", base, adapter, out)
+    _write("pack", base, adapter, out)
 
 
-def _write(how: str, base: Path, adapter: Path, out: Path) -> int:
-    """Let a child write the model into a new folder that has room for it; the child's exit code."""
+def _write(how: str, base: Path, adapter: Path, out: Path) -> None:
+    """Let a child write the model into a new folder that has room for it."""
     check_new(out)
     weights_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
     # embeddings and scales are part of what is packed
     needed_bytes = weights_bytes // 2 if how == "pack" else weights_bytes
     check_sizes(base, out, needed_bytes, needed_bytes)
-    return run_child(*child("merge"), how, base, adapter, out.absolute())
+    run_child(*child("merge"), how, base, adapter, out.absolute())
 
 
 def _check_alike(base: Path, trained: Path) -> str:
@@ -173,9 +171,10 @@ def child(name: str) -> tuple[str, ...]:
     return sys.executable, "-P", "-m", f"training.children.{name}"
 
 
-def run_child(*argv: object, is_quiet: bool = False) -> int:
-    """The exit code of a child that finds our code and downloads nothing. Its errors are shown
-    where it fails, else libraries' warnings and bars would be; `is_quiet`: and nothing else."""
+def run_child(*argv: object, is_quiet: bool = False) -> None:
+    """Run a child that finds our code and downloads nothing. Its errors are shown where it fails,
+    else libraries' warnings and bars would be; `is_quiet`: and nothing else. Raises SystemExit with
+    the exit code of a child that fails."""
     quiet = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     variables = environment.passed(os.environ) | quiet
     variables |= {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"}
@@ -190,7 +189,7 @@ def run_child(*argv: object, is_quiet: bool = False) -> int:
     if done.returncode:
         error = re.search(rb"^error: .*\n", done.stderr, re.MULTILINE)
         os.write(2, error[0] if error else done.stderr)
-    return done.returncode
+        raise SystemExit(done.returncode)
 
 
 def _adapter(source: Path) -> Path:

@@ -251,9 +251,11 @@ def test_the_folder_of_another_type_has_it_in_its_name(tmp_path, tools, capsys):
 
 def test_the_line_of_a_childs_error_is_shown_without_warnings_and_bars(capfd):
     said = "print('a warning', file=sys.stderr); print('error: why', file=sys.stderr); sys.exit(3)"
-    assert merge.run_child(sys.executable, "-c", f"import sys; {said}") == 3
+    with pytest.raises(SystemExit, match="3"):
+        merge.run_child(sys.executable, "-c", f"import sys; {said}")
     assert capfd.readouterr().err == "error: why\n"
-    merge.run_child(sys.executable, "-c", "raise ValueError('a fault of ours')")
+    with pytest.raises(SystemExit, match="1"):
+        merge.run_child(sys.executable, "-c", "raise ValueError('a fault of ours')")
     assert "Traceback" in capfd.readouterr().err
 
 
