@@ -67,7 +67,7 @@ VERBS = {
     ),
     "samples": ("runs", "show that a run has trained each row once an epoch"),
     "merge": ("model.merge", "merge a LoRA adapter into its base: one ordinary model folder"),
-    "download": ("model.download", "download a model or a data set, or its newest files"),
+    "download": ("model.hub", "download a model or a data set, or its newest files"),
     "export": ("model.export", "write a model for other programs: merged, packed, GGUF, Ollama"),
     "evaluate": (
         "model.evaluate",

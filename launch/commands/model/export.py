@@ -19,7 +19,7 @@ from launch.base import compile_caches, files
 from launch.base.errors import ConfigError, ExportError, ResourceError
 from launch.base.text import columns, from_here, shown
 from launch.base.workspace import CODE, FILES, Workspace
-from launch.commands.model import converted, merge, push
+from launch.commands.model import converted, hub, merge
 from launch.hub import upload
 from launch.predict.models import model_config, weight_files
 from launch.run_folder import layout
@@ -39,7 +39,7 @@ _ASK = ".cache/export_tools/bin/python scripts/export_tools/ask_gguf.py"
 Q4 = "q4_k_m"  # made of f16 by llama.cpp's llama-quantize
 BYTES = {"f16": 2, "bf16": 2, "q8_0": 34 / 32, Q4: 2 + 0.62}  # bytes of a weight
 REST = 1.02  # with the weights that stay in float32
-_FOLDERS = ("merged", "packed", push.FOLDER)  # values of --to that transformers loads
+_FOLDERS = ("merged", "packed", hub.FOLDER)  # values of --to that transformers loads
 _SPARE_BYTES = 32 << 20  # vocabulary, ids and answers
 
 
@@ -99,17 +99,17 @@ FLAGS = {
 
 def main(arguments: Namespace) -> None:
     compile_caches.settle()
-    conversion, repository = _conversion(arguments), push.repository(arguments)
+    conversion, repository = _conversion(arguments), hub.repository(arguments)
     if repository and not arguments.dry_run:
         upload.check(repository, arguments.public)  # before a conversion takes its minutes
     origin = _origin(conversion)
-    if arguments.to != push.FOLDER and _is_exported(conversion.out, origin):
+    if arguments.to != hub.FOLDER and _is_exported(conversion.out, origin):
         print(f"written already: {shown(str(conversion.out))}")
-    elif arguments.to != push.FOLDER:
+    elif arguments.to != hub.FOLDER:
         _export(conversion, origin)
     if repository:
         named = {str(path): path.name for path in (conversion.model, conversion.out)}
-        push.push(conversion.out, conversion.base(), named, repository, arguments)
+        hub.push(conversion.out, conversion.base(), named, repository, arguments)
 
 
 def _conversion(arguments: Namespace) -> Conversion:
@@ -125,9 +125,9 @@ def _conversion(arguments: Namespace) -> Conversion:
             raise ConfigError(
                 f"{flag} {value}: is of a GGUF file; leave it out beside --to {arguments.to}"
             )
-    if arguments.out and arguments.to == push.FOLDER:
+    if arguments.out and arguments.to == hub.FOLDER:
         raise ConfigError(
-            f"--out {arguments.out}: --to {push.FOLDER} uploads the model's own folder and writes"
+            f"--out {arguments.out}: --to {hub.FOLDER} uploads the model's own folder and writes"
             " none; leave it out"
         )
     if arguments.push and arguments.to == "packed":
@@ -139,7 +139,7 @@ def _conversion(arguments: Namespace) -> Conversion:
     return Conversion(
         model=model,
         run=run_of(arguments.source, model),
-        out=model if arguments.to == push.FOLDER else out.absolute(),
+        out=model if arguments.to == hub.FOLDER else out.absolute(),
         file_type=file_type,
         prompts=arguments.prompts,
         quantizer=_quantizer(arguments) if arguments.type == Q4 else None,
