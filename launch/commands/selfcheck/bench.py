@@ -227,22 +227,17 @@ def measured(run: RunDir) -> dict[str, Any]:
         for phase, peaks in outcome.phases.items()
         for planned in [getattr(plan.phases, phase, None)]  # not each part is predicted
     }
+    second = plan.phases.step
     return {
         "strategy": asdict(plan.strategy),
         "memory": memory,
-        "device_bytes": device_bytes(run),
+        "device_bytes": [second.device_bytes if second else None, _taken(run)[1]],
         "host_peak_bytes": [plan.estimate.host_bytes, end.host_peak_bytes if end else None],
         "outside": outside(run),
         "seconds_per_step": [plan.seconds_per_step, seconds],
         "tokens_per_second": events[-1].tokens / seconds if events and seconds else None,
         "save_seconds": outcome.save_seconds,
     }
-
-
-def device_bytes(run: RunDir) -> list[int | None]:
-    """Bytes of the whole card at the second step: [predicted, taken since the plan]."""
-    predicted = run.read_plan().phases.step
-    return [predicted.device_bytes if predicted else None, _taken(run)[1]]
 
 
 def outside(run: RunDir) -> dict[str, Any] | None:

@@ -53,14 +53,13 @@ def all_checks() -> list[Check]:
 
 
 def _first() -> list[Check]:
-    trainings = {
-        f"{tuned}, {precision}": {**weights, "training": training}
-        for tuned, weights in TRAINED.items()
-        for precision, training in PRECISIONS.items()
-    }
     return [
         Check("card", 1, 45, _card),
-        *(_training(name, 1, changes) for name, changes in trainings.items()),
+        *(
+            _training(f"{tuned}, {precision}", 1, {**weights, "training": training})
+            for tuned, weights in TRAINED.items()
+            for precision, training in PRECISIONS.items()
+        ),
         Check("out of memory", 1, 90, _out_of_memory),
     ]
 
@@ -68,37 +67,46 @@ def _first() -> list[Check]:
 def _second() -> list[Check]:
     longer = {"training": {"max_steps": 40, "bf16": True}}
     modes = ("dual_gpu_nccl", "dual_gpu_gloo", "deepspeed_zero2", "deepspeed_zero3", "fsdp2")
-    on_two = {mode: {**longer, "launch": {"mode": mode, "num_processes": 2}} for mode in modes}
     return [
         _training("40 steps", 2, longer),
         Check("plain Trainer", 2, 60, _plain_trainer),
         Check("costs of a step", 2, 60, measure_step_costs),
         Check("link", 2, 60, measure_link, cards=2),
-        *(_training(f"40 steps, {mode}", 2, on_two[mode], cards=2) for mode in modes),
+        *(
+            _training(
+                f"40 steps, {mode}",
+                2,
+                {**longer, "launch": {"mode": mode, "num_processes": 2}},
+                cards=2,
+            )
+            for mode in modes
+        ),
     ]
 
 
 def _third() -> list[Check]:
     bf16 = {"bf16": True}
-    saving = {**bf16, "activation_checkpointing": True}
     compiled = {"training": {**bf16, "torch_compile": True, "max_steps": 10}}
     flash = {"shape": SHAPE, "attn_implementation": "flash_attention_2"}
-    zero2 = {"training": bf16, "launch": {"mode": "deepspeed_zero2_offload"}}
-    zero3 = {"training": bf16, "launch": {"mode": "deepspeed_zero3_offload"}}
-    of_flash = _training("flash_attn", 3, {"training": bf16, "model": flash})
     return [
         Check(COMPILED, 3, 90, partial(_compiled, changes=compiled)),
         _training("8-bit states", 3, {"training": {**bf16, "optim": "adamw_8bit"}}),
         _training("paged 8-bit states", 3, {"training": {**bf16, "optim": "paged_adamw_8bit"}}),
-        _training("ZeRO-2, offload", 3, zero2),
-        _training("ZeRO-3, offload", 3, zero3),
-        _training("checkpointing", 3, {"training": saving}),
-        replace(of_flash, package="flash_attn"),
+        *(
+            _training(
+                f"ZeRO-{stage}, offload",
+                3,
+                {"training": bf16, "launch": {"mode": f"deepspeed_zero{stage}_offload"}},
+            )
+            for stage in (2, 3)
+        ),
+        _training("checkpointing", 3, {"training": {**bf16, "activation_checkpointing": True}}),
+        _training("flash_attn", 3, {"training": bf16, "model": flash}, package="flash_attn"),
     ]
 
 
-def _training(name: str, part: int, changes: Changes, cards: int = 1) -> Check:
-    return Check(name, part, 60, partial(_train, name=name, changes=changes), cards)
+def _training(name: str, part: int, changes: Changes, cards: int = 1, package: str = "") -> Check:
+    return Check(name, part, 60, partial(_train, name=name, changes=changes), cards, package)
 
 
 def _train(bench: Bench, name: str, changes: Changes) -> dict[str, Any]:

@@ -22,11 +22,9 @@ from launch.probe import machine as probe_machine
 from launch.probe import packages, torch_build
 from launch.schema.machine import GIB, Machine
 
-PARTS = (1, 2, 3)
 FREE_BYTES = 4 * GIB  # free VRAM that the checks need
 _OTHERS_BYTES = 3 * GIB // 2  # more than a screen takes: a program computes there
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
-FAILED = 3
 
 
 FLAGS = {
@@ -35,7 +33,7 @@ FLAGS = {
         "default": 9.0,
         "help": "end after this time (default 9)",
     },
-    "--part": {"type": int, "choices": PARTS, "help": "only this part of the checks"},
+    "--part": {"type": int, "choices": (1, 2, 3), "help": "only this part of the checks"},
     "--again": {"action": "store_true", "help": "forget the results so far"},
 }
 
@@ -80,7 +78,7 @@ def main(arguments: Namespace) -> int:
         print(f"not done yet: {', '.join(undone)}; the same line goes on")
     failed = [finding.name for finding in results.findings if finding.failed]
     print(f"page: {bench.folder / HTML}" + (f"; failed: {', '.join(failed)}" if failed else ""))
-    return FAILED if failed else 0
+    return 3 if failed else 0
 
 
 def lacks(check: Check, machine: Machine) -> str:
