@@ -4,15 +4,15 @@ problem with its fix."""
 import os
 import resource
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from launch.base import compile_caches, environment
 from launch.base.errors import ResourceError
 from launch.base.text import size
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments
+from launch.commands.recipe_arguments import say
 from launch.data.worker import WORKER
 from launch.predict.history import core_figures
 from launch.probe import import_memory, link_causes, link_test, torch_build
@@ -44,11 +44,9 @@ class _Problem:
         return f"{'problem' if self.stops else 'note'}: {self.what}; fix: {self.fix}"
 
 
-def _examine(
-    cache: Path, run_dir: Path, environ: Mapping[str, str], say: Callable[[str], None]
-) -> bool:
+def _examine(workspace: Workspace) -> bool:
     """Describe this machine and its problems; True if none of them stops training."""
-    machine = probe_machine.machine(run_dir=run_dir)
+    machine = probe_machine.machine(run_dir=workspace.root)
     say("\n".join(probe_machine.describe(machine)))
     all_problems = [*_torch_problems(machine), *problems(machine)]
     stops = any(problem.stops for problem in all_problems)
@@ -57,14 +55,15 @@ def _examine(
     elif stops:
         say("link: not tested: see the problem below first")
     else:
+        variables = environment.passed(os.environ)
         link = link_test.link(
-            machine, len(machine.gpus), cache, environment.passed(environ), say=say, fresh=True
+            machine, len(machine.gpus), workspace.cache, variables, say=say, fresh=True
         )
         say("\n".join(link_test.lines(link)))
         stops = is_blocked(link)
     if not stops:
         try:
-            memory = import_memory.measure(cache, "cuda" if machine.gpus else "cpu")
+            memory = import_memory.measure(workspace.cache, "cuda" if machine.gpus else "cpu")
         except ResourceError as error:
             all_problems.append(import_problem(error))
             stops = True
@@ -75,7 +74,7 @@ def _examine(
                 " host RAM; plans count this memory"
             )
             with WORKER:
-                say(_cores(core_figures.measure(Workspace.here().traces, machine.cpu_count)))
+                say(_cores(core_figures.measure(workspace.traces, machine.cpu_count)))
             if card := memory.card.context_bytes and memory.card:
                 say(
                     f"context: a rank takes {size(card.context_bytes)} of its {card.name} outside"
@@ -99,47 +98,62 @@ def _cores(measured: Sequence[CoreFigures]) -> str:
     )
 
 
-def problems(machine: Machine) -> Iterator[_Problem]:
+def problems(machine: Machine) -> list[_Problem]:
     """Problems of a machine; torch and the link aside."""
-    if machine.gpus_obstacle:
-        cause, _, fix = machine.gpus_obstacle.rpartition("; fix: ")
-        fix += "; to train on the CPU on purpose add --launch.mode=cpu"
-        yield _Problem(cause, fix, stops=True)
-    for gpu in machine.gpus:
-        if gpu.slowdown:
-            yield _Problem(f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}", _COOLER)
-    if any(gpu.vendor == "amd" for gpu in machine.gpus):
-        yield _Problem(
+    obstacle, _, fix = machine.gpus_obstacle.rpartition("; fix: ")
+    shm_needed = max(_SHM_BYTES, _SHM_BYTES_PER_RANK * len(machine.gpus))
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rows = [  # is it there, what it is, its fix, whether it stops training
+        (
+            machine.gpus_obstacle != "",
+            obstacle,
+            f"{fix}; to train on the CPU on purpose add --launch.mode=cpu",
+            True,
+        ),
+        *(
+            (
+                gpu.slowdown != "",
+                f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}",
+                _COOLER,
+                False,
+            )
+            for gpu in machine.gpus
+        ),
+        (
+            any(gpu.vendor == "amd" for gpu in machine.gpus),
             "ROCm is unverified: lowmem has not run on an AMD card; its builds, cards and figures"
             " are from documents",
             "python -m launch selfcheck compares the predictions with your card",
-        )
-    shm_needed = max(_SHM_BYTES, _SHM_BYTES_PER_RANK * len(machine.gpus))
-    if len(machine.gpus) > 1 and machine.shm_bytes < shm_needed:
-        yield _Problem(
+            False,
+        ),
+        (
+            len(machine.gpus) > 1 and machine.shm_bytes < shm_needed,
             f"/dev/shm has {size(machine.shm_bytes)}, {len(machine.gpus)} ranks need"
             f" {size(shm_needed)}",
             link_causes.BY_NAME["shm_too_small"].fix,
-        )
-    if machine.disk_free_bytes < _LOW_DISK_BYTES:
-        yield _Problem(
+            False,
+        ),
+        (
+            machine.disk_free_bytes < _LOW_DISK_BYTES,
             f"{size(machine.disk_free_bytes)} of disk are {machine.disk_reason}",
             "free some, or set LOWMEM_ROOT to a folder on a larger disk",
-            stops=machine.disk_free_bytes < _MIN_DISK_BYTES,
-        )
-    if machine.host_available_bytes < _MIN_HOST_BYTES:
-        yield _Problem(
+            machine.disk_free_bytes < _MIN_DISK_BYTES,
+        ),
+        (
+            machine.host_available_bytes < _MIN_HOST_BYTES,
             f"{size(machine.host_available_bytes)} of host memory are available"
             f" ({machine.host_available_reason})",
             "end other programs, or raise that limit",
-            stops=True,
-        )
-    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if open_files < _MIN_OPEN_FILES:
-        yield _Problem(
+            True,
+        ),
+        (
+            open_files < _MIN_OPEN_FILES,
             f"a process may open {open_files} files, data loaders need {_MIN_OPEN_FILES}",
             "ulimit -n 4096",
-        )
+            False,
+        ),
+    ]
+    return [_Problem(what, fix, stops) for is_there, what, fix, stops in rows if is_there]
 
 
 def is_blocked(link: Link) -> bool:
@@ -183,8 +197,4 @@ def main(arguments: Namespace) -> int:
             print(f"assumed: {machine.assumed}")
         print("link: not tested: a described machine")
         return 0
-    workspace = Workspace.here()
-    is_fine = _examine(
-        workspace.cache, workspace.root, os.environ, lambda line: print(line, flush=True)
-    )
-    return 0 if is_fine else 3
+    return 0 if _examine(Workspace.here()) else 3
