@@ -66,7 +66,7 @@ VERBS = {
         "show two runs side by side: speed, memory, losses; a table and a page",
     ),
     "samples": ("runs", "show that a run has trained each row once an epoch"),
-    "merge": ("model.merge", "merge a LoRA adapter into its base: one ordinary model folder"),
+    "merge": ("model.finished", "merge a LoRA adapter into its base: one ordinary model folder"),
     "download": ("model.hub", "download a model or a data set, or its newest files"),
     "export": ("model.export", "write a model for other programs: merged, packed, GGUF, Ollama"),
     "evaluate": (

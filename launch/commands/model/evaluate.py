@@ -18,7 +18,7 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import shown, size
 from launch.base.workspace import FILES, Workspace
 from launch.commands import recipe_arguments
-from launch.commands.model import export, finished, merge
+from launch.commands.model import export, finished
 from launch.data import chat_templates, columns, token_cache
 from launch.data.token_cache import TokenCache
 from launch.predict.models import model_config
@@ -165,7 +165,7 @@ def _run_child(
     argv = (folder, "cuda" if machine.gpus else "cpu", free_bytes(model, machine), *flags)
     files.write_json(folder / "tokens.json", tokens)
     files.write_json(folder / "model.json", model)
-    merge.run_child(*merge.child("evaluate"), *argv, is_quiet=is_quiet)
+    finished.run_child(*finished.child("evaluate"), *argv, is_quiet=is_quiet)
 
 
 def _notes(tokens: TokenCache, figures: Evaluation) -> Iterator[str]:

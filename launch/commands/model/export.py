@@ -19,7 +19,7 @@ from launch.base import compile_caches, files
 from launch.base.errors import ConfigError, ExportError, ResourceError
 from launch.base.text import columns, from_here, shown
 from launch.base.workspace import CODE, FILES, Workspace
-from launch.commands.model import converted, hub, merge
+from launch.commands.model import converted, finished, hub
 from launch.hub import upload
 from launch.predict.models import model_config, weight_files
 from launch.run_folder import layout
@@ -57,12 +57,12 @@ class Conversion:
 
     @property
     def is_adapter(self) -> bool:
-        return (self.model / merge.ADAPTER).is_file()
+        return (self.model / finished.ADAPTER).is_file()
 
     @property
     def weights(self) -> Path:
         """The folder of the weights, without an adapter."""
-        return merge.base_of(self.model) if self.is_adapter else self.model
+        return finished.base_of(self.model) if self.is_adapter else self.model
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -113,7 +113,7 @@ def main(arguments: Namespace) -> None:
 
 
 def _conversion(arguments: Namespace) -> Conversion:
-    model = merge.source_folder(arguments.source).absolute()
+    model = finished.source_folder(arguments.source).absolute()
     file_type = arguments.type or "f16"
     of_gguf = {
         "--type": arguments.type,
@@ -173,7 +173,7 @@ def _is_exported(out: Path, origin: ExportedFrom) -> bool:
 
 def _export(conversion: Conversion, origin: ExportedFrom) -> None:
     """Write the export under another name and put it in its place."""
-    merge.check_new(conversion.out)
+    finished.check_new(conversion.out)
     if conversion.to not in _FOLDERS:
         check(conversion)
     out = conversion.out
@@ -244,25 +244,25 @@ def check(conversion: Conversion) -> None:
             f"{folder}: is an encoder-decoder ({config['model_type']}), which neither llama.cpp's"
             " server nor Ollama runs; expected a decoder"
         )
-    merge.check_new(conversion.out)
-    merge.refuse_packed(folder, conversion.model if conversion.is_adapter else None)
+    finished.check_new(conversion.out)
+    finished.refuse_packed(folder, conversion.model if conversion.is_adapter else None)
     stored = weight_files.stored_weights(folder)
     assert stored is not None  # as check_folder() has seen
     count = sum(stored.elements.values())
     disk_bytes = int(count * BYTES[conversion.file_type] * REST) + _SPARE_BYTES
     disk_bytes += stored.total_bytes if conversion.is_adapter else 0
-    merge.check_sizes(folder, conversion.out, 4 * count, disk_bytes)  # answers are in float32
+    finished.check_sizes(folder, conversion.out, 4 * count, disk_bytes)  # answers are in float32
 
 
 def _write_folder(conversion: Conversion, aside: Path) -> None:
     """Merge an adapter, or pack its base in 4 bits, in the folder `aside`."""
     written, out, is_packed = aside / "model", conversion.out, conversion.to == "packed"
-    (merge.pack if is_packed else merge.merge)(conversion.model, written)
+    (finished.pack if is_packed else finished.merge)(conversion.model, written)
     if is_packed:
-        config = json.loads((written / merge.ADAPTER).read_bytes())
+        config = json.loads((written / finished.ADAPTER).read_bytes())
         config["base_model_name_or_path"] = str(out / "base")
-        files.write_json(written / merge.ADAPTER, config)
-    merge.write_readme(conversion.model, conversion.weights, written, out)
+        files.write_json(written / finished.ADAPTER, config)
+    finished.write_readme(conversion.model, conversion.weights, written, out)
     (aside / EXPORTED).rename(written / EXPORTED)
     _place(written, out)
     base = f", whose base is {shown(str(out / 'base'))}" if is_packed else ""
@@ -274,12 +274,12 @@ def _convert(conversion: Conversion, aside: Path) -> None:
     folder = conversion.model
     if conversion.is_adapter:
         folder = aside / "model"
-        merge.merge(conversion.model, folder)
+        finished.merge(conversion.model, folder)
     file = aside / f"{conversion.model.name}-{conversion.file_type}.gguf"
     expected_file, answers_file = aside / "expected.json", aside / "converted.json"
     print("asking the model", flush=True)
     prompts = (conversion.run or "", conversion.prompts or "")
-    merge.run_child(*merge.child("expected_answers"), folder, expected_file, *prompts)
+    finished.run_child(*finished.child("expected_answers"), folder, expected_file, *prompts)
     _run_tools(conversion, folder, file, expected_file, answers_file)
     expected = files.read(expected_file, ExpectedAnswers)
     answers = files.read(answers_file, ConvertedAnswers)
@@ -298,7 +298,7 @@ def _run_tools(
     conversion: Conversion, folder: Path, file: Path, expected_file: Path, out: Path
 ) -> None:
     """Write the file and let llama.cpp answer from it, with the Python of the tools."""
-    merge.run_child(
+    finished.run_child(
         *(TOOLS / "bin" / "python", SCRIPTS / "to_gguf.py"),
         *("--folder", folder, "--file", file, "--type", conversion.file_type),
         *("--expected", expected_file, "--out", out),
@@ -335,7 +335,7 @@ def _place(folder: Path, out: Path) -> None:
         sizes = {str(path.relative_to(folder)): path.stat().st_size for path in written}
         files.write_json(folder / EXPORTED, replace(origin, sizes=sizes))
     files.sync_all(folder)
-    merge.check_new(out)  # another export may have written there meanwhile
+    finished.check_new(out)  # another export may have written there meanwhile
     if out.exists():
         out.rmdir()
     folder.rename(out)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import WHOLE
 from launch.commands import recipe_arguments
-from launch.commands.model import converted, export, finished, merge
+from launch.commands.model import converted, export, finished
 from launch.schema.result import ConvertedAnswers, ExpectedAnswers, ExportedModel, Prompt
 
 LLAMA = {
@@ -102,7 +102,7 @@ def test_a_folder_that_holds_something_is_refused(tmp_path, tools):
 @pytest.mark.parametrize(("ram", "disk", "name"), [(1 << 60, 0, "RAM"), (0, 1 << 60, "room in")])
 def test_weights_for_which_there_is_no_space_are_refused(tmp_path, ram, disk, name):
     with pytest.raises(ResourceError, match=f"but there is .* {name}"):
-        merge.check_sizes(tmp_path, tmp_path / "out", ram, disk)
+        finished.check_sizes(tmp_path, tmp_path / "out", ram, disk)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_the_readme_of_a_merged_model_gives_its_facts_on_and_not_those_of_its_fo
     facts = "- recipe: lora (sft)\n- model: /m, 8 parameters; this folder holds a LoRA adapter\n"
     facts += "- trained on linear weights of 4 bits (nf4); to merge it into /m: python -m\n"
     (adapter / "README.md").write_text(facts)
-    merge.write_readme(adapter, tmp_path, merged, merged)
+    finished.write_readme(adapter, tmp_path, merged, merged)
     text = converted.readme("x", merged, "/models/b", "20 answers equal", "ask")
     assert text == (
         "# x\n\n- base: /models/b\n- licence: not named by the base\n- recipe: lora (sft)\n"
@@ -252,10 +252,10 @@ def test_the_folder_of_another_type_has_it_in_its_name(tmp_path, tools, capsys):
 def test_the_line_of_a_childs_error_is_shown_without_warnings_and_bars(capfd):
     said = "print('a warning', file=sys.stderr); print('error: why', file=sys.stderr); sys.exit(3)"
     with pytest.raises(SystemExit, match="3"):
-        merge.run_child(sys.executable, "-c", f"import sys; {said}")
+        finished.run_child(sys.executable, "-c", f"import sys; {said}")
     assert capfd.readouterr().err == "error: why\n"
     with pytest.raises(SystemExit, match="1"):
-        merge.run_child(sys.executable, "-c", "raise ValueError('a fault of ours')")
+        finished.run_child(sys.executable, "-c", "raise ValueError('a fault of ours')")
     assert "Traceback" in capfd.readouterr().err
 
 
@@ -272,7 +272,7 @@ def test_the_base_of_an_adapter_is_the_folder_that_it_was_trained_on(tmp_path):
     (base / "lowmem.json").write_text(json.dumps({"run": "b-20260101-000000"}))
     adapter.mkdir()
     named = json.dumps({"base_model_name_or_path": str(base)})
-    (adapter / merge.ADAPTER).write_text(named)
+    (adapter / finished.ADAPTER).write_text(named)
     assert conversion(adapter, run=tmp_path / "run").base() == str(base)
 
 
