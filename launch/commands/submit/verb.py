@@ -15,7 +15,7 @@ from launch.base.text import columns, did_you_mean
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments, run
 from launch.commands.recipe_arguments import say
-from launch.commands.submit import cloud, cron, crontab, detached, job, slurm
+from launch.commands.submit import cron, crontab, detached, elsewhere, job
 from launch.commands.submit.asked import Asked, facts_here, run_arguments
 from launch.commands.submit.job import JobDir
 from launch.plan.planner import Choice
@@ -90,7 +90,9 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> int | None:
         return _slurm(workspace, submission, environ)
     choice, _ = submission.choice(submission.typed)
     _say_notes(choice, submission)
-    text = (cloud.skypilot if place == "skypilot" else cloud.dstack)(choice, submission.argv)
+    text = (elsewhere.skypilot if place == "skypilot" else elsewhere.dstack)(
+        choice, submission.argv
+    )
     print(text, end="")
 
 
@@ -185,7 +187,7 @@ def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) 
             typed = replace(submission.typed, overrides=[*submission.typed.overrides, *overrides])
             choice, _ = submission.choice(typed)
             tasks.append(overrides)
-        needs = slurm.Request.from_choice(choice)
+        needs = elsewhere.Request.from_choice(choice)
         request = needs.over(request) if request else needs
     assert request is not None
     if tasks and request.nodes > 1:
@@ -197,13 +199,12 @@ def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) 
         )
     if submission.arguments.print:
         line = job.plain_line(workspace, submission.argv)
-        command = slurm.Command(name, line, str(Path.cwd()), has_parts=False)
-        print(slurm.script(command, request, more, tasks), end="")
+        text = elsewhere.slurm_script(name, line, Path.cwd(), request, more, tasks, has_parts=False)
+        print(text, end="")
         return
     job_dir = job.freeze(workspace, submission.typed, submission.resume, facts, environ)
-    command = slurm.Command(job_dir.root.name, (str(job_dir.script),), str(job_dir.root))
-    text = slurm.script(command, request, more, tasks)
-    file = job_dir.root / "job.sbatch"
+    folder, file = job_dir.root, job_dir.root / "job.sbatch"
+    text = elsewhere.slurm_script(folder.name, [str(job_dir.script)], folder, request, more, tasks)
     file.write_text(text, encoding="utf-8")
     shown_lines = first_screen.lines(
         choice.recipe, choice.machine, choice.plan, datetime.now(), columns=columns()
@@ -211,14 +212,12 @@ def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) 
     say("\n".join(shown_lines))
     _say_notes(choice, submission)
     try:
-        number = slurm.submit(str(file))
+        number = elsewhere.submit_to_slurm(str(file))
     except ResourceError:
         job.remove(job_dir)
         raise
     say(f"Slurm job {number}: {shlex.join(request.options())}")
-    say(
-        f"its script is {file}, its output {job_dir.root}/slurm-{number}{'_*' if tasks else ''}.out"
-    )
+    say(f"its script is {file}, its output {folder}/slurm-{number}{'_*' if tasks else ''}.out")
 
 
 def _say_notes(choice: Choice, submission: Asked) -> None:
