@@ -81,20 +81,19 @@ def _time(attempt: AttemptDir, part: steps.Stretch | None) -> time_spent.Attempt
 
 def _repeat_lines(run: RunDir, argv: Sequence[str]) -> list[tuple[str, str]]:
     """(what it does, command line) of the ways to start the run again."""
-    again = [sys.executable, "-m", "launch", "run", str(run.recipe_yaml)]
-    origin, typed = "The line that was typed", [sys.executable, "-m", "launch", *argv[1:]]
+    launch = [sys.executable, "-m", "launch"]
+    origin, typed = "The line that was typed", [*launch, *argv[1:]]
     if argv[1:3] == ["submit", "start"]:
         origin, typed = "The job that was submitted", [str(Path(argv[3]) / "job.sh")]
     versions = ", ".join(f"{package} {version(package)}" for package in _VERSIONED)
-    lines = [
-        (f"{origin}; while the run is not complete, it continues it:", typed),
+    return [
+        (f"{origin}; while the run is not complete, it continues it:", shlex.join(typed)),
         (
             "All settings as they were, defaults among them, in a new run from the first step"
             f" ({versions}):",
-            [*again, "--resume=never"],
+            shlex.join([*launch, "run", str(run.recipe_yaml), "--resume=never"]),
         ),
     ]
-    return [(text, shlex.join(line)) for text, line in lines]
 
 
 def attempt_row(attempt: AttemptDir, say: Callable[[str], None]) -> tuple[str, str]:

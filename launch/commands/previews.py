@@ -254,8 +254,8 @@ def _files(recipe: Recipe, requested: str | None, line: int | None) -> list[Path
     return [path]
 
 
-def _keys(arguments: Namespace) -> None:
-    """Show every key of a recipe with its type, default and meaning."""
+def _list_keys(arguments: Namespace) -> None:
+    """List every key of a recipe with its type, default and meaning."""
     section: str = arguments.section or ""
     listed = [
         key
@@ -276,5 +276,5 @@ _VERBS: dict[str, Callable[..., None]] = {
     "plan": _plan,
     "fit": _fit,
     "show": _show,
-    "keys": _keys,
+    "keys": _list_keys,
 }

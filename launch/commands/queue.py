@@ -15,6 +15,7 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.base.files import to_json
 from launch.base.text import shown, size
 from launch.base.workspace import Workspace
+from launch.commands.recipe_arguments import refuse
 from launch.commands.submit import crontab, job
 from launch.queue import admission, leases, starts
 from launch.queue.leases import Asked, Lease
@@ -28,14 +29,15 @@ def main(arguments: Namespace) -> None:
     place, action = leases.folder(), arguments.action
     if action is None:
         return _list(place, arguments.json)
-    if arguments.json:
-        raise ConfigError(f"queue {action}: --json is for the list alone; leave it out")
     num_expected = 2 if action == "move" else 1
-    if len(arguments.numbers) != num_expected:
-        raise ConfigError(
+    refuse(
+        (arguments.json, f"queue {action}: --json is for the list alone; leave it out"),
+        (
+            len(arguments.numbers) != num_expected,
             f"queue {action}: found {len(arguments.numbers)} runs, expected {num_expected}, such as"
-            f" queue {action} {' '.join('78'[:num_expected])}"
-        )
+            f" queue {action} {' '.join('78'[:num_expected])}",
+        ),
+    )
     runs = [_own_run(place, action, text) for text in arguments.numbers]
     _ACTIONS[action](place, *runs)
 
@@ -92,19 +94,23 @@ def _own_run(place: Path, action: str, text: str) -> Lease:
         raise ConfigError(
             f"queue {action} {text}: no such run has or waits for a lease; there are: {there}"
         )
-    if not lease.is_own and os.geteuid() != 0:
-        raise ConfigError(
-            f"queue {action} {text}: it is a run of {leases.user_name(lease.uid)}; only that user"
-            " and root may change it"
-        )
     runs = lease.record.state == "granted"
-    if runs and action not in ("cancel", "yield"):
-        raise ConfigError(
+    refuse(
+        (
+            not lease.is_own and os.geteuid() != 0,
+            f"queue {action} {text}: it is a run of {leases.user_name(lease.uid)}; only that user"
+            " and root may change it",
+        ),
+        (
+            runs and action not in ("cancel", "yield"),
             f"queue {action} {text}: it runs already; queue yield {text} lets it wait again, queue"
-            f" cancel {text} stops it"
-        )
-    if action == "yield" and not runs:
-        raise ConfigError(f"queue yield {text}: it waits already; queue move changes its place")
+            f" cancel {text} stops it",
+        ),
+        (
+            not runs and action == "yield",
+            f"queue yield {text}: it waits already; queue move changes its place",
+        ),
+    )
     return lease
 
 
@@ -152,13 +158,17 @@ def _yield(place: Path, lease: Lease) -> None:
 def _move(place: Path, moved: Lease, before: Lease) -> None:
     """Let a run come before another: both are of one user and one priority, and so are those whose
     places change between them."""
-    if moved.number == before.number:
-        raise ConfigError(f"queue move {moved.number} {before.number}: expected two runs")
-    if moved.uid != before.uid or moved.record.priority != before.record.priority:
-        raise ConfigError(
+    refuse(
+        (
+            moved.number == before.number,
+            f"queue move {moved.number} {before.number}: expected two runs",
+        ),
+        (
+            moved.uid != before.uid or moved.record.priority != before.record.priority,
             f"queue move {moved.number} {before.number}: they differ in user or"
-            " launch.priority, and places change among runs of one user and priority alone"
-        )
+            " launch.priority, and places change among runs of one user and priority alone",
+        ),
+    )
     alike = [
         lease
         for lease in leases.live(place)
@@ -166,11 +176,10 @@ def _move(place: Path, moved: Lease, before: Lease) -> None:
         and lease.record.priority == moved.record.priority
         and lease.record.state != "granted"
     ]
-    ordered = sorted(alike, key=lambda lease: lease.turn)
-    places = [lease.record.place or lease.number for lease in ordered]
-    order = [lease for lease in ordered if lease.number != moved.number]
-    numbers = [lease.number for lease in order]
-    order.insert(numbers.index(before.number), moved)
+    alike.sort(key=lambda lease: lease.turn)
+    places = [lease.record.place or lease.number for lease in alike]
+    order = [lease for lease in alike if lease.number != moved.number]
+    order.insert([lease.number for lease in order].index(before.number), moved)
     for lease, slot in zip(order, places, strict=True):
         request = leases.read_asked(leases.lease_path(place, lease.number))
         leases.write_asked(place, lease, replace(request, place=slot))

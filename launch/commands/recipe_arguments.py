@@ -221,6 +221,13 @@ def reject(arguments: Namespace, unparsed: Sequence[str]) -> None:
         raise _mistake(arguments, f"{show(word)[1:-1]} was not expected")
 
 
+def refuse(*rows: tuple[object, str]) -> None:
+    """Raise ConfigError with the message of the first row whose condition is true."""
+    for is_wrong, message in rows:
+        if is_wrong:
+            raise ConfigError(message)
+
+
 def say(line: str) -> None:
     """Print a line at once, into a file too, without secrets."""
     print(shown(line), flush=True)

@@ -13,6 +13,7 @@ from launch.base import files
 from launch.base.errors import ConfigError, Interrupted, ResourceError
 from launch.base.text import columns, shown, size
 from launch.base.workspace import Workspace
+from launch.commands.recipe_arguments import refuse
 from launch.predict.history.ledger import Ledger
 from launch.run_folder import cleanup, sample_audit
 from launch.run_folder.layout import RunDir
@@ -124,10 +125,10 @@ def _list(workspace: Workspace, arguments: Namespace) -> None:
 def _clean(workspace: Workspace, arguments: Namespace) -> None:
     """Free disk space by the rules of cleanup.py."""
     keep = _KEEP if arguments.keep is None else arguments.keep
-    if keep < 0:
-        raise ConfigError(f"runs clean --keep {keep}: expected 0 or more runs, such as --keep 5")
-    if arguments.json:
-        raise ConfigError("runs clean: --json is for the list alone; leave it out")
+    refuse(
+        (keep < 0, f"runs clean --keep {keep}: expected 0 or more runs, such as --keep 5"),
+        (arguments.json, "runs clean: --json is for the list alone; leave it out"),
+    )
     freed_bytes, survey = 0, cleanup.survey(workspace.runs, keep, arguments.unfinished)
     for removal in survey.removals:
         part = "checkpoints of the" if removal.rule in ("complete", "unfinished") else "a"

@@ -18,7 +18,7 @@ import sys
 import time
 from argparse import Namespace
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -33,7 +33,7 @@ from launch.base.errors import DoesNotFit, ResourceError, Stopped
 from launch.base.text import size
 from launch.base.workspace import CODE, Workspace
 from launch.commands import recipe_arguments
-from launch.commands.recipe_arguments import RecipeArguments
+from launch.commands.recipe_arguments import RecipeArguments, say
 from launch.plan import facts as plan_facts
 from launch.plan import planner, resolve, search
 from launch.plan.planner import Choice
@@ -60,7 +60,6 @@ STEPS = 3  # optimizer steps of a trial; the first finds no optimizer states
 _MUCH_LESS = 0.8  # share of a failed trial's predicted bytes that another trial may have
 AS_FAST = 1.1  # trials whose seconds differ by less count as equally fast
 OUT_OF_MEMORY = (6, 12)  # exit codes: host RAM, VRAM
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -79,13 +78,12 @@ FLAGS = {
 }
 
 
-def main(arguments: Namespace, unparsed: Sequence[str]) -> int:
-    return tune_recipe(recipe_arguments.read(arguments, unparsed), forget=arguments.forget)
+def main(arguments: Namespace, unparsed: Sequence[str]) -> None:
+    tune_recipe(recipe_arguments.read(arguments, unparsed), forget=arguments.forget)
 
 
-def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True) -> int:
+def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True) -> None:
     """Tune, or forget the tuned batch; `again` False: only a recipe that was not tuned before."""
-    say = recipe_arguments.say
     compile_caches.settle()
     # any split of the batch may win, so all are traced by one child
     wishes, leased = replace(typed.wishes, wants_tuned=False, free_batch=True), leased_now(say)
@@ -104,8 +102,7 @@ def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True
         print("forgotten" if num_forgotten else nothing)
     elif again or not any(ledger.recall(**recipe_keys) for recipe_keys in ledger_keys):
         planner.refuse_hopeless(facts)
-        tune(facts, say)
-    return 0
+        _tune(facts)
 
 
 def _ledger_keys(facts: Facts) -> dict[str, str]:
@@ -117,20 +114,18 @@ def _ledger_keys(facts: Facts) -> dict[str, str]:
     }
 
 
-def tune(facts: Facts, say: Say) -> Tuned:
+def _tune(facts: Facts) -> None:
     """Run the trials and keep the fastest that fits. Raises DoesNotFit when none does."""
     workspace = Workspace.here()
     ledger = Ledger(workspace.ledger_file, say)
     place = workspace.cache / "trials" / f"{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}"
     _sweep(place.parent)
     try:
-        facts = _with_tokenised_rows(facts, place, say)
-        choice = planner.choose(facts)
+        choice = planner.choose(_with_tokenised_rows(facts, place))
         facts = choice.facts
         rows = _longest_rows(facts, place, choice.plan.strategy.effective_batch_size)
-        trials = _Trials(workspace, choice, rows, place, say)
-        candidates = search.ranked(facts)
-        if candidates:
+        trials = _Trials(workspace, choice, rows, place)
+        if candidates := search.ranked(facts):
             _confirm([(judged.candidate, judged.memory) for judged in candidates], trials)
         else:
             say("no prediction: the batch is found by bisection")
@@ -160,7 +155,6 @@ def tune(facts: Facts, say: Say) -> Tuned:
     )
     ledger.remember(tuned)
     say(f"tuned: {describe(best)}, {tuned.why}; kept for later runs of this recipe here")
-    return tuned
 
 
 def _sweep(trials: Path) -> None:
@@ -174,11 +168,8 @@ def _sweep(trials: Path) -> None:
 class _Trials:
     """Runs trials one after another, each with a lease of its memory, and keeps how each ended."""
 
-    def __init__(
-        self, workspace: Workspace, choice: Choice, rows: Path, place: Path, say: Say
-    ) -> None:
-        self._workspace, self._beside = workspace, choice.facts.limits.beside
-        self._choice, self._rows, self._place, self._say = choice, rows, place, say
+    def __init__(self, workspace: Workspace, choice: Choice, rows: Path, place: Path) -> None:
+        self._workspace, self._choice, self._rows, self._place = workspace, choice, rows, place
         self.done: list[tuple[Strategy, Outcome]] = []
 
     def run(self, strategy: Strategy, memory: MemoryEstimate | None = None) -> Outcome:
@@ -186,7 +177,7 @@ class _Trials:
 
         Raises DoesNotFit if other starts have leased the memory."""
         number = len(self.done) + 1
-        self._say(f"trial {number}: {describe(strategy)}")
+        say(f"trial {number}: {describe(strategy)}")
         outcome = self._outcome(strategy, memory or self._choice.plan.estimate, number)
         seconds = ""
         if outcome.step_s:
@@ -197,9 +188,7 @@ class _Trials:
                 seconds += f" of the longest rows: {outcome.step_s:.3g} s of the recipe's own"
         self.done.append((strategy, outcome))
         peak = f", peak {size(outcome.peak_bytes)}" if outcome.peak_bytes else ""
-        self._say(
-            f"         {outcome.ended}{seconds}{peak}{f': {outcome.why}' if outcome.why else ''}"
-        )
+        say(f"         {outcome.ended}{seconds}{peak}{f': {outcome.why}' if outcome.why else ''}")
         return outcome
 
     def _outcome(self, strategy: Strategy, memory: MemoryEstimate, number: int) -> Outcome:
@@ -230,9 +219,9 @@ class _Trials:
         command = render_command.command(plan, machine, run, attempt, self._workspace, os.environ)
         screen = Screen(stream=io.StringIO())
         with ExitStack() as locks:
-            lease = RunLease(self._workspace.root, self._say, locks)
+            lease = RunLease(self._workspace.root, say, locks)
             leased = replace(self._choice, plan=plan)
-            if refusal := lease.take(leased, run, self._beside):
+            if refusal := lease.take(leased, run, self._choice.facts.limits.beside):
                 raise DoesNotFit(f"trial {number}: {refusal}; tune again when they have ended")
 
             def hold(host_bytes: int) -> bool:
@@ -297,7 +286,7 @@ def _bisect(requested: Strategy, trials: _Trials) -> None:
     bisect_left(sizes, True, key=is_too_large)  # each call is a trial, which `trials` keeps
 
 
-def _with_tokenised_rows(facts: Facts, place: Path, say: Say) -> Facts:
+def _with_tokenised_rows(facts: Facts, place: Path) -> Facts:
     """The facts with the lengths of the recipe's rows, which are tokenised if they are not yet."""
     assert facts.rows.tokens is not None
     if tokenising.are_there(facts.rows.tokens):

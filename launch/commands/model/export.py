@@ -20,6 +20,7 @@ from launch.base.errors import ConfigError, ExportError, ResourceError
 from launch.base.text import columns, from_here, shown
 from launch.base.workspace import CODE, FILES, Workspace
 from launch.commands.model import converted, finished, hub
+from launch.commands.recipe_arguments import refuse
 from launch.hub import upload
 from launch.predict.models import model_config, weight_files
 from launch.run_folder import layout
@@ -120,20 +121,24 @@ def _conversion(arguments: Namespace) -> Conversion:
         "--prompts": arguments.prompts,
         "--llama-quantize": arguments.llama_quantize,
     }
-    for flag, value in of_gguf.items():
-        if value and arguments.to in _FOLDERS:
-            raise ConfigError(
-                f"{flag} {value}: is of a GGUF file; leave it out beside --to {arguments.to}"
+    refuse(
+        *(
+            (
+                value and arguments.to in _FOLDERS,
+                f"{flag} {value}: is of a GGUF file; leave it out beside --to {arguments.to}",
             )
-    if arguments.out and arguments.to == hub.FOLDER:
-        raise ConfigError(
+            for flag, value in of_gguf.items()
+        ),
+        (
+            arguments.out and arguments.to == hub.FOLDER,
             f"--out {arguments.out}: --to {hub.FOLDER} uploads the model's own folder and writes"
-            " none; leave it out"
-        )
-    if arguments.push and arguments.to == "packed":
-        raise ConfigError(
-            f"--push {arguments.push}: a hub has the base already; push the adapter: --to folder"
-        )
+            " none; leave it out",
+        ),
+        (
+            arguments.push and arguments.to == "packed",
+            f"--push {arguments.push}: a hub has the base already; push the adapter: --to folder",
+        ),
+    )
     ending = f"-{arguments.to}" + (f"-{file_type}" if file_type != "f16" else "")
     out = arguments.out or model.with_name(f"{model.name}{ending}")
     return Conversion(

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from launch.base.errors import ConfigError, LaunchError
+from launch.base.errors import LaunchError
 from launch.base.text import shown, size
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments
@@ -61,13 +61,16 @@ def push(
 def repository(arguments: Namespace) -> names.HubName | None:
     """The repository of --push. Raises ConfigError for flags that need it."""
     name = names.parse(arguments.push, is_data=False) if arguments.push else None
-    if name and str(name) != name.repo:
-        raise ConfigError(f"--push {name}: expected OWNER/NAME alone")
     flags = {
         "--public": arguments.public,
         "--dry-run": arguments.dry_run,
         f"--to {FOLDER}": arguments.to == FOLDER,
     }
-    for flag in (flag for flag, is_typed in flags.items() if is_typed and not name):
-        raise ConfigError(f"{flag}: expected --push OWNER/NAME beside it")
+    recipe_arguments.refuse(
+        (name and str(name) != name.repo, f"--push {name}: expected OWNER/NAME alone"),
+        *(
+            (is_typed and not name, f"{flag}: expected --push OWNER/NAME beside it")
+            for flag, is_typed in flags.items()
+        ),
+    )
     return name

@@ -49,10 +49,13 @@ class Asked:
         planner.refuse_hopeless(facts)
         return planner.choose(facts), facts
 
+    def with_keys(self, overrides: Sequence[str]) -> RecipeArguments:
+        """The line with more keys."""
+        return replace(self.typed, overrides=[*self.typed.overrides, *overrides])
+
     def combinations(self, recipe: Recipe) -> Iterator[list[str]]:
-        """The keys of each job of the sweep; none for one job without a sweep."""
+        """The keys of each job of the sweep, if there is one."""
         if not self.sweep:
-            yield []
             return
         for number, values in enumerate(itertools.product(*(values for _, values in self.sweep))):
             text = "-".join(re.sub(r"[^\w.]+", "_", value) for value in values)
@@ -68,16 +71,20 @@ class Asked:
 def read(argv: Sequence[str]) -> tuple[RecipeArguments, str]:
     """The arguments of `launch run`: recipe, batch and keys; and --resume. Raises ConfigError."""
     arguments, others = run_arguments(argv)
-    if arguments.dry_run or arguments.explain or arguments.from_environment:
-        flag = next(
-            flag for flag in ("dry_run", "explain", "from_environment") if getattr(arguments, flag)
-        )
-        raise ConfigError(f"submit: --{flag.replace('_', '-')} is for launch run; leave it out")
-    if arguments.resume == "never":
-        raise ConfigError(
+    recipe_arguments.refuse(
+        *(
+            (
+                getattr(arguments, flag.replace("-", "_")),
+                f"submit: --{flag} is for launch run; leave it out",
+            )
+            for flag in ("dry-run", "explain", "from-environment")
+        ),
+        (
+            arguments.resume == "never",
             "submit: with --resume never each start of the job would begin anew; give it a --name"
-            " and an --output_dir of its own instead"
-        )
+            " and an --output_dir of its own instead",
+        ),
+    )
     return recipe_arguments.read(arguments, others), arguments.resume
 
 

@@ -12,17 +12,16 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES
 from launch.plan.planner import Choice
 from launch.recipe import load, strict_yaml
 from launch.run_folder import disk_space, manifest
-from launch.schema.machine import GIB
+from launch.schema.machine import GIB, MIB
 
 _SCRIPT = FILES / "configs" / "slurm" / "train.sbatch"
 _BEGIN = "set -euo pipefail\n"  # of the part of it that does not ask for anything
@@ -78,31 +77,22 @@ class Request:
             strategy.num_machines,
         )
 
-    def over(self, other: Request) -> Request:
-        """The larger of each need, for jobs of one array."""
-        return Request(
-            _larger(self.host_bytes, other.host_bytes),
-            max(self.gpus, other.gpus),
-            max(self.cpus, other.cpus),
-            _larger(self.seconds, other.seconds),
-            self.nodes,
-        )
+    @classmethod
+    def from_choices(cls, choices: Sequence[Choice]) -> Request:
+        """The largest of each need, for jobs of one array; None where one of them is not
+        predicted."""
+        needs = zip(*(astuple(cls.from_choice(choice)) for choice in choices), strict=True)
+        return cls(*(None if None in each else max(each) for each in needs))
 
     def options(self) -> list[str]:
         """The options of sbatch that ask for it."""
-        asked = [f"--nodes={self.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={self.cpus}"]
-        if self.host_bytes is not None:
-            asked.append(f"--mem={math.ceil(self.host_bytes / (1 << 20))}M")
-        if self.gpus:
-            asked.append(f"--gpus-per-node={self.gpus}")
-        if self.seconds is not None:
-            asked.append(f"--time={_time(self.seconds)}")
-        return asked
-
-
-def _larger(*needs: Any) -> Any:
-    """The larger of two needs; None where one of them is not predicted."""
-    return None if None in needs else max(needs)
+        memory = [] if self.host_bytes is None else [f"--mem={math.ceil(self.host_bytes / MIB)}M"]
+        return [
+            *(f"--nodes={self.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={self.cpus}"),
+            *memory,
+            *([f"--gpus-per-node={self.gpus}"] if self.gpus else []),
+            *([] if self.seconds is None else [f"--time={_time(self.seconds)}"]),
+        ]
 
 
 def slurm_script(

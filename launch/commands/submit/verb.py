@@ -128,8 +128,8 @@ def _local(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) 
     leases.folder()  # raises where there can be no waiting
     code, jobs = 0, []
     facts = facts_here(submission.typed)
-    for overrides in submission.combinations(facts.recipe):
-        typed = replace(submission.typed, overrides=[*submission.typed.overrides, *overrides])
+    for overrides in [*submission.combinations(facts.recipe)] or [[]]:
+        typed = submission.with_keys(overrides)
         facts = facts_here(typed) if overrides else facts
         launch = facts.recipe.launch
         if launch.nodes > 1:
@@ -179,28 +179,27 @@ def _start_here(workspace: Workspace, job_dir: JobDir, at_reboot: bool) -> int:
 
 def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) -> None:
     more = [option for text in submission.arguments.sbatch for option in shlex.split(text)]
-    request, tasks = None, []
     choice, facts = submission.choice(submission.typed)
-    name = choice.recipe.name
-    for overrides in submission.combinations(choice.recipe):
-        if overrides:
-            typed = replace(submission.typed, overrides=[*submission.typed.overrides, *overrides])
-            choice, _ = submission.choice(typed)
-            tasks.append(overrides)
-        needs = elsewhere.Request.from_choice(choice)
-        request = needs.over(request) if request else needs
-    assert request is not None
-    if tasks and request.nodes > 1:
-        raise ConfigError("submit slurm: --sweep is for jobs of one node; set launch.nodes to 1")
-    if request.host_bytes is None and not any(text.startswith("--mem") for text in more):
-        raise ConfigError(
+    name, tasks = choice.recipe.name, [*submission.combinations(choice.recipe)]
+    choices = [submission.choice(submission.with_keys(task))[0] for task in tasks] or [choice]
+    choice, request = choices[-1], elsewhere.Request.from_choices(choices)
+    recipe_arguments.refuse(
+        (
+            tasks and request.nodes > 1,
+            "submit slurm: --sweep is for jobs of one node; set launch.nodes to 1",
+        ),
+        (
+            request.host_bytes is None and not any(text.startswith("--mem") for text in more),
             "submit slurm: the host RAM of this plan is not predicted; say it with"
-            " --sbatch=--mem=64G"
-        )
+            " --sbatch=--mem=64G",
+        ),
+    )
     if submission.arguments.print:
         line = job.plain_line(workspace, submission.argv)
-        text = elsewhere.slurm_script(name, line, Path.cwd(), request, more, tasks, has_parts=False)
-        print(text, end="")
+        print(
+            elsewhere.slurm_script(name, line, Path.cwd(), request, more, tasks, has_parts=False),
+            end="",
+        )
         return
     job_dir = job.freeze(workspace, submission.typed, submission.resume, facts, environ)
     folder, file = job_dir.root, job_dir.root / "job.sbatch"
