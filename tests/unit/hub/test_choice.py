@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from launch.base.errors import DataError, ResourceError
-from launch.hub import choice, names
+from launch.hub import download, names
 
 pytestmark = pytest.mark.unit
 
 
 def data(text: str, paths: list[str], card: dict | None = None) -> tuple[str, list[str]]:
-    config, local = choice.of_data(names.parse(text, is_data=True), paths, card or {})
+    config, local = download.choose_data_files(names.parse(text, is_data=True), paths, card or {})
     return config, sorted(local.values())
 
 
 def model(*paths: str) -> list[str]:
-    return sorted(choice.of_model(names.parse("a/b", is_data=False), paths))
+    return sorted(download.choose_model_files(names.parse("a/b", is_data=False), paths))
 
 
 def test_of_two_forms_of_the_weights_those_of_transformers_are_taken():
@@ -119,5 +119,5 @@ def test_paths_that_lead_elsewhere_or_are_the_same_on_some_disks_are_refused():
 
 
 def test_files_of_a_data_set_lie_side_by_side():
-    _, local = choice.of_data(names.parse("hf:a/b/main", is_data=True), GSM8K, {})
+    _, local = download.choose_data_files(names.parse("hf:a/b/main", is_data=True), GSM8K, {})
     assert local == {"main--train-0.parquet": "main/train-0.parquet", ".README.md": "README.md"}
