@@ -30,6 +30,11 @@ def _is_needed(name: str) -> bool:
     return name in NAMES or (name.startswith(PREFIXES) and not SECRET_NAME.search(name))
 
 
+def asks_for_gloo(environ: Mapping[str, str]) -> bool:
+    """True if the guides' own variable asks for Gloo; Accelerate has none."""
+    return environ.get("ACCELERATE_USE_GLOO", "").lower() in ("1", "true", "yes")
+
+
 def check(environ: Mapping[str, str], backend: str | None) -> None:
     """Raise ConfigError for a value that ranks, which talk over `backend`, cannot use here."""
     threads = environ.get("OMP_NUM_THREADS", "1")

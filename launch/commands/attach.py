@@ -1,19 +1,21 @@
 """Starts of ranks that another launcher has made: accelerate launch, torchrun, or the pasted line
-of a dry run."""
+of a dry run; and what that launcher has decided: the number of ranks, the machines, the engine."""
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from launch.base import environment
 from launch.base.errors import ConfigError
 from launch.base.text import columns, from_here, shown
 from launch.base.workspace import Workspace
-from launch.commands import foreign_launcher
 from launch.plan import planner, resolve
 from launch.plan.facts import tokenising_processes
+from launch.predict.facts import Wishes
 from launch.probe import architectures, gpus
 from launch.probe import machine as probe_machine
 from launch.recipe.guides.chatlm_flags import Request
@@ -24,6 +26,7 @@ from launch.run_folder import disk_space, layout
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RankStart, RunDir, output_lock, run_lock
 from launch.schema.machine import Machine
+from launch.schema.modes import LAUNCH_MODES, LaunchMode, Mode
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.supervise.screen import Screen
@@ -57,8 +60,13 @@ def from_request(request: Request) -> RankStart:
     say = print if is_first else lambda line: None
     for line in request.notes:
         say(shown(line))
-    wishes = foreign_launcher.wishes(os.environ, _launcher(), request.cpu)
-    facts = resolve.read(request.recipe, request.overrides, wishes=wishes, say=say, trace=False)
+    facts = resolve.read(
+        request.recipe,
+        request.overrides,
+        wishes=wishes(os.environ, _launcher(), request.cpu),
+        say=say,
+        trace=False,
+    )
     begun = run_resume.begun_levers(Workspace.here().runs, facts.recipe, request.resume)
     facts = replace(facts, history=replace(facts.history, began_with=begun))
     planner.refuse_hopeless(facts)
@@ -75,7 +83,7 @@ def from_request(request: Request) -> RankStart:
         recipe, machine, plan = choice.recipe, choice.machine, choice.plan
         lines = _full_plan(recipe, machine, plan)
         if not request.dry_run:
-            for line in foreign_launcher.unused(os.environ, plan, recipe.training.max_grad_norm):
+            for line in unused_values(os.environ, plan, recipe.training.max_grad_norm):
                 print(shown(line))
             lines = first_screen.lines(
                 *(recipe, machine, plan, datetime.now()),
@@ -108,7 +116,7 @@ def _full_plan(recipe: Recipe, machine: Machine, plan: Plan) -> list[str]:
     """The plan with every setting, and a line for each of accelerate's values that does not run."""
     return [
         *plan_lines.full_text(recipe, machine, plan),
-        *foreign_launcher.unused(os.environ, plan, recipe.training.max_grad_norm),
+        *unused_values(os.environ, plan, recipe.training.max_grad_norm),
     ]
 
 
@@ -151,7 +159,7 @@ def _start_all_ranks(cpu: bool) -> None:
     case. Raises ConfigError."""
     if "WORLD_SIZE" in os.environ or "MASTER_ADDR" not in os.environ:
         return
-    number = foreign_launcher.flag(foreign_launcher.argv_of(_launcher()), "num_processes")
+    number = _flag(_argv_of(_launcher()), "num_processes")
     if not (number and number.isdigit()) or (not cpu and probe_machine.machine().gpus):
         raise ConfigError(
             "accelerate launch started one process instead of --num_processes; add --multi_gpu (it"
@@ -172,3 +180,113 @@ def _start_all_ranks(cpu: bool) -> None:
 def _launcher() -> Path:
     """The command line of the process that started this one."""
     return Path(f"/proc/{os.getppid()}/cmdline")
+
+
+# ---- decisions of the other launcher
+# -------------------------------------------------------------------------------------
+
+
+def wishes(environ: Mapping[str, str], launcher: Path, force_cpu: bool) -> Wishes:
+    """The fixed part of a plan, from a rank's environment and the command line of the process above
+    it."""
+    mode = _mode_of_config_file(_argv_of(launcher))
+    world = int(environ.get("WORLD_SIZE", "1"))
+    return Wishes(
+        num_processes=world,
+        num_machines=world // int(environ.get("LOCAL_WORLD_SIZE", world)),
+        mode=_sharding_mode(environ),
+        force_cpu=force_cpu or (mode is not None and mode.device == "cpu"),
+        force_gloo=environment.asks_for_gloo(environ)
+        or (mode is not None and mode.backend == "gloo"),
+    )
+
+
+def _argv_of(cmdline: Path) -> list[str]:
+    """A process's argv, from its /proc/<pid>/cmdline."""
+    return cmdline.read_bytes().decode("utf-8", "replace").split("\0") if cmdline.exists() else []
+
+
+def _flag(argv: list[str], name: str) -> str | None:
+    """The value of --name, written with - or _, in an argv."""
+    for argument, following in zip(argv, [*argv[1:], None], strict=True):
+        typed, equals, value = argument.partition("=")
+        if typed.startswith("--") and typed[2:].replace("-", "_") == name:
+            return value if equals else following
+    return None
+
+
+def _mode_of_config_file(argv: list[str]) -> LaunchMode | None:
+    """The mode by which a configuration file of ours is named: Accelerate's own keys cannot say CPU
+    or Gloo for several ranks."""
+    path = _flag(argv, "config_file")
+    name = Path(path).stem if path else None
+    return next((row for mode, row in LAUNCH_MODES.items() if mode == name), None)
+
+
+def _sharding_mode(environ: Mapping[str, str]) -> Mode | None:
+    """The mode of the DeepSpeed or FSDP2 configuration that Accelerate has put into the
+    environment."""
+    if environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        if environ.get("FSDP_VERSION", "1") != "2":
+            raise ConfigError(
+                "the Accelerate file starts FSDP version 1; set fsdp_version: 2 in its fsdp_config"
+            )
+        return "fsdp2"
+    if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
+        return None
+    path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if path:
+        zero = deepspeed.read_deepspeed(deepspeed.existing_path(path)).get("zero_optimization", {})
+        stage = zero.get("stage", 0)
+        offload = (zero.get("offload_optimizer") or {}).get("device", "none")
+        offload_param = (zero.get("offload_param") or {}).get("device", "none")
+    else:
+        stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+        offload = environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+        offload_param = environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
+    of_deepspeed: dict[Mode, LaunchMode] = {
+        mode: row for mode, row in LAUNCH_MODES.items() if row.engine == "deepspeed"
+    }
+    for mode, row in of_deepspeed.items():
+        device = "cpu" if row.offloads else "none"
+        if (str(stage), offload) == (str(row.zero_stage), device) and (
+            offload_param == device or not row.shards_parameters
+        ):
+            return mode
+    raise ConfigError(
+        f"DeepSpeed was started with stage {stage}, offload_optimizer {offload}, offload_param"
+        f" {offload_param}; there"
+        + " are "
+        + ", ".join(of_deepspeed)
+        + " (files of theirs: configs/accelerate, configs/deepspeed)"
+    )
+
+
+def unused_values(environ: Mapping[str, str], plan: Plan, max_grad_norm: float) -> list[str]:
+    """A line for each value that was given to accelerate and does not run: the recipe decides
+    it."""
+    strategy = plan.strategy
+    decided = {
+        "mixed_precision": (
+            "ACCELERATE_MIXED_PRECISION",
+            strategy.mixed_precision,
+            "training.bf16, training.fp16",
+        ),
+        "gradient_accumulation_steps": (
+            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+            str(strategy.gradient_accumulation_steps),
+            "training.gradient_accumulation_steps",
+        ),
+        "gradient_clipping": (
+            "ACCELERATE_GRADIENT_CLIPPING",
+            str(max_grad_norm),
+            "training.max_grad_norm",
+        ),
+    }
+    defaults = {"mixed_precision": "no", "gradient_accumulation_steps": "1"}
+    return [
+        f"accelerate was given {name} {environ[variable]}; the recipe says {runs}, which runs"
+        f" ({key})"
+        for name, (variable, runs, key) in decided.items()
+        if environ.get(variable, runs) not in (runs, defaults.get(name), "auto")
+    ]

@@ -205,9 +205,12 @@ class Attempts:
         missing_s = time.monotonic() + RESERVED_S - end_s - start.tokenising_s
         if failure.kind != "stopped" or start.signals.stop is not None or missing_s <= 0:
             return result
-        limit_s = self.choice.recipe.launch.time_limit_s
-        is_of_slurm = "SLURM_JOB_END_TIME" in os.environ
-        failure = failures.too_little_time(failure, missing_s, limit_s, is_of_slurm)
+        failure = failures.too_little_time(
+            failure,
+            missing_s,
+            self.choice.recipe.launch.time_limit_s,
+            is_of_slurm="SLURM_JOB_END_TIME" in os.environ,
+        )
         return replace(result, failure=failure)
 
     def _check(self, measured: SecondStep) -> bool:
@@ -350,10 +353,10 @@ class Attempts:
     def _say_planned_again(self, before: Choice, committed: int) -> None:
         plan = self.choice.plan
         source = f"from step {committed}" if committed else "from the beginning"
-        processes = f"{plan.strategy.num_processes} process(es)"
         changes = [change for change in plan.changes if change not in before.plan.changes]
         self._screen.say(
-            f"planned again, {source}: {plan.strategy.mode} with {processes}",
+            f"planned again, {source}: {plan.strategy.mode} with {plan.strategy.num_processes}"
+            " process(es)",
             *plan_lines.lines(plan_lines.change_facts(changes)),
             *plan_lines.lines(plan_lines.planned_again(self.choice)),
         )

@@ -69,8 +69,12 @@ def _facts(lease: Lease) -> dict[str, Any]:
     del record["boot"]
     if not lease.is_own:
         record["recipe"] = record["run"] = record["waits_for"] = ""
-    user = leases.user_name(lease.uid)
-    return {"number": lease.number, "user": user, "process": lease.pid, **record}
+    return {
+        "number": lease.number,
+        "user": leases.user_name(lease.uid),
+        "process": lease.pid,
+        **record,
+    }
 
 
 def _row(lease: Lease) -> str:

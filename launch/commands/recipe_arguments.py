@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from launch.base import environment
 from launch.base.errors import ConfigError
 from launch.base.secrets import holds_secret
 from launch.base.text import did_you_mean, nearest, shown
 from launch.base.workspace import FILES
-from launch.commands import foreign_launcher
 from launch.predict.facts import Wishes
 from launch.probe import described
 from launch.recipe import key_reference, load, strict_yaml
@@ -198,7 +198,7 @@ def read(
     if batch not in (None, AUTO):
         overrides.append(f"--training.{_BATCH_KEY}={load.check_batch(batch)}")
     wishes = Wishes(
-        force_gloo=foreign_launcher.asks_for_gloo(os.environ),
+        force_gloo=environment.asks_for_gloo(os.environ),
         free_batch=batch == AUTO,
         wants_tuned=batch in (None, AUTO) and not batch_keys and not is_tune,
     )

@@ -302,9 +302,11 @@ def _show_plan(
     """Show the plan, in short or in full, and write all of it to the log. Raises ResourceError
     where the checkpoints need more disk space than there is."""
     screen, recipe, machine, plan = start.screen, choice.recipe, choice.machine, choice.plan
-    full_plan = [*plan_lines.full_text(recipe, machine, plan), opened.line]
-    full_plan += [f"log: {log_file}"] if log_file else []
-    (screen.say if explain else screen.note)(*full_plan)
+    (screen.say if explain else screen.note)(
+        *plan_lines.full_text(recipe, machine, plan),
+        opened.line,
+        *([f"log: {log_file}"] if log_file else []),
+    )
     if not explain:
         below = [("run", opened.line), *([("log", from_here(log_file))] if log_file else [])]
         steps_done = 0 if opened.complete else opened.run.last_step()
@@ -334,8 +336,7 @@ def _show_plan(
                 f"not passed to {whom}: {', '.join(names)};"
                 f" --launch.pass_env='[{', '.join([*passed, *names])}]' passes it"
             )
-    device = opened.run.root.stat().st_dev
-    leased_bytes = admission.untaken_disk_bytes(leases.granted(), device)
+    leased_bytes = admission.untaken_disk_bytes(leases.granted(), opened.run.root.stat().st_dev)
     screen.say(*disk_space.check(opened.run, recipe, plan, leased_bytes))
 
 

@@ -18,13 +18,12 @@ _NO_JOB = "cron starts no job of"
 
 
 def main(workspace: Workspace, unparsed: Sequence[str], environ: Mapping[str, str]) -> None:
-    argv = list(unparsed)
-    if not argv:
+    if not unparsed:
         raise ConfigError(
             'submit cron: expected its times and a recipe, such as submit cron "0 2 * * *" sft, or'
             " list, or remove JOB"
         )
-    first = argv.pop(0)
+    first, *argv = unparsed
     if first == "list":
         _list(workspace, argv)
     elif first == "remove":
@@ -37,13 +36,12 @@ def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str
     typed, _ = asked.read(argv)
     facts = asked.facts_here(typed)
     recipe, argv = facts.recipe, [*argv, *pinned(facts.recipe, facts.changes)]
-    same = [
+    same = (
         job_dir
         for job_dir, each in job.all_jobs(workspace).items()
         if each.schedule and (each.argv, each.cwd) == (tuple(argv), Path.cwd())
-    ]
-    old = same[0] if same else None
-    job_dir, is_new = job.schedule(workspace, old, argv, recipe, environ, times)
+    )
+    job_dir, is_new = job.schedule(workspace, next(same, None), argv, recipe, environ, times)
     name = job_dir.root.name
     state = "starts" if is_new else "already starts"
     say(f"cron {state} job {name} at {times}: python -m launch run {shlex.join(argv)}")

@@ -44,8 +44,7 @@ def add(workspace: Path, name: str, times: str, script: Path, output: Path) -> b
     with _changing(f"the times {show(times)}") as lines:
         if line in lines:
             return False
-        lines[:] = [each for each in lines if not each.endswith(mark)]
-        lines.append(line)
+        lines[:] = [*(each for each in lines if not each.endswith(mark)), line]
     return True
 
 
@@ -116,5 +115,10 @@ def _said(done: subprocess.CompletedProcess[bytes]) -> str:
 
 
 def _run(word: str, content: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
-    argv = [str(_program()), word]
-    return subprocess.run(argv, input=content, capture_output=True, check=False, timeout=COMMAND_S)
+    return subprocess.run(
+        [str(_program()), word],
+        input=content,
+        capture_output=True,
+        check=False,
+        timeout=COMMAND_S,
+    )

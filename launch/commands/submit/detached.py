@@ -67,13 +67,13 @@ def _by_systemd(job_dir: JobDir) -> None:
     # systemd does not look at such kills.
     if _says("systemctl", "--user", "show", "--property=DefaultOOMPolicy", "--value"):
         argv.append("--property=OOMPolicy=continue")
-    for name, value in (
-        ("StandardOutput", f"append:{job_dir.output}"),
-        ("StandardError", f"append:{job_dir.output}"),
-        ("KillMode", "mixed"),  # SIGTERM to the launcher, which passes it on
-        ("TimeoutStopSec", STOP_S),
-    ):
-        argv.append(f"--property={name}={str(value).replace(chr(37), 2 * chr(37))}")
+    properties = (
+        f"StandardOutput=append:{job_dir.output}",
+        f"StandardError=append:{job_dir.output}",
+        "KillMode=mixed",  # SIGTERM to the launcher, which passes it on
+        f"TimeoutStopSec={STOP_S}",
+    )
+    argv += [f"--property={text.replace('%', '%%')}" for text in properties]
     done = subprocess.run(
         [*argv, str(job_dir.script)], capture_output=True, text=True, timeout=COMMAND_S
     )

@@ -66,13 +66,13 @@ class Request:
         ranks = strategy.processes_per_machine
         is_on_cards = strategy.device == "cuda"
         steps, host = plan.total_steps(recipe), plan.estimate.host_bytes
-        reserve = recipe.launch.host_reserve_gib * GIB
-        workers = ranks * strategy.dataloader_num_workers
         pace = plan.seconds_per_step
         return cls(
-            math.ceil(host * _HOST_MARGIN + reserve) if host else None,
+            math.ceil(host * _HOST_MARGIN + recipe.launch.host_reserve_gib * GIB) if host else None,
             ranks if is_on_cards else 0,
-            ranks + workers + 1 if is_on_cards else choice.machine.cpu_count,
+            ranks * (1 + strategy.dataloader_num_workers) + 1
+            if is_on_cards
+            else choice.machine.cpu_count,
             steps * pace * _TIME_MARGIN + _START_S if steps and pace else None,
             strategy.num_machines,
         )
@@ -183,16 +183,16 @@ def _time(seconds: float) -> str:
 
 def skypilot(choice: Choice, argv: Sequence[str]) -> str:
     """A file for `sky jobs launch`: exit code 75 goes on."""
-    resources = {
-        **({"accelerators": f"{_card(choice)}:{_num_cards(choice)}"} if _num_cards(choice) else {}),
-        "memory": f"{_host_gib(choice)}+",
-        "disk_size": _disk_gib(choice),
-        "job_recovery": {"recover_on_exit_codes": [_GO_ON]},
-    }
+    cards = _cards(choice)
     task = {
         "name": _name(choice),
         "workdir": ".",
-        "resources": resources,
+        "resources": {
+            **({"accelerators": cards} if cards else {}),
+            "memory": f"{_host_gib(choice)}+",
+            "disk_size": _disk_gib(choice),
+            "job_recovery": {"recover_on_exit_codes": [_GO_ON]},
+        },
         "file_mounts": {
             **{there: here for here, there in _files(choice, argv).items()},
             _KEY: str(manifest.cloud_key_file()),
@@ -206,9 +206,7 @@ def skypilot(choice: Choice, argv: Sequence[str]) -> str:
 
 def dstack(choice: Choice, argv: Sequence[str]) -> str:
     """A file for `dstack apply -f`: exit code 75 goes on."""
-    resources = {"memory": f"{_host_gib(choice)}GB..", "disk": f"{_disk_gib(choice)}GB.."}
-    if _num_cards(choice):
-        resources["gpu"] = f"{_card(choice)}:{_num_cards(choice)}"
+    cards = _cards(choice)
     again = (
         f"code={_GO_ON}; while [ $code -eq {_GO_ON} ]; do code=0; {{}} || code=$?; done; exit $code"
     )
@@ -222,7 +220,11 @@ def dstack(choice: Choice, argv: Sequence[str]) -> str:
         ],
         "volumes": [f"lowmem:{_STATE}"],
         "commands": [_SETUP, again.format(_line(choice, argv))],
-        "resources": resources,
+        "resources": {
+            "memory": f"{_host_gib(choice)}GB..",
+            "disk": f"{_disk_gib(choice)}GB..",
+            **({"gpu": cards} if cards else {}),
+        },
         "retry": {"on_events": ["no-capacity", "interruption"], "duration": "7d"},
     }
     return _HEAD + strict_yaml.dump({key: value for key, value in task.items() if value})
@@ -236,9 +238,11 @@ def _line(choice: Choice, argv: Sequence[str]) -> str:
         for source in data.sources
     ]
     train = sources[0]["path"] if len(sources) == 1 else json.dumps(sources, ensure_ascii=False)
-    overrides = [f"--data.train_file={train}"]
-    overrides += [f"--{key}={there[path]}" for key, path in _named(choice).items()]
-    overrides.append(f"--output_dir={_STATE}/model_save/{Path(choice.recipe.output_dir).name}")
+    overrides = [
+        f"--data.train_file={train}",
+        *(f"--{key}={there[path]}" for key, path in _named(choice).items()),
+        f"--output_dir={_STATE}/model_save/{Path(choice.recipe.output_dir).name}",
+    ]
     argv_there = [there.get(argv[0], argv[0]), *argv[1:]]
     line = shlex.join(["-m", "launch", "run", *argv_there, *overrides])
     return f"LOWMEM_ROOT={_STATE} LOWMEM_KEY={_KEY} .venv/bin/python {line}"
@@ -276,18 +280,17 @@ def _disk_gib(choice: Choice) -> int:
     return math.ceil(checkpoints * choice.plan.checkpoint_bytes / GIB) + _PACKAGES_GIB
 
 
-def _num_cards(choice: Choice) -> int:
+def _cards(choice: Choice) -> str:
+    """Cards as clouds write them: RTX3090:2, A100-80GB:8; "" of a plan for CPUs."""
     strategy = choice.plan.strategy
-    return strategy.processes_per_machine if strategy.device == "cuda" else 0
-
-
-def _card(choice: Choice) -> str:
-    """A card's name as clouds write it: RTX3090, H100, A100-80GB."""
+    if strategy.device != "cuda":
+        return ""
     gpu = choice.machine.gpus[0]
     name = re.sub(r"\b(NVIDIA|GeForce|AMD|Radeon|SXM\d?|PCIe|HBM\d?e?|\d+ ?GB)\b", "", gpu.name)
     plain = name.strip(" -").replace(" ", "")
     # the only one of which clouds have two sizes
-    return "A100-80GB" if plain == "A100" and gpu.total_bytes > 60 * GIB else plain
+    plain = "A100-80GB" if plain == "A100" and gpu.total_bytes > 60 * GIB else plain
+    return f"{plain}:{strategy.processes_per_machine}"
 
 
 def _name(choice: Choice) -> str:

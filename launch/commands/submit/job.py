@@ -160,10 +160,13 @@ def freeze(
     _check_names(workspace, facts.recipe, environ)
     job_dir = _new(workspace, f"{facts.recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
     shutil.copyfile(load.find(typed.recipe), job_dir.recipe_file)
-    overrides = [absolute_override(text) for text in typed.overrides]
-    overrides += pinned(facts.recipe, facts.changes)
-    batch = [AUTO] if typed.is_auto else []
-    argv = (str(job_dir.recipe_file), *batch, *overrides, f"--resume={resume}")
+    argv = (
+        str(job_dir.recipe_file),
+        *([AUTO] if typed.is_auto else []),
+        *map(absolute_override, typed.overrides),
+        *pinned(facts.recipe, facts.changes),
+        f"--resume={resume}",
+    )
     # the paths of a recipe of configs/ are relative to the workspace
     cwd = Path.cwd() if load.is_file(typed.recipe) else workspace.root
     code = _copy_code(workspace)
@@ -199,9 +202,10 @@ def schedule(
 
 def plain_line(workspace: Workspace, argv: Sequence[str]) -> tuple[str, ...]:
     """The line that trains what was typed, with nothing kept as it is now, wherever it runs."""
-    variables = (f"LOWMEM_ROOT={workspace.root}", f"PYTHONPATH={CODE}")
-    launch = (sys.executable, "-P", "-m", "launch", "run", *argv)
-    return ("env", f"--chdir={Path.cwd()}", *variables, *launch)
+    return (
+        *("env", f"--chdir={Path.cwd()}", f"LOWMEM_ROOT={workspace.root}", f"PYTHONPATH={CODE}"),
+        *(sys.executable, "-P", "-m", "launch", "run", *argv),
+    )
 
 
 def remove(job_dir: JobDir) -> None:

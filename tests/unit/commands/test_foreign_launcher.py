@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.base.errors import ConfigError, ResourceError
-from launch.commands import foreign_launcher
+from launch.commands import attach
 from launch.predict.facts import Wishes
 from launch.render import deepspeed as render_deepspeed
 from tests.builders import machine, plan, recipe_of
@@ -24,7 +24,7 @@ def cmdline(folder: Path, *words: str) -> Path:
 
 
 def wishes(folder: Path, *words: str, **environ: str) -> Wishes:
-    return foreign_launcher.wishes(environ, cmdline(folder, *words), force_cpu=False)
+    return attach.wishes(environ, cmdline(folder, *words), force_cpu=False)
 
 
 def deepspeed(folder: Path, **sections: object) -> dict[str, str]:
@@ -176,13 +176,13 @@ def test_values_given_to_accelerate_that_the_recipe_decides_are_said():
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
         "ACCELERATE_GRADIENT_CLIPPING": "0.5",
     }
-    lines = foreign_launcher.unused(given_flags, chosen, 1.0)
+    lines = attach.unused_values(given_flags, chosen, 1.0)
     assert (
         lines[0] == "accelerate was given mixed_precision bf16; the recipe says no, which runs"
         " (training.bf16, training.fp16)"
     )
     assert [line.split(";")[0].split()[-1] for line in lines] == ["bf16", "4", "0.5"]
-    assert foreign_launcher.unused({"ACCELERATE_MIXED_PRECISION": "no"}, chosen, 1.0) == []
+    assert attach.unused_values({"ACCELERATE_MIXED_PRECISION": "no"}, chosen, 1.0) == []
 
 
 def test_our_deepspeed_files_are_found_from_any_folder(tmp_path, monkeypatch):

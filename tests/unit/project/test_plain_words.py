@@ -38,7 +38,7 @@ WORDS = {
     "wish": "resume, requested_resume",
     "house": "workspace",
     "House": "Workspace",
-    "started": "foreign_launcher, or started_at, start_s",
+    "started": "attach, or started_at, start_s",
     "direct": "attach",
     "running": "run",
     "supervise": "attempt",
