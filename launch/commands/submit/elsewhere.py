@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES
@@ -82,7 +83,8 @@ class Request:
         """The largest of each need, for jobs of one array; None where one of them is not
         predicted."""
         needs = zip(*(astuple(cls.from_choice(choice)) for choice in choices), strict=True)
-        return cls(*(None if None in each else max(each) for each in needs))
+        largest: list[Any] = [None if None in each else max(each) for each in needs]
+        return cls(*largest)
 
     def options(self) -> list[str]:
         """The options of sbatch that ask for it."""
