@@ -108,9 +108,11 @@ def _plan(arguments: Namespace, unparsed: Sequence[str]) -> None:
         raise ConfigError("--json and --explain: expected one of them; --json has the whole plan")
     typed = recipe_arguments.read(arguments, unparsed)
     expected = "a number of tokens from 1 to data.max_length, such as --rows-of 512"
-    rows_of = arguments.rows_of
-    if rows_of is not None:
-        rows_of = recipe_arguments.whole_number("--rows-of", rows_of, 1, math.inf, expected)
+    rows_of = (
+        None
+        if arguments.rows_of is None
+        else recipe_arguments.whole_number("--rows-of", arguments.rows_of, 1, math.inf, expected)
+    )
     compile_caches.settle()
     described = recipe_arguments.described_machine(arguments)
     choice = resolve.resolve(
@@ -216,7 +218,7 @@ def _show(arguments: Namespace, unparsed: Sequence[str]) -> None:
         data, facts.rows.format, files, rows, colours, is_one_row, console.encoding
     )
     console.print(*lines, sep="\n")
-    if arguments.line is None:
+    if not is_one_row:
         show_rows.refuse_untrained(files, rows)
 
 

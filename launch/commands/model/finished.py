@@ -186,9 +186,11 @@ def run_child(*argv: object, is_quiet: bool = False) -> None:
     """Run a child that finds our code and downloads nothing. Its errors are shown where it fails,
     else libraries' warnings and bars would be; `is_quiet`: and nothing else. Raises SystemExit with
     the exit code of a child that fails."""
-    quiet = {"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    variables = environment.passed(os.environ) | quiet
-    variables |= {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"}
+    variables = {
+        **environment.passed(os.environ),
+        **{"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1"},
+        **{"TQDM_DISABLE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+    }
     done = subprocess.run(
         [*map(str, argv)],
         env=variables,

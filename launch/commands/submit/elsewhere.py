@@ -3,8 +3,6 @@ plan, above the script of configs/slurm; and files of SkyPilot and dstack for a 
 
 Keys of those: docs.skypilot.co/en/latest/reference/yaml-spec.html, dstack.ai/docs/reference."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -15,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES
@@ -61,7 +59,7 @@ class Request:
     nodes: int
 
     @classmethod
-    def from_choice(cls, choice: Choice) -> Request:
+    def from_choice(cls, choice: Choice) -> Self:
         """The needs of a plan, with margins."""
         recipe, plan, strategy = choice.recipe, choice.plan, choice.plan.strategy
         ranks = strategy.processes_per_machine
@@ -79,7 +77,7 @@ class Request:
         )
 
     @classmethod
-    def from_choices(cls, choices: Sequence[Choice]) -> Request:
+    def from_choices(cls, choices: Sequence[Choice]) -> Self:
         """The largest of each need, for jobs of one array; None where one of them is not
         predicted."""
         needs = zip(*(astuple(cls.from_choice(choice)) for choice in choices), strict=True)

@@ -14,7 +14,7 @@ from launch.base.errors import ResourceError
 from launch.base.files import write_json
 from launch.commands.selfcheck import checks, verb
 from launch.commands.selfcheck.bench import Bench, outside
-from launch.commands.selfcheck.results import Finding, Results, html, lines
+from launch.commands.selfcheck.verb import Finding, Results, html, lines
 from launch.probe import import_memory
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import MIB, CardFigures
