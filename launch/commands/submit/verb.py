@@ -5,21 +5,19 @@ import os
 import shlex
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from launch.base import compile_caches
-from launch.base.errors import ConfigError, Interrupted, ResourceError
+from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import columns, did_you_mean
 from launch.base.workspace import Workspace
 from launch.commands import recipe_arguments, run
 from launch.commands.recipe_arguments import say
-from launch.commands.submit import cron, crontab, detached, elsewhere, job
-from launch.commands.submit.asked import Asked, facts_here, run_arguments
+from launch.commands.submit import crontab, elsewhere, here, job
+from launch.commands.submit.asked import Asked, run_arguments
 from launch.commands.submit.job import JobDir
 from launch.plan.planner import Choice
-from launch.queue import leases
 from launch.recipe.strict_yaml import show
 from launch.report import first_screen
 
@@ -82,10 +80,10 @@ def main(arguments: Namespace, unparsed: Sequence[str]) -> int | None:
     workspace = Workspace.here()
     job.forget_old(workspace)
     if place == "cron":
-        return cron.main(workspace, unparsed, environ)
+        return here.cron(workspace, unparsed, environ)
     submission = Asked(arguments, unparsed)
     if place == "local":
-        return _local(workspace, submission, environ)
+        return here.start_jobs(workspace, submission, environ)
     if place == "slurm":
         return _slurm(workspace, submission, environ)
     choice, _ = submission.choice(submission.typed)
@@ -117,64 +115,6 @@ def _refuse_flags(arguments: Namespace) -> None:
             f"submit {arguments.place}: lowmem only writes its file; add --print, and give the file"
             f" to {'sky jobs launch' if arguments.place == 'skypilot' else 'dstack apply -f'}"
         )
-
-
-# ---- places
-# -------------------------------------------------------------------------------------
-
-
-def _local(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) -> int:
-    """Start jobs that wait for memory, each behind those before it."""
-    leases.folder()  # raises where there can be no waiting
-    code, jobs = 0, []
-    facts = facts_here(submission.typed)
-    for overrides in [*submission.combinations(facts.recipe)] or [[]]:
-        typed = submission.with_keys(overrides)
-        facts = facts_here(typed) if overrides else facts
-        launch = facts.recipe.launch
-        if launch.nodes > 1:
-            raise ConfigError(
-                "submit local: launch.nodes is for several machines; submit slurm starts those"
-            )
-        if not launch.wait and "wait" not in launch.model_fields_set:
-            typed = replace(typed, overrides=[*typed.overrides, "--launch.wait=true"])
-        jobs.append((typed, facts))
-    for typed, facts in jobs:  # none starts before all are right
-        job_dir = job.freeze(workspace, typed, submission.resume, facts, environ)
-        code = _start_here(workspace, job_dir, submission.arguments.reboot) or code
-    return code
-
-
-def _start_here(workspace: Workspace, job_dir: JobDir, at_reboot: bool) -> int:
-    """Start a job, and show what it says until it runs or waits; its exit code if it has failed
-    by then."""
-    say(f"job {job_dir.root.name}: its output goes to {job_dir.output}")
-    if at_reboot:
-        crontab.add(
-            workspace.root, job_dir.root.name, crontab.REBOOT, job_dir.script, job_dir.output
-        )
-        say("cron starts it again after each reboot, until it is complete or cancelled")
-    detached.start(job_dir, say)
-    try:
-        lease = detached.follow(job_dir, say)
-    except Interrupted as stopped:
-        say(f"job {job_dir.root.name} goes on; python -m launch queue lists it, and cancels it")
-        return stopped.exit_code
-    status = job_dir.read_status()
-    if status is not None and status.exit_code is not None:
-        if status.exit_code:  # it has failed before it ran, and said why
-            crontab.remove(workspace.root, job_dir.root.name)
-            job.remove(job_dir)
-        return status.exit_code
-    if lease is None:
-        say(f"it still plans; {job_dir.output} says when it starts")
-        return 0
-    state = "runs" if lease.record.state == "granted" else "waits"
-    say(
-        f"it {state} as run {lease.number}, process {lease.pid}: python -m launch watch shows it,"
-        f" python -m launch queue cancel {lease.number} stops it"
-    )
-    return 0
 
 
 def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) -> None:
