@@ -48,8 +48,13 @@ def from_run_dir(run: RunDir, attempt: int, resume: str = "auto") -> RankStart:
     )
     if start.supervised or not run.is_dry_run:
         return start
-    machine = run.attempt(attempt).read_machine()
-    return replace(start, run=None, attempt=None, machine=machine, resume=resume)
+    return replace(
+        start,
+        run=None,
+        attempt=None,
+        machine=run.attempt(attempt).read_machine(),
+        resume=resume,
+    )
 
 
 def from_request(request: Request) -> RankStart:

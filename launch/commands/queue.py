@@ -46,8 +46,7 @@ def _list(place: Path, as_json: bool) -> None:
     """Print every lease: those that are granted by number, and those that wait in their order."""
     live = leases.live(place)
     granted, waiting = starts.split(live)
-    blocked = [lease for lease in live if lease.record.state == "blocked"]
-    ordered = [*granted, *waiting, *blocked]
+    ordered = [*granted, *waiting, *(lease for lease in live if lease.record.state == "blocked")]
     if as_json:
         print(to_json([_facts(lease) for lease in ordered], indent=1))
     elif not ordered:
@@ -136,10 +135,8 @@ def _cancel(place: Path, lease: Lease) -> None:
             signal.pidfd_send_signal(process, signal.SIGTERM)
     finally:
         os.close(process)
-    stops = "stops waiting"
-    if lease.record.state == "granted":
-        stops = "stops, and saves a checkpoint if it trains; sent again, it ends at once"
-    print(f"run {lease.number} {stops}")
+    stops = "stops, and saves a checkpoint if it trains; sent again, it ends at once"
+    print(f"run {lease.number} {stops if lease.record.state == 'granted' else 'stops waiting'}")
 
 
 def _ask(place: Path, lease: Lease, is_held: bool) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launch.base import environment
-from launch.base.errors import ConfigError
+from launch.base.errors import ConfigError, LaunchError
 from launch.base.secrets import holds_secret
 from launch.base.text import did_you_mean, nearest, shown
 from launch.base.workspace import FILES
@@ -221,11 +221,11 @@ def reject(arguments: Namespace, unparsed: Sequence[str]) -> None:
         raise _mistake(arguments, f"{show(word)[1:-1]} was not expected")
 
 
-def refuse(*rows: tuple[object, str]) -> None:
-    """Raise ConfigError with the message of the first row whose condition is true."""
+def refuse(*rows: tuple[object, str], error: type[LaunchError] = ConfigError) -> None:
+    """Raise an error with the message of the first row whose condition is true."""
     for is_wrong, message in rows:
         if is_wrong:
-            raise ConfigError(message)
+            raise error(message)
 
 
 def say(line: str) -> None:

@@ -98,8 +98,9 @@ def tune_recipe(typed: RecipeArguments, forget: bool = False, again: bool = True
     ledger = Ledger(Workspace.here().ledger_file, print)
     if forget:
         num_forgotten = sum(ledger.forget(**recipe_keys) for recipe_keys in ledger_keys)
-        nothing = "nothing was tuned for this machine, model and recipe"
-        print("forgotten" if num_forgotten else nothing)
+        print(
+            "forgotten" if num_forgotten else "nothing was tuned for this machine, model and recipe"
+        )
     elif again or not any(ledger.recall(**recipe_keys) for recipe_keys in ledger_keys):
         planner.refuse_hopeless(facts)
         _tune(facts)

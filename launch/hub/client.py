@@ -83,7 +83,6 @@ def page(name: HubName) -> str:
 
 def listing(name: HubName) -> Listing:
     """The files of a repository. Raises ConfigError, ResourceError and NetworkError."""
-    check_network()
     api = api_of_hub()
     ask = api.dataset_info if name.is_data else api.model_info
     try:
@@ -142,7 +141,8 @@ def _origin(url: str) -> tuple[str, str, int]:
 
 
 def api_of_hub(answer_s: float = ANSWER_S) -> HfApi:
-    """The library's client, which waits so long for an answer."""
+    """The library's client, which waits so long for an answer. Raises NetworkError."""
+    _check_network()
     headers = _connected(answer_s)
     from huggingface_hub import HfApi
 
@@ -179,7 +179,7 @@ def _connected(answer_s: float = ANSWER_S) -> dict[str, str]:
     }
 
 
-def check_network() -> None:
+def _check_network() -> None:
     """Raise NetworkError where the hub cannot be reached, within ANSWER_S: looking up a name and
     trying each of its addresses may take minutes."""
     from multiprocessing import TimeoutError as PoolTimeout
@@ -191,8 +191,7 @@ def check_network() -> None:
         return
     try:
         with ThreadPool(1) as pool:
-            connecting = pool.apply_async(socket.create_connection, (address, ANSWER_S))
-            connecting.get(ANSWER_S).close()
+            pool.apply_async(socket.create_connection, (address, ANSWER_S)).get(ANSWER_S).close()
     except (OSError, PoolTimeout) as error:
         raise _unreachable(error) from error
 

@@ -15,7 +15,7 @@ from launch.base import files
 from launch.base.errors import ConfigError, NetworkError, ResourceError
 from launch.base.text import shown
 from launch.base.workspace import CODE, Workspace
-from launch.hub.client import api_of_hub, check_network, endpoint, may_get_token, page
+from launch.hub.client import api_of_hub, endpoint, may_get_token, page
 from launch.hub.names import HubName
 from launch.schema.result import DOWNLOADED, Downloaded
 
@@ -86,7 +86,6 @@ def check(name: HubName, is_public: bool) -> tuple[HfApi, ModelInfo | None]:
     """The hub and what it has of the repository; None: it is made by push(). Raises errors for a
     missing token, and for a repository that is public where a private one is meant, or the other
     way round."""
-    check_network()
     api = api_of_hub(ANSWER_S)
     from huggingface_hub import is_offline_mode
     from huggingface_hub.errors import RepositoryNotFoundError

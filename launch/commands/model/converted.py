@@ -42,8 +42,11 @@ def problems(
 
 def split_otherwise(converted: ConvertedAnswers, width: int) -> str:
     """The text that llama.cpp splits otherwise, with all of its ids, in lines of this width."""
-    line = shown(f"llama.cpp splits some texts otherwise: {converted.other_ids}")
-    return textwrap.fill(line, width, subsequent_indent="  ")
+    return textwrap.fill(
+        shown(f"llama.cpp splits some texts otherwise: {converted.other_ids}"),
+        width,
+        subsequent_indent="  ",
+    )
 
 
 def _differences(

@@ -36,7 +36,6 @@ _OF_TRAINING = {
     *("streaming", "shuffle_buffer_mib", "group_by_length", "batch_by_tokens"),
 }
 _OF_TOKENS = {"split_special_tokens", "src_lang", "tgt_lang"}  # keys of its tokenizer section
-_INSTALL = 'python -m pip install "lm-eval[hf]"'
 
 
 EPILOG = (
@@ -82,7 +81,8 @@ def _harness(model: FinishedModel, tasks: str) -> list[str]:
     program = shutil.which("lm_eval")
     if program is None and find_spec("lm_eval") is None:
         raise ResourceError(
-            f"--tasks: lm-evaluation-harness is not installed here; type {_INSTALL}"
+            "--tasks: lm-evaluation-harness is not installed here; type python -m pip install"
+            ' "lm-eval[hf]"'
         )
     described = [
         f"pretrained={model.base},tokenizer={model.tokenizer},dtype={model.dtype}",
@@ -185,9 +185,11 @@ def _notes(tokens: TokenCache, figures: Evaluation) -> Iterator[str]:
 def free_bytes(model: FinishedModel, machine: Machine) -> int:
     """The free memory of the first card, or of the host, beside the weights. Raises
     ResourceError."""
-    where, free = "of host RAM", machine.host_available_bytes
-    if machine.gpus:
-        where, free = f"on {machine.gpus[0].name}", machine.gpus[0].free_bytes
+    where, free = (
+        (f"on {machine.gpus[0].name}", machine.gpus[0].free_bytes)
+        if machine.gpus
+        else ("of host RAM", machine.host_available_bytes)
+    )
     needed = finished.weights_bytes(model)
     if needed >= free:
         raise ResourceError(

@@ -19,6 +19,7 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import from_here, shown, size
 from launch.base.workspace import CODE, FILES, Workspace
 from launch.commands.model import converted
+from launch.commands.recipe_arguments import refuse
 from launch.hub import names
 from launch.predict import optimizers
 from launch.predict.models import model_config, weight_files
@@ -56,16 +57,19 @@ def main(arguments: Namespace) -> None:
 def source_folder(source: Path) -> Path:
     """The folder of a model, or that a run has left. Raises ResourceError, with what to type for a
     name on a hub and for a GGUF file."""
-    if source.suffix == ".gguf":
-        raise ResourceError(
+    refuse(
+        (
+            source.suffix == ".gguf",
             f"{source}: a GGUF file is for llama.cpp, which scripts/export_tools/ask_gguf.py asks;"
-            " give the folder of the model that it was made from"
-        )
-    if not source.exists() and names.is_model(str(source)):
-        raise ResourceError(
+            " give the folder of the model that it was made from",
+        ),
+        (
+            not source.exists() and names.is_model(str(source)),
             f"{source}: there is no such folder; for the model of that name on a hub type python -m"
-            f" launch download {source}, and give the folder that it prints"
-        )
+            f" launch download {source}, and give the folder that it prints",
+        ),
+        error=ResourceError,
+    )
     return layout.left_in(source)
 
 

@@ -16,7 +16,6 @@ from launch.recipe.strict_yaml import show
 
 REBOOT = "@reboot"
 TIMES = re.compile(r"@(reboot|yearly|annually|monthly|weekly|daily|midnight|hourly)|\S+( \S+){4}")
-MARK = "# lowmem "
 COMMAND_S = 30.0
 
 
@@ -64,7 +63,7 @@ def is_there(workspace: Path, name: str) -> bool:
 
 def _mark(workspace: Path, name: str) -> bytes:
     """The end of a job's line: two workspaces may have jobs of one name."""
-    return os.fsencode(f"{MARK}{shlex.quote(str(workspace))} {name}")
+    return os.fsencode(f"# lowmem {shlex.quote(str(workspace))} {name}")
 
 
 @contextmanager

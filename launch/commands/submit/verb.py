@@ -22,7 +22,6 @@ from launch.recipe.strict_yaml import show
 from launch.report import first_screen
 
 PLACES = ("local", "cron", "slurm", "skypilot", "dstack")
-START = "start"  # of a job, by its script
 EPILOG = """submit local RECIPE ...           behind the runs of this machine, without this terminal
 submit cron "0 2 * * *" RECIPE ... at the times of cron; submit cron list; submit cron remove JOB
 submit slurm RECIPE ...           with the memory, cards and time of its plan
@@ -67,7 +66,7 @@ _PRINTS_NOTHING = {  # place -> what to type instead of --print
 
 def main(arguments: Namespace, unparsed: Sequence[str]) -> int | None:
     place = arguments.place
-    if place == START:
+    if place == "start":  # of a job, by its script
         return _start(arguments, unparsed)
     if place not in PLACES:
         raise ConfigError(
