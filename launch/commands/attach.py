@@ -88,14 +88,14 @@ def from_request(request: Request) -> RankStart:
         recipe, machine, plan = choice.recipe, choice.machine, choice.plan
         lines = _full_plan(recipe, machine, plan)
         if not request.dry_run:
-            for line in unused_values(os.environ, plan, recipe.training.max_grad_norm):
-                print(shown(line))
-            lines = first_screen.lines(
+            screen = first_screen.lines(
                 *(recipe, machine, plan, datetime.now()),
                 below=_SHOWN_LATER,
                 source="the log has",
                 columns=columns(),
-            )[: -len(_SHOWN_LATER)]
+            )
+            unused = unused_values(os.environ, plan, recipe.training.max_grad_norm)
+            lines = [*unused, *screen[: -len(_SHOWN_LATER)]]
         print(shown("\n".join(lines)), flush=True)
     return RankStart(
         workspace=Workspace.here(),

@@ -192,9 +192,8 @@ def main(arguments: Namespace) -> int:
     """The exit code is 3 when something stops training."""
     compile_caches.settle()
     if machine := recipe_arguments.described_machine(arguments):
-        print("\n".join(probe_machine.describe(machine)))
-        if machine.assumed:
-            print(f"assumed: {machine.assumed}")
-        print("link: not tested: a described machine")
+        assumed = [f"assumed: {machine.assumed}"] if machine.assumed else []
+        lines = [*probe_machine.describe(machine), *assumed]
+        print(*lines, "link: not tested: a described machine", sep="\n")
         return 0
     return 0 if _examine(Workspace.here()) else 3

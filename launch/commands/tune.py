@@ -194,19 +194,18 @@ class _Trials:
 
     def _outcome(self, strategy: Strategy, memory: MemoryEstimate, number: int) -> Outcome:
         recipe, machine = self._choice.recipe, self._choice.machine
-        training = recipe.training.model_copy(
-            update={
-                "max_steps": STEPS,
-                "save_steps": STEPS + 1,
-                "eval_steps": STEPS,
-                "logging_steps": 1,
-                "warmup_steps": 0,
-            }
-        )
         trial = recipe.model_copy(
             update={
                 "name": f"trial{number}",
-                "training": training,
+                "training": recipe.training.model_copy(
+                    update={
+                        "max_steps": STEPS,
+                        "save_steps": STEPS + 1,
+                        "eval_steps": STEPS,
+                        "logging_steps": 1,
+                        "warmup_steps": 0,
+                    }
+                ),
                 "output_dir": str(self._place / f"model{number}"),
                 "evaluation": recipe.evaluation.model_copy(update={"exact_match_rows": 0}),
             }

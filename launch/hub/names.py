@@ -109,6 +109,5 @@ def remember(name: HubName, root: Path, target: Path, pinned: HubName) -> None:
     folder = name.folder(root)
     index = files.read_or_none(folder / "names.json", dict[str, str]) or {}
     selection = str(target.relative_to(folder))
-    unnamed = replace(pinned, part=name.part)
-    index |= {str(each): selection for each in (name, pinned, unnamed)}
+    index |= {str(each): selection for each in (name, pinned, replace(pinned, part=name.part))}
     files.write_json(folder / "names.json", index)

@@ -117,8 +117,9 @@ def _recipe(
         content["tokenizer"] |= run_recipe.tokenizer.model_dump(
             include=_OF_TOKENS, exclude_unset=True
         )
-        content["data"] = run_recipe.data.model_dump(exclude_unset=True, exclude=_OF_TRAINING)
-        content["data"]["train_file"] = file
+        content["data"] |= run_recipe.data.model_dump(
+            exclude_unset=True, exclude={*_OF_TRAINING, "train_file"}
+        )
         content["evaluation"] = run_recipe.evaluation
     recipe = Recipe.model_validate(content)
     with TemporaryDirectory() as folder:

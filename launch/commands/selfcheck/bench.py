@@ -106,10 +106,8 @@ class Bench:
             "output_dir": str(self.models / name),
         }
         for section, values in changes.items():
-            if isinstance(content.get(section), dict) and section != "model":
-                content[section] |= values
-            else:
-                content[section] = values
+            under = {} if section == "model" else content.get(section, {})
+            content[section] = {**under, **values}
         file = self.folder / f"{name}.yaml"
         write_atomic(file, yaml.safe_dump(content))
         return file

@@ -106,8 +106,7 @@ def main(arguments: Namespace) -> int:
     for folder in ("runs", "models", "logs"):  # gigabytes
         shutil.rmtree(bench.folder / folder, ignore_errors=True)
     tried = {finding.name for finding in results.findings}
-    undone = [check.name for check in checks if check.name not in tried]
-    if undone:
+    if undone := [check.name for check in checks if check.name not in tried]:
         print(f"not done yet: {', '.join(undone)}; the same line goes on")
     failed = [finding.name for finding in results.findings if finding.failed]
     print(f"page: {bench.folder / HTML}" + (f"; failed: {', '.join(failed)}" if failed else ""))

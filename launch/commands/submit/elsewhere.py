@@ -138,8 +138,13 @@ def submit_to_slurm(file: str) -> str:
             f"no sbatch here: submit it on a node of the cluster (sbatch {file}), or make a Slurm"
             " of this machine with scripts/slurm_one_box.sh"
         )
-    argv = ["sbatch", "--parsable", file]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+    done = subprocess.run(
+        ["sbatch", "--parsable", file],
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_S,
+        check=False,
+    )
     if done.returncode:
         raise ResourceError(f"sbatch {file}: {done.stderr.strip()}")
     return done.stdout.strip().partition(";")[0]  # a cluster's name may follow

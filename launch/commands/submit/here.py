@@ -191,8 +191,8 @@ def _add(workspace: Workspace, times: str, argv: list[str], environ: Mapping[str
     job_dir, is_new = job.schedule(workspace, next(same, None), argv, recipe, environ, times)
     name = job_dir.root.name
     state = "starts" if is_new else "already starts"
-    say(f"cron {state} job {name} at {times}: python -m launch run {shlex.join(argv)}")
     say(
+        f"cron {state} job {name} at {times}: python -m launch run {shlex.join(argv)}\n"
         f"its output goes to {job_dir.output}; python -m launch submit cron list shows how its"
         f" newest start ended, submit cron remove {name} takes the job out of cron"
     )
@@ -209,9 +209,11 @@ def _list(workspace: Workspace, unparsed: Sequence[str]) -> None:
     for job_dir, scheduled in jobs.items():
         is_there = crontab.is_there(workspace.root, scheduled.name)
         times = (scheduled.schedule or crontab.REBOOT) if is_there else "no longer in crontab"
-        say(f"{scheduled.name}: {times}")
-        say(f"  python -m launch run {shlex.join(scheduled.argv)}")
-        say(f"  {_how_it_ended(job_dir)}")
+        say(
+            f"{scheduled.name}: {times}\n"
+            f"  python -m launch run {shlex.join(scheduled.argv)}\n"
+            f"  {_how_it_ended(job_dir)}"
+        )
     if not jobs:
         say(f"{_NO_JOB} {workspace.root}")
 

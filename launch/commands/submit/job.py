@@ -319,11 +319,14 @@ def _write(
     code: Path,
 ) -> None:
     """Write the job, and the script that starts it with these variables."""
-    variables = _variables(recipe, environ)
     users = (
         path for path in environ.get("PYTHONPATH", "").split(":") if path and path != str(CODE)
     )
-    variables |= {"LOWMEM_ROOT": str(workspace.root), "PYTHONPATH": ":".join([str(code), *users])}
+    variables = {
+        **_variables(recipe, environ),
+        "LOWMEM_ROOT": str(workspace.root),
+        "PYTHONPATH": ":".join([str(code), *users]),
+    }
     exports = "".join(
         f"export {name}={shlex.quote(value)}\n" for name, value in sorted(variables.items())
     )
@@ -339,10 +342,11 @@ def _write(
 
 def _copy_code(workspace: Workspace) -> str:
     """Copy the code that runs now, unless that is done; its hash."""
-    paths = [CODE / name for name in _CODE_FILES if (CODE / name).is_file()]
-    for name in _CODE_FOLDERS:
-        below = (CODE / name).rglob("*")
-        paths += [path for path in below if path.is_file() and "__pycache__" not in path.parts]
+    paths = [
+        *(CODE / name for name in _CODE_FILES),
+        *(path for name in _CODE_FOLDERS for path in (CODE / name).rglob("*")),
+    ]
+    paths = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
     digest, contents = hashlib.sha256(), {}
     for path in sorted(paths):
         contents[path.relative_to(CODE)] = content = path.read_bytes()

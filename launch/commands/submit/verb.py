@@ -154,8 +154,10 @@ def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) 
     except ResourceError:
         job.remove(job_dir)
         raise
-    say(f"Slurm job {number}: {shlex.join(request.options())}")
-    say(f"its script is {file}, its output {folder}/slurm-{number}{'_*' if tasks else ''}.out")
+    say(
+        f"Slurm job {number}: {shlex.join(request.options())}\n"
+        f"its script is {file}, its output {folder}/slurm-{number}{'_*' if tasks else ''}.out"
+    )
 
 
 def _say_notes(choice: Choice, submission: Asked) -> None:
