@@ -144,9 +144,10 @@ def described_machine(arguments: Namespace) -> Machine | None:
         return described.from_file(arguments.machine)
     if not typed:
         return None
-    if flags["gpu"] is None or flags["ram"] is None:
-        missing = "--gpu NAME" if flags["gpu"] is None else "--ram GIB"
-        raise ConfigError(f"{typed[0]}: expected {missing} beside it")
+    refuse(
+        (flags["gpu"] is None, f"{typed[0]}: expected --gpu NAME beside it"),
+        (flags["ram"] is None, f"{typed[0]}: expected --ram GIB beside it"),
+    )
     several, flag = _SEVERAL.fullmatch(flags["gpu"]), "--gpus"
     if several:
         if flags["gpus"] is not None:

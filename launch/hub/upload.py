@@ -117,8 +117,11 @@ def push(name: HubName, is_public: bool, contents: Mapping[str, Path | bytes]) -
     constants.HF_HUB_DISABLE_XET = True
     if not sys.stderr.isatty():
         disable_progress_bars()
-    older = {file.rfilename for file in (there.siblings if there else None) or ()} - {*contents}
-    older = {file for file in older if file.endswith(".safetensors")}
+    older = {
+        file.rfilename
+        for file in (there.siblings if there else None) or ()
+        if file.rfilename.endswith(".safetensors") and file.rfilename not in contents
+    }
     if older and any(file.endswith(".safetensors") for file in contents):
         raise ConfigError(
             f"{name}: {page(name)} holds {min(older)}, which would stand beside these weights;"

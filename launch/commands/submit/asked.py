@@ -37,9 +37,8 @@ class Asked:
 
     def choice(self, typed: RecipeArguments) -> tuple[Choice, Facts]:
         """The plan on the machine that was described, or on this one."""
-        overrides = list(typed.overrides)
-        if self.arguments.place == "slurm" and _nodes(typed) > 1:
-            overrides.append(MEETING_PLACE)
+        has_head = self.arguments.place == "slurm" and _nodes(typed) > 1
+        overrides = [*typed.overrides, *([MEETING_PLACE] if has_head else [])]
         described = recipe_arguments.described_machine(self.arguments)
         leased = NOT_LEASED if described else admission.leased_now(self.say)
         facts = resolve.read(
