@@ -103,7 +103,12 @@ def main(arguments: Namespace) -> None:
     conversion, repository = _conversion(arguments), hub.repository(arguments)
     if repository and not arguments.dry_run:
         upload.check(repository, arguments.public)  # before a conversion takes its minutes
-    origin = _origin(conversion)
+    origin = ExportedFrom(
+        str(conversion.model),
+        weight_files.weights_fingerprint(conversion.model),
+        conversion.to,
+        conversion.file_type,
+    )
     if arguments.to != hub.FOLDER and _is_exported(conversion.out, origin):
         print(f"written already: {shown(str(conversion.out))}")
     elif arguments.to != hub.FOLDER:
@@ -150,11 +155,6 @@ def _conversion(arguments: Namespace) -> Conversion:
         quantizer=_quantizer(arguments) if arguments.type == Q4 else None,
         to=arguments.to,
     )
-
-
-def _origin(conversion: Conversion) -> ExportedFrom:
-    weights = weight_files.weights_fingerprint(conversion.model)
-    return ExportedFrom(str(conversion.model), weights, conversion.to, conversion.file_type)
 
 
 def _is_exported(out: Path, origin: ExportedFrom) -> bool:
