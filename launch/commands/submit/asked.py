@@ -22,7 +22,7 @@ from launch.recipe.strict_yaml import show
 from launch.schema.machine import NOT_LEASED
 from launch.schema.recipe import Recipe
 
-MEETING_PLACE = "--launch.main_process_ip=the-first-node"  # until Slurm has chosen it
+_MEETING_PLACE = "--launch.main_process_ip=the-first-node"  # until Slurm has chosen it
 
 
 class Asked:
@@ -38,7 +38,7 @@ class Asked:
     def choice(self, typed: RecipeArguments) -> tuple[Choice, Facts]:
         """The plan on the machine that was described, or on this one."""
         has_head = self.arguments.place == "slurm" and _nodes(typed) > 1
-        overrides = [*typed.overrides, *([MEETING_PLACE] if has_head else [])]
+        overrides = [*typed.overrides, *([_MEETING_PLACE] if has_head else [])]
         described = recipe_arguments.described_machine(self.arguments)
         leased = NOT_LEASED if described else admission.leased_now(self.say)
         facts = resolve.read(

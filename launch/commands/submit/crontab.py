@@ -16,7 +16,7 @@ from launch.recipe.strict_yaml import show
 
 REBOOT = "@reboot"
 TIMES = re.compile(r"@(reboot|yearly|annually|monthly|weekly|daily|midnight|hourly)|\S+( \S+){4}")
-COMMAND_S = 30.0
+_COMMAND_S = 30.0
 
 
 def check(times: str) -> str:
@@ -119,5 +119,5 @@ def _run(word: str, content: bytes | None = None) -> subprocess.CompletedProcess
         input=content,
         capture_output=True,
         check=False,
-        timeout=COMMAND_S,
+        timeout=_COMMAND_S,
     )
