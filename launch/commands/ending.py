@@ -54,24 +54,25 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
     chat = [chat_command(recipe.output_dir), *sample_lines(recipe.data.sources[0].path, score)]
     screen.say(*text.result_lines(recipe, machine, plan, result, chat))
     questions = files.read_or_none(run.questions_file, Questions)
-    records = html.Records(
+    page = html.html(
+        *(recipe, machine, plan, result),
         events=events,
         evaluations=[score for part in parts.values() for score in part.evaluations],
         attempts=[attempt_row(attempt, screen.say) for attempt in attempts],
-        spent=time_spent.spent(_time(attempt, parts.get(attempt.root)) for attempt in attempts),
-        rows=run.read_rows(),
+        spent=time_spent.spent([_time(attempt, parts.get(attempt.root)) for attempt in attempts]),
+        summary=run.read_rows(),
         questions=questions.questions if questions else (),
         answers=steps.answers(run, screen.say),
         repeat=_repeat_lines(run, sys.argv),
     )
-    files.write_atomic(run.report_file, html.html(recipe, machine, plan, result, records))
+    files.write_atomic(run.report_file, page)
     return result.exit_code
 
 
-def _time(attempt: AttemptDir, part: steps.Stretch | None) -> time_spent.AttemptTime:
-    """The records of an attempt's time; attempt_row() names those that are damaged."""
+def _time(attempt: AttemptDir, part: steps.Stretch | None) -> dict[str, float]:
+    """Seconds of an attempt by their use; attempt_row() names records that are damaged."""
     tokenised = files.read_or_none(attempt.tokenised_file, TokenisingEnd)
-    return time_spent.AttemptTime(
+    return time_spent.of_attempt(
         end=files.read_or_none(attempt.supervisor_file, AttemptEnd),
         outcome=files.read_or_none(attempt.outcome_file, Outcome),
         part=part,

@@ -263,10 +263,7 @@ def _curves(a: Side, b: Side) -> str:
     def drawn(
         title: str, points: Sequence[list[tuple[float, float]]], from_zero: bool = False
     ) -> str:
-        lines = [
-            curves.Line([x for x, _ in side], [y for _, y in side], name, color, width)
-            for side, name, color, width in zip(points, "AB", COLORS, WIDTHS, strict=True)
-        ]
+        lines = [curves.Line(*line) for line in zip(points, "AB", COLORS, WIDTHS, strict=True)]
         return curves.figure(title, lines, unit, from_zero)
 
     losses = [

@@ -4,8 +4,9 @@ with a switch to a logarithmic axis and the values under the pointer (page.SCRIP
 import html as markup
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 WIDTH, HEIGHT = 1000, 300  # size of the drawing, which is stretched to its place
 BUCKETS = 500  # intervals of a line with more points: each keeps its lowest and its highest point
@@ -17,10 +18,9 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """Values ys at xs, in the order of x, with a name, colour and width."""
+    """Points in the order of x, with a name, colour and width."""
 
-    xs: Sequence[float]
-    ys: Sequence[float]
+    points: Sequence[Point]
     name: str = ""
     color: str = "#2563eb"
     width: float = 1.8
@@ -143,37 +143,32 @@ def _logarithmic(low: float, high: float) -> _Axis:
 def thinned(line: Line) -> list[Point]:
     """The finite points; of many, the lowest and the highest of each bucket, so that no spike is
     lost."""
-    xs, ys = _plottable(line)
-    if len(ys) <= 2 * BUCKETS:
-        return list(zip(xs, ys, strict=True))
+    points = _finite(line)
+    if len(points) <= 2 * BUCKETS:
+        return points
     extremes: list[Point] = []
-    for start, part in _buckets(ys):
-        ends = sorted({part.index(min(part)), part.index(max(part))})
-        extremes += [(xs[start + number], part[number]) for number in ends]
+    for part in _buckets(points):
+        extremes += sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})
     return extremes
 
 
 def mean(line: Line) -> Line | None:
     """The means of the buckets of a line that is thinned; None for a line that is not."""
-    xs, ys = _plottable(line)
-    if len(ys) <= 2 * BUCKETS:
+    points = _finite(line)
+    if len(points) <= 2 * BUCKETS:
         return None
-    parts = list(_buckets(ys))
-    middles = [xs[start + len(part) // 2] for start, part in parts]
-    means = [sum(part) / len(part) for _, part in parts]
-    return Line(middles, means, f"mean of {len(parts[0][1]):,}")
+    parts = _buckets(points)
+    means = [(part[len(part) // 2][0], sum(y for _, y in part) / len(part)) for part in parts]
+    return Line(means, f"mean of {len(parts[0]):,}")
 
 
-def _plottable(line: Line) -> tuple[Sequence[float], Sequence[float]]:
-    points = [point for point in zip(line.xs, line.ys, strict=True) if math.isfinite(point[1])]
-    return [x for x, _ in points], [y for _, y in points]
+def _finite(line: Line) -> list[Point]:
+    return [point for point in line.points if math.isfinite(point[1])]
 
 
-def _buckets(ys: Sequence[float]) -> Iterator[tuple[int, Sequence[float]]]:
-    """(index of the first value, values) of each bucket."""
-    size = math.ceil(len(ys) / BUCKETS)
-    for start in range(0, len(ys), size):
-        yield start, ys[start : start + size]
+def _buckets(points: Sequence[Point]) -> list[Sequence[Point]]:
+    size = math.ceil(len(points) / BUCKETS)
+    return [points[start : start + size] for start in range(0, len(points), size)]
 
 
 def _short(value: float) -> float | int:

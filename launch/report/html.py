@@ -1,9 +1,9 @@
 """The HTML page of a run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from launch.report import curves, page, peaks_svg, plan_lines, row_facts, run_figures, time_spent
+from launch.report import curves, page, peaks_svg, plan_lines, row_facts, run_figures
 from launch.report.text import badge, ended, result_lines
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Plan
@@ -12,45 +12,41 @@ from launch.schema.result import Answers, HeldOut, Question, RunResult, StepEven
 from launch.schema.rows import ShownRows
 
 
-@dataclass(frozen=True)
-class Records:
-    """Records of a run, for its page."""
-
-    events: Sequence[StepEvent] = ()  # steps that count
-    evaluations: Sequence[HeldOut] = ()
-    attempts: Sequence[tuple[str, str]] = ()  # (what it ran with, how it ended)
-    spent: Sequence[time_spent.Spent] = ()
-    rows: ShownRows | None = None
-    questions: Sequence[Question] = ()
-    answers: Sequence[Answers] = ()  # answers of each step
-    repeat: Sequence[tuple[str, str]] = ()  # (what it does, command line)
-
-
 def html(
-    recipe: Recipe, machine: Machine, plan: Plan, result: RunResult, records: Records = Records()
+    recipe: Recipe,
+    machine: Machine,
+    plan: Plan,
+    result: RunResult,
+    events: Sequence[StepEvent] = (),  # steps that count
+    evaluations: Sequence[HeldOut] = (),
+    attempts: Sequence[tuple[str, str]] = (),  # (what it ran with, how it ended)
+    spent: Sequence[tuple[str, float]] = (),  # (use, seconds)
+    summary: ShownRows | None = None,
+    questions: Sequence[Question] = (),
+    answers: Sequence[Answers] = (),  # answers of each step
+    repeat: Sequence[tuple[str, str]] = (),  # (what it does, command line)
 ) -> str:
     """The run as a self-contained page: result, end, changes, predictions, curves, time, data,
     how to repeat it, plan."""
-    events, seconds = records.events, time_spent.seconds(records.spent) or result.seconds
+    seconds = sum(part_s for _, part_s in spent) or result.seconds
     measured = result_lines(recipe, machine, plan, result, ()) if result.summary else ()
-    summary, max_length = records.rows, recipe.data.max_length
+    trained, max_length = recipe.data.train_names, recipe.data.max_length
     lengths = row_facts.length_steps(summary.lengths) if summary else []
     rows = summary.rows if summary else []
-    trained = recipe.data.train_names
     return page.render(
         "run.html",
         title=recipe.name,
         badge=badge(result),
         run_dir=result.run_dir,
-        tiles=run_figures.tiles(machine, plan, result, events, records.evaluations, seconds),
+        tiles=run_figures.tiles(machine, plan, result, events, evaluations, seconds),
         failure=run_figures.failure(result),
         ended=ended(recipe, result.summary),
         changes=plan_lines.by_reason(plan.changes),
-        attempts=records.attempts,
+        attempts=attempts,
         compared=list(run_figures.predicted_beside_measured(plan, result, events)),
-        curves=_curves(events, records.evaluations),
-        answers=run_figures.shown_answers(records.questions, records.answers),
-        spent=run_figures.time_lost(records.spent),
+        curves=_curves(events, evaluations),
+        answers=run_figures.shown_answers(questions, answers),
+        spent=run_figures.time_lost(spent),
         data=[
             ("trained", trained if plan.rows is None else f"{trained}: {plan.rows:,} rows"),
             ("held out", run_figures.rows_held_out(recipe, plan)),
@@ -61,7 +57,7 @@ def html(
         most_rows=max((count for _, _, count in lengths), default=0),
         rows=[(row_facts.heading(row, max_length), row) for row in rows],
         escapes=row_facts.ESCAPES if any(row.has_escapes for row in rows) else "",
-        repeat=records.repeat,
+        repeat=repeat,
         plan=plan_lines.facts(recipe, machine, plan),
         measured="\n".join(measured),
         candidates=peaks_svg.figure(
@@ -71,15 +67,12 @@ def html(
 
 
 def _curves(events: Sequence[StepEvent], evaluations: Sequence[HeldOut]) -> str:
-    numbers = [event.step for event in events]
-    losses = curves.Line(numbers, [event.loss for event in events], "training")
+    losses = curves.Line([(event.step, event.loss) for event in events], "training")
     if mean := curves.mean(losses):
         losses = replace(losses, color="#93b4f5", width=1.0)
         mean = replace(mean, name=f"{mean.name} steps")
     held_out = curves.Line(
-        [score.step for score in evaluations],
-        [score.loss for score in evaluations],
-        *("held out", "#d55e00", 2.0),
+        [(score.step, score.loss) for score in evaluations], "held out", "#d55e00", 2.0
     )
     lines = [line for line in (losses, mean, held_out) if line]
     drawn = curves.figure("loss", lines, "step", False)
@@ -94,6 +87,5 @@ def _curves(events: Sequence[StepEvent], evaluations: Sequence[HeldOut]) -> str:
         # a norm is there at the steps that are logged
         points = [(step, value / scale) for step, value in values if value is not None]
         if any(value for _, value in points):
-            line = curves.Line([step for step, _ in points], [value for _, value in points])
-            drawn += curves.figure(title, [line], "step", from_zero)
+            drawn += curves.figure(title, [curves.Line(points)], "step", from_zero)
     return drawn

@@ -3,12 +3,11 @@ answers."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from launch.base.text import duration, size
 from launch.report.plan_lines import STATES
-from launch.report.time_spent import Spent
+from launch.report.time_spent import TRAINING
 from launch.run_folder.steps import STEADY_FROM
 from launch.schema.machine import Machine
 from launch.schema.phases import DeviceMemory
@@ -19,15 +18,8 @@ from launch.schema.result import ALONE, Answers, HeldOut, Question, RunResult, S
 MOST_ANSWERS = 8  # answers shown to a question: the first, the last, and some between
 # name, what stands at the right, and bars: (class, width in percent, text)
 _Bars = tuple[str, str, list[tuple[str, float, str]]]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A predicted figure beside the measured one, in bytes; None: not predicted, not measured."""
-
-    name: str
-    predicted: int | None
-    measured: int | None
+# name, predicted and measured figure; None: not predicted, not measured
+_Pair = tuple[str, int | None, int | None]
 
 
 def tiles(
@@ -112,40 +104,42 @@ def predicted_beside_measured(
     if steady or plan.seconds_per_step:
         predicted = None if plan.seconds_per_step is None else int(1e6 * plan.seconds_per_step)
         name = ", ".join(["a step", *beside_others(result.summary)])
-        pair = Pair(name, predicted, int(1e6 * statistics.median(steady)) if steady else None)
-        yield "seconds (median)", _bars([pair], lambda us: f"{us / 1e6:.3g} s")
+        measured = int(1e6 * statistics.median(steady)) if steady else None
+        yield (
+            "seconds (median)",
+            _bars([(name, predicted, measured)], lambda us: f"{us / 1e6:.3g} s"),
+        )
 
 
-def _bars(pairs: Sequence[Pair], text: Callable[[int], str]) -> list[_Bars]:
-    most = max(value or 0 for pair in pairs for value in (pair.predicted, pair.measured))
+def _bars(pairs: Sequence[_Pair], text: Callable[[int], str]) -> list[_Bars]:
+    most = max(value or 0 for _, *values in pairs for value in values)
     rows = []
-    for pair in pairs:
-        error = "not measured" if pair.measured is None else "not predicted"
-        if pair.measured and pair.predicted:
-            error = f"{pair.measured / pair.predicted - 1:+.1%}"
-        values = (("predicted", pair.predicted), ("measured", pair.measured))
+    for name, predicted, measured in pairs:
+        error = "not measured" if measured is None else "not predicted"
+        if measured and predicted:
+            error = f"{measured / predicted - 1:+.1%}"
         drawn = [
             (kind, 100 * value / (most or 1), f"{text(value)} {kind}")
-            for kind, value in values
+            for kind, value in (("predicted", predicted), ("measured", measured))
             if value is not None
         ]
-        rows.append((pair.name, error, drawn))
+        rows.append((name, error, drawn))
     return rows
 
 
-def _by_category(plan: Plan, summary: Mapping[str, Any]) -> Iterator[Pair]:
+def _by_category(plan: Plan, summary: Mapping[str, Any]) -> Iterator[_Pair]:
     estimate = plan.estimate
     for name in (*STATES, "offloaded"):
         predicted, measured = getattr(estimate, f"{name}_bytes"), summary.get(f"{name}_bytes")
         if measured or predicted:
-            yield Pair(f"{name} of a rank", predicted, measured)
+            yield f"{name} of a rank", predicted, measured
     if summary.get("vram_allocated_bytes"):
         for kind in ("allocated", "reserved"):
             predicted = getattr(estimate, f"{kind}_bytes") if estimate.peak else None
-            yield Pair(f"VRAM peak, {kind}", predicted, summary[f"vram_{kind}_bytes"])
+            yield f"VRAM peak, {kind}", predicted, summary[f"vram_{kind}_bytes"]
 
 
-def _by_device_phase(plan: Plan, summary: Mapping[str, Any]) -> Iterator[Pair]:
+def _by_device_phase(plan: Plan, summary: Mapping[str, Any]) -> Iterator[_Pair]:
     if plan.strategy.device != "cuda":
         return
     measured = summary.get("phases") or {}
@@ -153,37 +147,34 @@ def _by_device_phase(plan: Plan, summary: Mapping[str, Any]) -> Iterator[Pair]:
         memory: DeviceMemory | None = getattr(plan.phases, phase, None)
         peak = measured.get(phase)
         if memory or peak:
-            yield Pair(
+            yield (
                 phase.replace("_", " "),
                 memory.reserved_bytes if memory else None,
                 peak["reserved_bytes"] if peak else None,
             )
 
 
-def _by_host_phase(plan: Plan, result: RunResult, events: Sequence[StepEvent]) -> Iterator[Pair]:
+def _by_host_phase(plan: Plan, result: RunResult, events: Sequence[StepEvent]) -> Iterator[_Pair]:
     """Of the parts of a run, host RAM is measured in steps, and over all parts at its peak."""
     of_steps = max((step.host_pss_bytes for step in events), default=0) or None
     for phase, memory in vars(plan.host).items():
         if memory:
-            yield Pair(phase.replace("_", " "), memory.bytes, of_steps if phase == "step" else None)
+            yield phase.replace("_", " "), memory.bytes, of_steps if phase == "step" else None
     peak_bytes = max(result.host_peak_bytes, of_steps or 0)  # ranks read theirs more often
     if plan.estimate.host_bytes or peak_bytes:
-        yield Pair("peak of all", plan.estimate.host_bytes or None, peak_bytes or None)
+        yield "peak of all", plan.estimate.host_bytes or None, peak_bytes or None
 
 
-def time_lost(spent: Sequence[Spent]) -> list[_Bars]:
+def time_lost(spent: Sequence[tuple[str, float]]) -> list[_Bars]:
     """A bar for each use of the attempts' time; those that are not training in another colour."""
-    total = sum(part.seconds for part in spent)
-    most = max((part.seconds for part in spent), default=0)
+    seconds = [part_s for _, part_s in spent]
     return [
         (
-            part.name,
-            f"{part.seconds / total:.1%}",
-            [(kind, 100 * part.seconds / most, duration(part.seconds))],
+            use,
+            f"{part_s / sum(seconds):.1%}",
+            [("" if use == TRAINING else "lost", 100 * part_s / max(seconds), duration(part_s))],
         )
-        for part in spent
-        for kind in ["" if part.is_training else "lost"]
-        if total
+        for use, part_s in spent
     ]
 
 

@@ -1,9 +1,7 @@
 """Uses of a run's time, of each attempt, from the records in its folder."""
 
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from launch.run_folder.steps import STEADY_FROM, Stretch
 from launch.schema.result import AttemptEnd, Outcome
@@ -33,42 +31,18 @@ ORDER = (
 )
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Seconds of the attempts that went to one use."""
-
-    name: str
-    seconds: float
-
-    @property
-    def is_training(self) -> bool:
-        return self.name == TRAINING
+def spent(attempts: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
+    """(use, seconds) of the uses of all attempts that took time, in a fixed order."""
+    total = {use: sum(max(attempt.get(use, 0.0), 0.0) for attempt in attempts) for use in ORDER}
+    return [(use, seconds) for use, seconds in total.items() if seconds >= _LEAST_S]
 
 
-@dataclass(frozen=True)
-class AttemptTime:
-    """The records of an attempt; None: not there."""
-
-    end: AttemptEnd | None
-    outcome: Outcome | None
-    part: Stretch | None  # None: it trained no step
-    tokenising_s: float = 0.0
-
-
-def spent(attempts: Iterable[AttemptTime]) -> list[Spent]:
-    """The uses that took time, in a fixed order."""
-    total: Counter[str] = Counter()
-    for attempt in attempts:
-        for name, seconds in _of(attempt).items():
-            total[name] += max(seconds, 0.0)  # pyright: ignore[reportArgumentType]
-    return [Spent(name, total[name]) for name in ORDER if total[name] >= _LEAST_S]
-
-
-def _of(attempt: AttemptTime) -> dict[str, float]:
-    """Seconds of each use of an attempt's time."""
-    part, end = attempt.part, attempt.end
+def of_attempt(
+    end: AttemptEnd | None, outcome: Outcome | None, part: Stretch | None, tokenising_s: float = 0.0
+) -> dict[str, float]:
+    """Seconds of each use of an attempt's time; None: it has no such record, or trained no step."""
     if part is None:
-        return {TOKENISING: attempt.tokenising_s, WITHOUT: end.seconds if end else 0.0}
+        return {TOKENISING: tokenising_s, WITHOUT: end.seconds if end else 0.0}
     trained_s, began, until = part.trained_s, part.began, part.steady_since + part.wall_s
     counted_s = sum(step.seconds for step in part.counted)
     waited_s = sum(step.data_seconds or 0.0 for step in part.counted)
@@ -77,9 +51,9 @@ def _of(attempt: AttemptTime) -> dict[str, float]:
     # a record of an older version does not say when it ended
     started_s = began - (end.ended_at - end.seconds) if end and end.ended_at else 0.0
     rest_s = (end.seconds - started_s if end else until - began) - trained_s - evaluated_s
-    saved_s = min(attempt.outcome.save_seconds, max(rest_s, 0.0)) if attempt.outcome else 0.0
+    saved_s = min(outcome.save_seconds, max(rest_s, 0.0)) if outcome else 0.0
     return {
-        TOKENISING: attempt.tokenising_s,
+        TOKENISING: tokenising_s,
         STARTING: started_s,
         TRAINING: counted_s - waited_s - first_s,
         FIRST_STEPS: first_s,
@@ -97,7 +71,3 @@ def _first_steps_s(part: Stretch) -> float:
         return 0.0
     busy_s = [step.seconds - (step.data_seconds or 0.0) for step in part.counted]
     return max(0.0, sum(busy_s[:STEADY_FROM]) - STEADY_FROM * statistics.median(busy_s))
-
-
-def seconds(spent: Sequence[Spent]) -> float:
-    return sum(part.seconds for part in spent)

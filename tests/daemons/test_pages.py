@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def event(number: int, steps: int) -> StepEvent:
     )
 
 
-def records(steps: int) -> html.Records:
+def records(steps: int) -> dict[str, Any]:
     rows = ShownRows(
         rows=[ShownRow(f"{WORD}.jsonl:1", [ShownPart(WORD, True)], 9, 4)],
         num_read=40,
@@ -60,19 +61,19 @@ def records(steps: int) -> html.Records:
         contents={},
         bad=[],
     )
-    return html.Records(
-        events=[event(number, steps) for number in range(1, steps + 1)],
-        evaluations=[
+    return {
+        "events": [event(number, steps) for number in range(1, steps + 1)],
+        "evaluations": [
             HeldOut(step, 8 * step, 9 / math.sqrt(step), 3.0, 1e9)
             for step in range(steps // 10, steps + 1, steps // 10)
         ],
-        attempts=[(WORD, f"the GPU ran out of memory ({WORD})"), ("single_gpu x1", "complete")],
-        questions=[Question(WORD, "yes"), Question("<b>?", WORD)],
-        answers=[Answers(step, 8 * step, (WORD, "")) for step in range(1, 20)],
-        spent=[time_spent.Spent(name, 10.0) for name in time_spent.ORDER],
-        rows=rows,
-        repeat=[("The same again:", f"python -m launch run {WORD}")],
-    )
+        "attempts": [(WORD, f"the GPU ran out of memory ({WORD})"), ("single_gpu x1", "complete")],
+        "questions": [Question(WORD, "yes"), Question("<b>?", WORD)],
+        "answers": [Answers(step, 8 * step, (WORD, "")) for step in range(1, 20)],
+        "spent": [(use, 10.0) for use in time_spent.ORDER],
+        "summary": rows,
+        "repeat": [("The same again:", f"python -m launch run {WORD}")],
+    }
 
 
 def written(folder: Path, steps: int, failure: Failure | None = None) -> Path:
@@ -98,7 +99,7 @@ def written(folder: Path, steps: int, failure: Failure | None = None) -> Path:
     code = failure.exit_code if failure else 0
     result = RunResult(WORD, code, failure, 60.0, 2 * GIB, {} if failure else summary)
     page = folder / "report.html"
-    page.write_text(html.html(recipe, on, plan, result, records(steps)), encoding="utf-8")
+    page.write_text(html.html(recipe, on, plan, result, **records(steps)), encoding="utf-8")
     return page
 
 

@@ -40,7 +40,7 @@ def test_the_section_has_each_question_with_its_answers_as_text():
         recipe, on = recipe_of(), machine()
         made = plan(recipe, on)
         result = RunResult("/run", 0, None, 2.0, 1 << 30)
-        page = html.html(recipe, on, made, result, html.Records(**records))
+        page = html.html(recipe, on, made, result, **records)
         return page.partition("<h2>Sample answers</h2>")[2].partition("<h2>")[0]
 
     page = section(questions=asked, answers=answers)

@@ -47,8 +47,8 @@ def test_answers_are_told_as_far_as_they_were_scored(scores, words):
     assert "gradients not measured" in "\n".join(lines)
     told = [("batch 8", "the GPU ran out <of> memory")] * 2
     held_out = [HeldOut(step, 8 * step, 3.0 - step, 0.1, 1.0) for step in (1, 2)]
-    records = html.Records(evaluations=held_out, attempts=told)
-    page = html.html(recipe, on, plan(recipe, on), result, records)
+    made = plan(recipe, on)
+    page = html.html(recipe, on, made, result, evaluations=held_out, attempts=told)
     assert "complete" in page
     assert "  chat " not in page
     assert "held out</span>" in page
@@ -88,7 +88,7 @@ def test_the_page_shows_rows_with_their_loss_and_escapes_their_texts():
         bad=["a.jsonl:3: is not <JSON>"],
         num_bad=7,
     )
-    page = html.html(recipe, on, plan(recipe, on), result, html.Records(rows=rows))
+    page = html.html(recipe, on, plan(recipe, on), result, summary=rows)
     section = page.partition("<h2>Data</h2>")[2].partition("<summary>Plan")[0]
     assert "&lt;script&gt;a&lt;/script&gt;<b>&lt;b&gt;" in section
     assert page.count("<script>") == 1 and "<script>a" not in page  # the page's own
