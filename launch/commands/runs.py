@@ -108,7 +108,7 @@ def _list(workspace: Workspace, arguments: Namespace) -> None:
 
     rows = table.rows(workspace.runs)
     if arguments.json:
-        print(files.to_json([asdict(row) for row in rows], indent=1))
+        print(files.to_json([row.as_json() for row in rows], indent=1))
     elif rows:
         from rich.console import Console
 

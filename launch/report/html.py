@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from launch.report import curves, page, peaks_svg, plan_lines, row_facts, run_figures
+from launch.report import curves, page, peaks_svg, plan_lines, run_figures, shown_rows
 from launch.report.text import badge, ended, result_lines
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import Plan
@@ -31,7 +31,7 @@ def html(
     seconds = sum(part_s for _, part_s in spent) or result.seconds
     measured = result_lines(recipe, machine, plan, result, ()) if result.summary else ()
     trained, max_length = recipe.data.train_names, recipe.data.max_length
-    lengths = row_facts.length_steps(summary.lengths) if summary else []
+    lengths = shown_rows.length_steps(summary.lengths) if summary else []
     rows = summary.rows if summary else []
     return page.render(
         "run.html",
@@ -51,12 +51,12 @@ def html(
             ("trained", trained if plan.rows is None else f"{trained}: {plan.rows:,} rows"),
             ("held out", run_figures.rows_held_out(recipe, plan)),
             ("columns", plan.data_format.reason),
-            *(row_facts.facts(plan.data_format, summary, max_length) if summary else ()),
+            *(shown_rows.facts(plan.data_format, summary, max_length) if summary else ()),
         ],
         lengths=lengths,
         most_rows=max((count for _, _, count in lengths), default=0),
-        rows=[(row_facts.heading(row, max_length), row) for row in rows],
-        escapes=row_facts.ESCAPES if any(row.has_escapes for row in rows) else "",
+        rows=[(shown_rows.heading(row, max_length), row) for row in rows],
+        escapes=shown_rows.ESCAPES if any(row.has_escapes for row in rows) else "",
         repeat=repeat,
         plan=plan_lines.facts(recipe, machine, plan),
         measured="\n".join(measured),

@@ -63,19 +63,17 @@ def _rows(lines: Sequence[Text], terminal: Console) -> int:
 def _run_lines(run: RunState) -> Iterator[Text]:
     """One line for a run that has ended, three for one that has not; the verdict of its last
     failure, and what to do about its end."""
-    style = STYLES.get(run.state, "bold")
-    head = Text.assemble((shown(run.run), "bold"), "  ", (run.state, style))
-    if run.max_steps:
-        head.append(f"  step {run.step:,} of {run.max_steps:,}")
-    if run.seconds_left is not None:
-        head.append(f"  {eta(run.seconds_left).removeprefix('ETA ')} left")
-    if run.attempt > 1:
-        head.append(f"  attempt {run.attempt}")
-    if (run.silent_s or 0.0) >= _SILENT_S:
-        head.append(f"  silent for {run.silent_s:.0f} s", "yellow")
-    if run.has_ended:
-        head.append(_losses(run))
-    yield head
+    silent_s, left_s = run.silent_s or 0.0, run.seconds_left
+    yield Text.assemble(
+        (shown(run.run), "bold"),
+        "  ",
+        (run.state, STYLES.get(run.state, "bold")),
+        f"  step {run.step:,} of {run.max_steps:,}" if run.max_steps else "",
+        "" if left_s is None else f"  {eta(left_s).removeprefix('ETA ')} left",
+        f"  attempt {run.attempt}" if run.attempt > 1 else "",
+        (f"  silent for {silent_s:.0f} s", "yellow") if silent_s >= _SILENT_S else "",
+        _losses(run) if run.has_ended else "",
+    )
     if not run.has_ended:
         if run.loss is not None:
             speed = f"  {run.tokens_per_s:,.0f} tokens/s" if run.tokens_per_s is not None else ""

@@ -1,9 +1,10 @@
 """All runs of a workspace, a row for each."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.padding import Padding
@@ -14,7 +15,7 @@ from launch.base.text import shown, size
 from launch.run_folder import cleanup
 from launch.run_folder.layout import RunDir
 from launch.schema.result import Outcome
-from launch.status.runs import RunFiles, newest_of_recipes, waiting_folders
+from launch.status.runs import RunFiles, RunState, newest_of_recipes, waiting_folders
 from launch.status.screen import STYLES
 
 _HEAD = ("run", "state", "steps", "loss", "held out", "disk")
@@ -25,20 +26,31 @@ _GAP = "  "  # between two columns
 class _RunRow:
     """A run, how far it came, how it ended, and what it takes on the disk."""
 
-    recipe: str
-    run: str  # <recipe>/<time>
+    run: RunState
     started_at: str  # ISO 8601, local time; "" for a folder of another name
-    state: str
-    step: int
-    max_steps: int
-    loss: float | None
-    eval_loss: float | None
+    ended: str  # its state, or how it is complete
     bytes: int
     checkpoint_bytes: int  # a part of `bytes`
-    verdict: str  # cause of an end that is not complete
-    fix: str  # what to do about it
-    again: str  # the line that goes on then
-    folder: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as `runs --json` prints it."""
+        run = self.run
+        return {
+            "recipe": Path(run.folder).parent.name,
+            "run": run.run,
+            "started_at": self.started_at,
+            "state": self.ended,
+            "step": run.step,
+            "max_steps": run.max_steps,
+            "loss": run.loss,
+            "eval_loss": run.eval_loss,
+            "bytes": self.bytes,
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "verdict": run.verdict,
+            "fix": run.fix,
+            "again": run.again,
+            "folder": run.folder,
+        }
 
 
 def rows(runs: Path) -> list[_RunRow]:
@@ -49,11 +61,13 @@ def rows(runs: Path) -> list[_RunRow]:
     listed += [RunDir(root) for root in roots if root.parent.parent == runs and root.is_dir()]
     newest = newest_of_recipes(run.root for run in listed)
     rows = (_row(run, waiting, run.root in newest) for run in listed)
-    return sorted(rows, key=lambda row: Path(row.folder).name, reverse=True)
+    return sorted(rows, key=lambda row: Path(row.run.folder).name, reverse=True)
 
 
 def _row(run: RunDir, waiting: Collection[str], is_newest: bool) -> _RunRow:
     state = RunFiles(run).state(waiting)
+    if not is_newest:
+        state = replace(state, fix="", again="")
     last = run.attempts()[-1:]
     outcome = files.read_or_none(last[0].outcome_file, Outcome) if last else None
     try:
@@ -61,20 +75,11 @@ def _row(run: RunDir, waiting: Collection[str], is_newest: bool) -> _RunRow:
     except ValueError:
         started_at = ""
     return _RunRow(
-        recipe=run.root.parent.name,
-        run=state.run,
+        replace(state, verdict="") if state.state == "complete" else state,
         started_at=started_at,
-        state=outcome.ended if outcome and outcome.complete else state.state,
-        step=state.step,
-        max_steps=state.max_steps,
-        loss=state.loss,
-        eval_loss=state.eval_loss,
+        ended=outcome.ended if outcome and outcome.complete else state.state,
         bytes=cleanup.size_bytes(run.root),
         checkpoint_bytes=cleanup.size_bytes(run.checkpoints),
-        verdict="" if state.state == "complete" else state.verdict,
-        fix=state.fix if is_newest else "",
-        again=state.again if is_newest else "",
-        folder=str(run.root),
     )
 
 
@@ -93,19 +98,20 @@ def lines(rows: Sequence[_RunRow], columns: int) -> Iterator[Text | Padding]:
         if cell_len(name) > width:
             yield Text(name, no_wrap=True, overflow="ignore")
             name = ""
-        style = STYLES.get(row.state, "bold") if row else "bold"
+        style = STYLES.get(row.ended, "bold") if row else "bold"
         name = set_cell_size(name, width)
         yield Text.assemble(name, _GAP, (state, style), _GAP, line, no_wrap=True, overflow="ignore")
-        for text in filter(None, (row.verdict, row.fix) if row else ()):
+        for text in filter(None, (row.run.verdict, row.run.fix) if row else ()):
             yield Padding.indent(Text(shown(text), style="dim"), len(_GAP))
     total = sum(row.bytes for row in rows)
     yield Text(f"{len(rows):,} run{'' if len(rows) == 1 else 's'}, {size(total)}", style="dim")
 
 
 def _cells(row: _RunRow) -> tuple[str, ...]:
-    steps = f"{row.step:,} of {row.max_steps:,}" if row.max_steps else ""
-    losses = ("" if loss is None else f"{loss:.4f}" for loss in (row.loss, row.eval_loss))
-    return shown(row.run), row.state, steps, *losses, size(row.bytes)
+    run = row.run
+    steps = f"{run.step:,} of {run.max_steps:,}" if run.max_steps else ""
+    losses = ("" if loss is None else f"{loss:.4f}" for loss in (run.loss, run.eval_loss))
+    return shown(run.run), row.ended, steps, *losses, size(row.bytes)
 
 
 def _aligned(column: Sequence[str], align: Callable[[str, int], str]) -> list[str]:
@@ -115,4 +121,4 @@ def _aligned(column: Sequence[str], align: Callable[[str, int], str]) -> list[st
 
 def next_lines(rows: Sequence[_RunRow]) -> list[str]:
     """The line that goes on with the newest run of each recipe, unless that is complete."""
-    return [shown(f"{row.run} goes on: {row.again}") for row in rows if row.again]
+    return [shown(f"{row.run.run} goes on: {row.run.again}") for row in rows if row.run.again]

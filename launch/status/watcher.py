@@ -35,7 +35,7 @@ class Watcher:
         """Those that run or wait, then the newest that have ended; or the one that was named."""
         waiting, roots = waiting_folders(), [self._named] if self._named else [*self._roots()]
         living, ended = list[RunFiles](), list[RunFiles]()
-        for run in map(self._files_of, roots):
+        for run in (self._files.setdefault(root, RunFiles(RunDir(root))) for root in roots):
             (living if run.is_in_use(waiting) else ended).append(run)
         ended.sort(key=lambda run: run.run.root.name, reverse=True)
         newest = newest_of_recipes(roots)
@@ -50,25 +50,15 @@ class Watcher:
         return [
             f"{lease.name} waits since {datetime.fromtimestamp(lease.record.since_s):%m-%d %H:%M};"
             " python -m launch queue says what for"
-            for lease in self._waiting()
+            for lease in leases.of_this_machine()
+            if lease.record.state != "granted"
         ]
-
-    def _files_of(self, root: Path) -> RunFiles:
-        if root not in self._files:
-            self._files[root] = RunFiles(RunDir(root))
-        return self._files[root]
 
     def _roots(self) -> Iterator[Path]:
-        of_leases = [
-            Path(lease.record.run)
-            for lease in leases.of_this_machine()
-            if lease.is_own and lease.record.run
-        ]
+        own = (lease.record.run for lease in leases.of_this_machine() if lease.is_own)
+        of_leases = map(Path, filter(None, own))
         of_workspace = [run.root for run in RunDir.listed(self._workspace.runs)]
         yield from dict.fromkeys(root for root in (*of_leases, *of_workspace) if root.is_dir())
-
-    def _waiting(self) -> list[leases.Lease]:
-        return [lease for lease in leases.of_this_machine() if lease.record.state != "granted"]
 
     def _root_of(self, name: str) -> Path:
         """The folder of a run that was named. Raises ConfigError."""

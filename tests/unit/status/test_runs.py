@@ -149,22 +149,22 @@ def test_a_start_that_ended_before_a_step_says_so_in_words_with_the_line_to_type
     older.recipe_yaml.touch()
     end(older, 75, "stopped by SIGTERM")
     row, old = table.rows(run.root.parents[1])
-    assert (row.step, row.max_steps, row.loss) == (3, 1000, 3.0)
+    assert (row.run.step, row.run.max_steps, row.run.loss) == (3, 1000, 3.0)
     line = f"python -m launch run {run.recipe_yaml}"
     # the same line goes on with the newer one
-    assert (old.state, old.fix, old.again) == ("stopped", "", "")
-    assert table.next_lines([row, old]) == [f"{row.run} goes on: {line}"]
+    assert (old.ended, old.run.fix, old.run.again) == ("stopped", "", "")
+    assert table.next_lines([row, old]) == [f"{row.run.run} goes on: {line}"]
     watched = watcher().runs()
-    assert [(state.fix, state.again) for state in watched] == [(row.fix, line), ("", "")]
-    assert f"  {row.fix}\n  {line}\n" in screen.page(watched, [], []).plain
+    assert [(state.fix, state.again) for state in watched] == [(row.run.fix, line), ("", "")]
+    assert f"  {row.run.fix}\n  {line}\n" in screen.page(watched, [], []).plain
     if not exit_code:  # no word of its end
-        assert (row.state, row.verdict) == ("lost", "")
-        assert row.fix.startswith("killed, or the machine went down; run the same line again")
+        assert (row.ended, row.run.verdict) == ("lost", "")
+        assert row.run.fix.startswith("killed, or the machine went down; run the same line again")
         return
     words = f"exit code {exit_code}: {EXIT_CODES[exit_code]}"
-    assert row.verdict == f"attempt 2: its logits differ ({words})"
-    assert row.fix == "fix"
-    assert {row.verdict, row.fix} <= {line.strip() for line in printed([row], 1000)}
+    assert row.run.verdict == f"attempt 2: its logits differ ({words})"
+    assert row.run.fix == "fix"
+    assert {row.run.verdict, row.run.fix} <= {line.strip() for line in printed([row], 1000)}
 
 
 def test_a_start_that_tokenises_is_listed_and_watched(run, watcher):
@@ -173,10 +173,10 @@ def test_a_start_that_tokenises_is_listed_and_watched(run, watcher):
     beat(run, "tokenise")
     with locks.lock(run.lock_file, "it"):
         (row,), (state,) = table.rows(run.root.parents[1]), watcher().runs()
-        assert (row.state, row.fix, state.state) == ("tokenising", "", "tokenising")
+        assert (row.ended, row.run.fix, state.state) == ("tokenising", "", "tokenising")
         run.attempts()[-1].tokenised_file.touch()  # and a plan is made
         (row,), (state,) = table.rows(run.root.parents[1]), watcher().runs()
-    assert (row.state, row.fix, state.state) == ("starting", "", "starting")
+    assert (row.ended, row.run.fix, state.state) == ("starting", "", "starting")
     assert state.silent_s is None  # the process has ended
 
 
@@ -192,8 +192,9 @@ def test_a_reason_has_the_whole_width_and_a_long_name_a_line_of_its_own(run):
     run.plan_file.write_text("{}", encoding="utf-8")
     end(run, 12, "no room on the card for the second epoch of a run that has a long cause")
     row = replace(table.rows(run.root.parents[1])[0], bytes=5 << 20)
-    long = replace(row, run=f"{'n' * 60}/20260101-000000", verdict="", fix="", eval_loss=1.5)
-    row = replace(row, run="short/20260101-000000")
+    name = f"{'n' * 60}/20260101-000000"
+    long = replace(row, run=replace(row.run, run=name, verdict="", fix="", eval_loss=1.5))
+    row = replace(row, run=replace(row.run, run="short/20260101-000000"))
     assert printed([row, long], 80) == [
         "run                    state            steps    loss  held out     disk",
         "short/20260101-000000  failed  147 of 100,000  3.0000            5.0 MiB",
@@ -255,9 +256,9 @@ def test_a_run_that_waits_is_waiting_whatever_its_files_lack(run, watcher, monke
         assert [state.state for state in watched.runs()] == ["waiting"]
         assert "tiny" in watched.waiting()[0]
         assert screen.page(watched.runs(), [], []).plain == "tiny/20260101-000000  waiting"
-    assert [row.state for row in table.rows(run.root.parents[1])] == ["waiting"]
+    assert [row.ended for row in table.rows(run.root.parents[1])] == ["waiting"]
     run.plan_file.unlink()  # rows are there, and it has made no plan that it keeps
-    assert [row.state for row in table.rows(run.root.parents[1])] == ["waiting"]
+    assert [row.ended for row in table.rows(run.root.parents[1])] == ["waiting"]
     assert table.rows(run.root.parents[1] / "elsewhere") == []
     run.plan_file.touch()
     waiting.clear()
