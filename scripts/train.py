@@ -28,7 +28,7 @@ interpreter.prepare(sys.argv[1:])
 from launch import __main__ as launcher  # noqa: E402
 from launch.base.errors import LaunchError  # noqa: E402
 from launch.base.text import shown  # noqa: E402
-from launch.recipe.guides import train_py_flags  # noqa: E402
+from launch.recipe.guides import train_py  # noqa: E402
 
 _UNDER_A_LAUNCHER = {"WORLD_SIZE", "ACCELERATE_MIXED_PRECISION"}  # torchrun's, accelerate's
 
@@ -40,9 +40,9 @@ def main(argv: list[str]) -> int:
     if _UNDER_A_LAUNCHER & os.environ.keys():
         import train_low_mem
 
-        train_low_mem.run_and_leave(argv, lambda: train_py_flags.translate(argv))
+        train_low_mem.run_and_leave(argv, lambda: train_py.translate(argv))
     try:
-        request = train_py_flags.translate(argv)
+        request = train_py.translate(argv)
     except LaunchError as error:
         print(f"error: {shown(str(error))}", file=sys.stderr)
         return error.exit_code

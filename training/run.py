@@ -21,7 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 from launch.base import files
 from launch.base.errors import CheckpointError, ConfigError, LaunchError, ResourceError
 from launch.base.text import shown, size
-from launch.data import sources, token_hashes
+from launch.data import sources, token_cache
 from launch.data.conversation import Conversation
 from launch.run_folder import layout, manifest
 from launch.run_folder.layout import AttemptDir, RankStart, RunDir
@@ -148,7 +148,7 @@ def _tokens(start: RankStart) -> Path:
     before."""
     used = start.run.read_tokens() if start.run else None
     folder = used.folder if used else None
-    if folder and folder.exists() and (start.supervised or not token_hashes.fault(folder)):
+    if folder and folder.exists() and (start.supervised or not token_cache.fault(folder)):
         return folder
     prepare.ensure(start.tokens, print, num_processes=start.tokenising_processes)
     return start.tokens.folder

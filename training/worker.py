@@ -21,8 +21,7 @@ from pydantic import TypeAdapter
 from launch.base import modules, processes
 from launch.base.errors import LaunchError, ResourceError
 from launch.base.files import write_atomic
-from launch.data import token_hashes, worker
-from launch.data.token_cache import TokenCache, token_files
+from launch.data import token_cache, worker
 from launch.schema.machine import CoreFigures, cudnn_is_last
 from launch.schema.plan import DataFormat, MemoryEstimate, Plan
 from launch.schema.recorded_step import STEP, dumped
@@ -113,7 +112,7 @@ def _largest(request: worker.FindLargest) -> list[LargestMicroBatches]:
     from training.data import largest_batches
 
     rows = {
-        part: largest_batches.row_sizes(token_files(request.folder, part))
+        part: largest_batches.row_sizes(token_cache.token_files(request.folder, part))
         for part in {division.part for division in request.divisions}
     }
     return [largest_batches.largest(rows[each.part], each) for each in request.divisions]
@@ -133,11 +132,11 @@ def _rows(request: worker.EncodeRows) -> ShownRows:
     return summary.summary()
 
 
-def _tokenizer(tokens: TokenCache) -> Any:
+def _tokenizer(tokens: token_cache.TokenCache) -> Any:
     """The tokenizer of the tokenised rows, if they are there, or the one that they would get."""
     from training.data import prepare, tokenise, tokenizer
 
-    if tokens.folder.exists() and not token_hashes.fault(tokens.folder):
+    if tokens.folder.exists() and not token_cache.fault(tokens.folder):
         return tokenizer.load(tokens.folder / tokenise.TOKENIZER)
     return prepare.tokenizer_of(tokens, partial(print, file=sys.stderr))
 

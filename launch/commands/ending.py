@@ -17,7 +17,7 @@ from launch.predict import estimate
 from launch.predict.history import cache_keys, corrections
 from launch.predict.history.calibration import Figures, Measurement
 from launch.predict.history.ledger import Ledger
-from launch.report import html, text, time_spent
+from launch.report import html, run_figures, text
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import AttemptEnd, Outcome, Questions, RunResult, StepEvent, TokenisingEnd
@@ -59,7 +59,7 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
         events=events,
         evaluations=[score for part in parts.values() for score in part.evaluations],
         attempts=[attempt_row(attempt, screen.say) for attempt in attempts],
-        spent=time_spent.spent([_time(attempt, parts.get(attempt.root)) for attempt in attempts]),
+        spent=run_figures.spent([_time(attempt, parts.get(attempt.root)) for attempt in attempts]),
         summary=run.read_rows(),
         questions=questions.questions if questions else (),
         answers=steps.answers(run, screen.say),
@@ -72,7 +72,7 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
 def _time(attempt: AttemptDir, part: steps.Stretch | None) -> dict[str, float]:
     """Seconds of an attempt by their use; attempt_row() names records that are damaged."""
     tokenised = files.read_or_none(attempt.tokenised_file, TokenisingEnd)
-    return time_spent.of_attempt(
+    return run_figures.uses_of_attempt(
         end=files.read_or_none(attempt.supervisor_file, AttemptEnd),
         outcome=files.read_or_none(attempt.outcome_file, Outcome),
         part=part,

@@ -151,27 +151,26 @@ def _watch(workspace: Workspace, arguments: Namespace) -> int | None:
     from rich.console import Console
     from rich.live import Live
 
-    from launch.status import screen
-    from launch.status.watcher import Watcher, cards
+    from launch.status import watch
 
-    watcher = Watcher(workspace, arguments.run)
+    watcher = watch.Watcher(workspace, arguments.run)
     if arguments.json:
         state = {
             "runs": [asdict(run) for run in watcher.runs()],
             "waiting": watcher.waiting(),
-            "cards": [asdict(card) for card in cards()],
+            "cards": [asdict(card) for card in watch.cards()],
         }
         print(json.dumps(state, indent=1))
         return None
     console = Console()
     if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
-        page = screen.in_encoding(watcher.page(), console.encoding)
+        page = watch.in_encoding(watcher.page(), console.encoding)
         console.print(page, soft_wrap=True)
         return None
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
-                page = screen.in_encoding(watcher.page(console), console.encoding)
+                page = watch.in_encoding(watcher.page(console), console.encoding)
                 live.update(page, refresh=True)
                 time.sleep(_INTERVAL_S)
     except Interrupted as stopped:  # Ctrl-C is how one leaves it

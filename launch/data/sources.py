@@ -1,20 +1,112 @@
-"""The files of each part of the data, and the rows of them that the part takes."""
+"""The files of each part of the data, and the rows of them that the part takes.
 
+Rows that data.validation_size holds out, and those of a source whose weight is no whole number, are
+chosen by their numbers alone. So each start, each process that tokenises and `show` choose the same
+rows."""
+
+import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 from launch.base.errors import DataError
-from launch.data import row_choice, rows
+from launch.data import rows
 from launch.data.conversation import Sample
 from launch.data.files import shards
 from launch.schema.data_section import DataSection, DataSource, short_names
 from launch.schema.plan import DataFormat, SourceRows
 
 SEVERAL_LINES = ("paragraphs", "whole_text")  # types whose rows are no lines
+Part = Literal["train", "validation"]
 RowCounts = tuple[tuple[int, ...], ...]  # of each file of each source of data.train_file
+
+
+# ---- rows by their numbers
+# ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EvenChoice:
+    """`chosen` of `total` rows: the rows are divided into `chosen` stretches of equal length, and
+    one row of each is chosen by a hash."""
+
+    chosen: int
+    total: int
+    seed: str
+
+    def holds(self, number: int) -> bool:
+        """True if a row is chosen; rows are numbered from 0."""
+        return self.chosen > 0 and number == self._place(self._stretch(number))
+
+    def before(self, number: int) -> int:
+        """The number of rows that are chosen before this row."""
+        if not self.chosen:
+            return 0
+        stretch = self._stretch(number)
+        return stretch + (self._place(stretch) < number)
+
+    def _stretch(self, number: int) -> int:
+        return number * self.chosen // self.total
+
+    def _place(self, stretch: int) -> int:
+        """The row of a stretch that is chosen."""
+        begin, end = (-(-i * self.total // self.chosen) for i in (stretch, stretch + 1))
+        digest = hashlib.sha256(f"{self.seed} {stretch}".encode()).digest()
+        return begin + int.from_bytes(digest[:8], "little") % (end - begin)
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """The rows of a source that a part of the data takes."""
+
+    held_out: EvenChoice
+    part: Part
+    begin: int = 0  # the number of the source's first row
+    # choice of the rows that are trained; None: all of the source's rows
+    share: EvenChoice | None = None
+
+    def takes(self, number: int) -> bool:
+        if self.part == "validation" or self.held_out.holds(number):
+            return self.part == "validation" and self.held_out.holds(number)
+        if self.share is None:
+            return True
+        held_out = self.held_out.before(number) - self.held_out.before(self.begin)
+        return self.share.holds(number - self.begin - held_out)
+
+
+def choose_held_out(size: float, total: int, file: object) -> EvenChoice:
+    """The rows that data.validation_size holds out of `total` rows. Raises DataError if no row
+    would be left for one of the parts."""
+    chosen = size if isinstance(size, int) else round(size * total)
+    if not 0 < chosen < total:
+        raise DataError(
+            f"{file}: data.validation_size {size:,} holds {chosen:,} of {total:,} rows out, and"
+            f" leaves {max(total - chosen, 0):,} to train on; expected at least 1 row for each,"
+            " e.g. --data.validation_size=1"
+        )
+    return EvenChoice(chosen, total, "held out")
+
+
+def shares(weight: float, num_rows: int, file: object) -> list[EvenChoice | None]:
+    """The rows of a source in each pass over it: all of them (None) as often as the weight is
+    whole, then the rest of the weight. Raises DataError if no row would be trained."""
+    passes: list[EvenChoice | None] = [None] * math.floor(weight)
+    if chosen := round((weight - len(passes)) * num_rows):
+        passes.append(EvenChoice(chosen, num_rows, f"pass {len(passes)}"))
+    if not passes or not num_rows:
+        raise DataError(
+            f"{file}: weight {weight:g} of {num_rows:,} rows is no row; raise the weight, or leave"
+            " the source out"
+        )
+    return passes
+
+
+# ---- files of a part
+# ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -24,7 +116,7 @@ class Source:
 
     path: Path
     data_format: DataFormat
-    choice: row_choice.RowChoice | None = None  # None: every row
+    choice: RowChoice | None = None  # None: every row
     row_offsets: tuple[int, ...] = ()  # with a choice: the number of the first row of each file
     is_repeat: bool = False  # its rows are in an earlier pass too, which counts its bad rows
 
@@ -82,7 +174,7 @@ def count_rows(data: DataSection, data_format: DataFormat, facts: shards.FileFac
 
 
 def of_part(
-    data: DataSection, data_format: DataFormat, counts: RowCounts | None, part: row_choice.Part
+    data: DataSection, data_format: DataFormat, counts: RowCounts | None, part: Part
 ) -> tuple[Source, ...]:
     """The sources of a part, none if nothing is held out. `counts` are those of count_rows(), if
     are_counted().
@@ -96,14 +188,14 @@ def of_part(
     held_out, of_all = _held_out(data, counts), list[Source]()
     for index, (source, offsets, num_held_out, num_trained) in enumerate(_divided(data, counts)):
         own, path = data_format.of_source(index), Path(source.path)
-        passes: list[row_choice.EvenChoice | None] = [None] if num_held_out else []
+        passes: list[EvenChoice | None] = [None] if num_held_out else []
         if part == "train":
-            passes = row_choice.shares(source.weight, num_trained, path)
+            passes = shares(source.weight, num_trained, path)
         of_all += [
             Source(
                 path,
                 own,
-                row_choice.RowChoice(held_out, part, offsets[0], share),
+                RowChoice(held_out, part, offsets[0], share),
                 offsets,
                 number > 0,
             )
@@ -126,11 +218,11 @@ def _divided(
         begin = end
 
 
-def _held_out(data: DataSection, counts: RowCounts) -> row_choice.EvenChoice:
+def _held_out(data: DataSection, counts: RowCounts) -> EvenChoice:
     total = sum(map(sum, counts))
     if data.validation_size is None:
-        return row_choice.EvenChoice(0, total, "held out")
-    return row_choice.held_out(data.validation_size, total, data.train_names)
+        return EvenChoice(0, total, "held out")
+    return choose_held_out(data.validation_size, total, data.train_names)
 
 
 def num_held_out(data: DataSection, counts: RowCounts) -> int:
@@ -142,7 +234,7 @@ def trained_rows(data: DataSection, counts: RowCounts) -> tuple[SourceRows, ...]
     """The rows of each source that an epoch trains. Raises DataError as of_part() does."""
     result: list[SourceRows] = []
     for source, _, _, once in _divided(data, counts):
-        passes = row_choice.shares(source.weight, once, source.path)
+        passes = shares(source.weight, once, source.path)
         num_rows = sum(once if share is None else share.chosen for share in passes)
         result.append(SourceRows(source.path, source.weight, num_rows))
     return tuple(result)

@@ -1,15 +1,21 @@
-"""Tokenised rows of a recipe: the facts that decide their bytes, and the folder that keeps them."""
+"""Tokenised rows of a recipe: the facts that decide their bytes, and the folder that keeps them.
+
+A flipped bit or half a file would be trained on, so a folder has the hashes of its files, which are
+verified when it is opened."""
 
 import hashlib
 import json
-from collections.abc import Mapping
+import stat
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.base import files
 from launch.data import chat_templates, sources
 from launch.data.files import shards
-from launch.data.row_choice import Part
 from launch.schema.plan import DataFormat, ModelSize
 from launch.schema.recipe import Recipe
 
@@ -31,6 +37,10 @@ TOKENS_READY = "counts.json"
 NUM_MOST_TARGETS = 1024
 
 SHOWN_ROWS = "rows.json"  # file of a token cache with the ShownRows of its first rows
+HASHES = "hashes.json"  # {"files": {relative path: {"bytes", "sha256"}}}
+_THREADS = 4  # sha256 of one file is one core's work
+_CHUNK_BYTES = 8 << 20
+_POLL_S = 0.2
 
 
 def folder_fingerprint(folder: Path) -> str:
@@ -54,7 +64,7 @@ class TokenCache:
     rows: int | None = None  # trained rows; None: not counted
     row_counts: sources.RowCounts | None = None  # None: every row is trained once
 
-    def of_part(self, part: Part) -> tuple[sources.Source, ...]:
+    def of_part(self, part: sources.Part) -> tuple[sources.Source, ...]:
         """The sources of a part, none if nothing is held out."""
         return sources.of_part(self.recipe.data, self.data_format, self.row_counts, part)
 
@@ -158,3 +168,92 @@ def token_files(folder: Path, part: str) -> list[Path]:
 def known_files(cache: Path) -> shards.FileFacts:
     """Facts of data files that earlier starts have read."""
     return shards.FileFacts(cache / "files.json")
+
+
+# ---- hashes
+# ---------------------------------------------------------------------------
+
+
+def write_hashes(folder: Path, goes_on: Callable[[], None] = lambda: None) -> None:
+    """Write the hashes of all files of a finished token cache."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != HASHES)
+    digests = _digests(paths, goes_on)
+    hashes = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+        for path, digest in zip(paths, digests, strict=True)
+    }
+    files.write_json(folder / HASHES, {"files": hashes})
+
+
+def fault(folder: Path, goes_on: Callable[[], None] = lambda: None) -> str | None:
+    """The first damage of a token cache, or None: every file is as it was written.
+
+    `goes_on` is called several times a second; what it raises ends the reading."""
+    hashes = _read_hashes(folder)
+    if hashes is None:
+        return f"{HASHES} is missing or cannot be read"
+    if added := {path.name for path in folder.glob("*.arrow")} - hashes.keys():
+        return f"{min(added)} was added to it"
+    try:
+        for name, (expected_bytes, _) in hashes.items():
+            status = (folder / name).stat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is not a regular file"
+            if status.st_size != expected_bytes:
+                return f"{name} has {status.st_size} bytes, expected {expected_bytes}"
+        digests = _digests([folder / name for name in hashes], goes_on)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    changed = [
+        name
+        for (name, (_, expected)), digest in zip(hashes.items(), digests, strict=True)
+        if digest != expected
+    ]
+    return f"{changed[0]} was changed after it was written" if changed else None
+
+
+def counts(folder: Path) -> dict[str, Any] | None:
+    """Counts of the rows of a token cache, for planning; None where there is no cache, or this part
+    of it is damaged."""
+    _, expected = (_read_hashes(folder) or {}).get(TOKENS_READY, (0, ""))
+    try:
+        content = files.regular_bytes(folder / TOKENS_READY)
+    except OSError:
+        return None
+    return json.loads(content) if hashlib.sha256(content).hexdigest() == expected else None
+
+
+def _read_hashes(folder: Path) -> dict[str, tuple[int, str]] | None:
+    """{relative path: (bytes, sha256)}; None where there is no such file, or it is damaged."""
+    try:
+        described = json.loads(files.regular_bytes(folder / HASHES))
+        hashes = {
+            str(name): (int(entry["bytes"]), str(entry["sha256"]))
+            for name, entry in described["files"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return hashes if TOKENS_READY in hashes else None
+
+
+def _digests(paths: list[Path], goes_on: Callable[[], None]) -> list[str]:
+    is_over = threading.Event()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        futures = [pool.submit(_sha256, path, is_over) for path in paths]
+        pending: set[Future[str]] = set(futures)
+        try:
+            while pending:
+                pending = wait(pending, _POLL_S, FIRST_COMPLETED).not_done
+                goes_on()
+            return [future.result() for future in futures]
+        finally:
+            is_over.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _sha256(path: Path, is_over: threading.Event) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while not is_over.is_set() and (chunk := file.read(_CHUNK_BYTES)):
+            digest.update(chunk)
+    return digest.hexdigest()

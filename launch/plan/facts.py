@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from launch.base.errors import ConfigError
-from launch.data import token_cache, token_hashes
+from launch.data import token_cache
 from launch.plan import candidates
 from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
@@ -147,7 +147,7 @@ def with_counts(rows: Rows) -> Rows:
     if rows.rows_of is not None:
         return rows
     folder = rows.tokens.folder
-    counts = token_hashes.counts(folder)
+    counts = token_cache.counts(folder)
     if counts is None:
         return rows
     if note := counts.get("tokenizer_note"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.base import compile_caches, environment, files, processes
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import FILES, Workspace
-from launch.data import chat_templates, columns, sources, token_cache, token_hashes
+from launch.data import chat_templates, columns, sources, token_cache
 from launch.hub import download as hub_download
 from launch.hub.names import HubName
 from launch.plan import candidates, planner
@@ -129,7 +129,7 @@ def read(
     rows = replace(facts.rows, tokens=replace(tokens, rows=count))
     adapted = Path(recipe.model.path) if recipe.lora is not None and recipe.model.path else None
     fingerprint = weight_files.weights_fingerprint(adapted) if adapted else None
-    if tokens.folder.exists() and token_hashes.counts(tokens.folder) is None:
+    if tokens.folder.exists() and token_cache.counts(tokens.folder) is None:
         say(f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again")
     facts = replace(
         facts,

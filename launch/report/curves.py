@@ -143,7 +143,7 @@ def _logarithmic(low: float, high: float) -> _Axis:
 def thinned(line: Line) -> list[Point]:
     """The finite points; of many, the lowest and the highest of each bucket, so that no spike is
     lost."""
-    points = _finite(line)
+    points = _finite_points(line)
     if len(points) <= 2 * BUCKETS:
         return points
     extremes: list[Point] = []
@@ -154,7 +154,7 @@ def thinned(line: Line) -> list[Point]:
 
 def mean(line: Line) -> Line | None:
     """The means of the buckets of a line that is thinned; None for a line that is not."""
-    points = _finite(line)
+    points = _finite_points(line)
     if len(points) <= 2 * BUCKETS:
         return None
     parts = _buckets(points)
@@ -162,7 +162,7 @@ def mean(line: Line) -> Line | None:
     return Line(means, f"mean of {len(parts[0]):,}")
 
 
-def _finite(line: Line) -> list[Point]:
+def _finite_points(line: Line) -> list[Point]:
     return [point for point in line.points if math.isfinite(point[1])]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from launch.base import files
 from launch.base.errors import CheckpointError, ConfigError
-from launch.data import token_cache, token_hashes
+from launch.data import token_cache
 from launch.run_folder import layout, manifest
 
 
@@ -17,7 +17,7 @@ def lines(run: layout.RunDir) -> list[str]:
     """A line for each epoch. Raises CheckpointError for a row that an epoch trained twice, and for
     one that does not exist."""
     used = run.read_tokens()
-    counts = token_hashes.counts(used.folder) if used else None
+    counts = token_cache.counts(used.folder) if used else None
     if used is None or counts is None:
         raise ConfigError(
             f"{run.root}: found no run of ours with its tokenised rows; give a folder"

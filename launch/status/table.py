@@ -16,7 +16,7 @@ from launch.run_folder import cleanup
 from launch.run_folder.layout import RunDir
 from launch.schema.result import Outcome
 from launch.status.runs import RunFiles, RunState, newest_of_recipes, waiting_folders
-from launch.status.screen import STYLES
+from launch.status.watch import STYLES
 
 _HEAD = ("run", "state", "steps", "loss", "held out", "disk")
 _GAP = "  "  # between two columns

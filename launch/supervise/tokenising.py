@@ -12,8 +12,7 @@ from launch.base import environment, files, processes
 from launch.base.interpreter import STOPS
 from launch.base.text import shown
 from launch.base.workspace import CODE
-from launch.data import token_hashes
-from launch.data.token_cache import TokenCache
+from launch.data import token_cache
 from launch.plan import facts as plan_facts
 from launch.predict.facts import Facts
 from launch.run_folder.layout import AttemptDir, RunDir
@@ -35,9 +34,9 @@ class Failed(Exception):
         self.result, self.failure = result, failure
 
 
-def are_there(tokens: TokenCache) -> bool:
+def are_there(tokens: token_cache.TokenCache) -> bool:
     """True if the rows are tokenised, and undamaged."""
-    return tokens.folder.exists() and not token_hashes.fault(tokens.folder)
+    return tokens.folder.exists() and not token_cache.fault(tokens.folder)
 
 
 def until_done(facts: Facts, run: RunDir, say: Callable[[str], None], signals: StopSignals) -> None:

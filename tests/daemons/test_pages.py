@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launch.report import comparable, compare, html, time_spent
+from launch.report import comparable, compare, html, run_figures
 from launch.schema.machine import GIB
 from launch.schema.plan import Change, Compared
 from launch.schema.result import Answers, Failure, HeldOut, Question, RunResult, StepEvent
@@ -70,7 +70,7 @@ def records(steps: int) -> dict[str, Any]:
         "attempts": [(WORD, f"the GPU ran out of memory ({WORD})"), ("single_gpu x1", "complete")],
         "questions": [Question(WORD, "yes"), Question("<b>?", WORD)],
         "answers": [Answers(step, 8 * step, (WORD, "")) for step in range(1, 20)],
-        "spent": [(use, 10.0) for use in time_spent.ORDER],
+        "spent": [(use, 10.0) for use in run_figures.ORDER],
         "summary": rows,
         "repeat": [("The same again:", f"python -m launch run {WORD}")],
     }

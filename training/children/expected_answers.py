@@ -16,7 +16,6 @@ from launch.base.text import shown
 from launch.base.workspace import Workspace
 from launch.data import sources, token_cache
 from launch.data.conversation import Conversation, Sample, text_of
-from launch.data.row_choice import Part
 from launch.data.rows import UNLIMITED
 from launch.run_folder.layout import RunDir
 from launch.schema.result import ExpectedAnswers, FinishedModel, Prompt
@@ -80,7 +79,7 @@ def _rows_of_run(folder: Path) -> tuple[list[Sample], list[Sample]]:
     run = RunDir(folder)
     recipe, plan = run.read_recipe(), run.read_plan()
 
-    def first(part: Part) -> list[Sample]:
+    def first(part: sources.Part) -> list[Sample]:
         return list(islice(sources.samples_in(tokens.of_part(part), UNLIMITED), NUM_ROWS))
 
     try:

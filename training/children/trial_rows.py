@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from launch.data import token_cache, token_hashes
+from launch.data import token_cache
 from training.data import stored_rows
 
 LISTS = ("input_ids", "labels")
@@ -25,7 +25,7 @@ def main(tokens: Path, folder: Path, count: int) -> None:
             write_rows(files, folder / f"{part}.arrow", count)
     shutil.copytree(tokens / "tokenizer", folder / "tokenizer")
     shutil.copyfile(tokens / token_cache.TOKENS_READY, folder / token_cache.TOKENS_READY)
-    token_hashes.write(folder)
+    token_cache.write_hashes(folder)
 
 
 def write_rows(sources: list[Path], target: Path, count: int) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from launch.base import files, locks, modules, processes
 from launch.base.errors import DataError, LaunchError, ResourceError, Stopped
 from launch.base.progress import RowProgress
-from launch.data import sources, token_cache, token_hashes
+from launch.data import sources, token_cache
 from launch.data.conversation import text_of
 from launch.run_folder.layout import AttemptDir
 from training.compat import without_torch
@@ -47,13 +47,13 @@ def ensure(
     `goes_on` is called every thousand rows. Rows that a killed start has tokenised are not
     tokenised again."""
     folder = tokens.folder
-    if folder.exists() and not token_hashes.fault(folder, goes_on):
+    if folder.exists() and not token_cache.fault(folder, goes_on):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
         locks.flock(lock.fileno(), fcntl.LOCK_EX, folder)
         # verified again: another start may have made it meanwhile
-        fault = token_hashes.fault(folder, goes_on) if folder.exists() else None
+        fault = token_cache.fault(folder, goes_on) if folder.exists() else None
         if fault:
             say(f"the tokenised rows in {folder} are damaged ({fault}): tokenising again")
         if fault or not folder.exists():
@@ -115,7 +115,7 @@ def _write(
     files.write_json(folder / token_cache.SHOWN_ROWS, row_summary.for_report(tokens, loaded))
     files.sync_all(folder)
     files.write_json(folder / token_cache.TOKENS_READY, {**counts, "vocabulary": len(loaded)})
-    token_hashes.write(folder, goes_on)
+    token_cache.write_hashes(folder, goes_on)
 
 
 def tokenizer_of(tokens: token_cache.TokenCache, say: Callable[[str], None]) -> Any:

@@ -13,7 +13,6 @@ from launch.base.errors import DataError
 from launch.data import sources
 from launch.data.conversation import Conversation, Sample, text_of
 from launch.data.files import shards
-from launch.data.row_choice import RowChoice
 from launch.data.rows import IGNORED, BadRows, Place, Slice, placed_samples
 from launch.data.token_cache import TokenCache
 from launch.schema.plan import DataFormat
@@ -56,7 +55,7 @@ class _BadOfFile(BadRows):
     """Bad rows of a file, each counted in its part; those of rows that no part takes are not."""
 
     def __init__(
-        self, passes: list[tuple[int, RowChoice]], trained: BadRows, held_out: BadRows
+        self, passes: list[tuple[int, sources.RowChoice]], trained: BadRows, held_out: BadRows
     ) -> None:
         super().__init__()
         self._passes, self._trained, self._held_out = passes, trained, held_out
@@ -132,14 +131,14 @@ class RowSummary:
     def _format(self, file: Path) -> DataFormat:
         return sources.format_of(self._recipe.data, self._tokens.data_format, file)
 
-    def _bad_of(self, file: Path, passes: list[tuple[int, RowChoice]]) -> BadRows:
+    def _bad_of(self, file: Path, passes: list[tuple[int, sources.RowChoice]]) -> BadRows:
         """The count of a file's bad rows, by their numbers."""
         held_out = self._recipe.data.validation_file
         if held_out is not None and file in shards.list_shards(Path(held_out)):
             return self._bad_of_held_out
         return _BadOfFile(passes, self.bad, self._bad_of_held_out)
 
-    def _passes(self, file: Path) -> list[tuple[int, RowChoice]]:
+    def _passes(self, file: Path) -> list[tuple[int, sources.RowChoice]]:
         """(number of the file's first row, the rows that are taken) of each pass over a file of
         data.train_file; none if all of its rows are trained once."""
         return [
@@ -149,7 +148,7 @@ class RowSummary:
         ]
 
     def _placed(
-        self, place: Place, sample: Sample, number: int, passes: list[tuple[int, RowChoice]]
+        self, place: Place, sample: Sample, number: int, passes: list[tuple[int, sources.RowChoice]]
     ) -> _Placed:
         times, is_held_out = _uses(number, passes)
         return _Placed(str(place), sample, self._encoder.render(sample), is_held_out, times)
@@ -268,7 +267,7 @@ class RowSummary:
         )
 
 
-def _uses(number: int, passes: list[tuple[int, RowChoice]]) -> tuple[int, bool]:
+def _uses(number: int, passes: list[tuple[int, sources.RowChoice]]) -> tuple[int, bool]:
     """(times that an epoch trains a row of a file, True if the row is held out)."""
     if not passes:
         return 1, False

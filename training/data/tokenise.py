@@ -15,7 +15,6 @@ from launch.base.errors import DataError
 from launch.data import rows
 from launch.data import sources as data_sources
 from launch.data.files import shards
-from launch.data.row_choice import Part
 from launch.data.token_cache import TokenCache
 from training.data import encode, tokenizer
 from training.data import units as data_units
@@ -119,7 +118,10 @@ class TokeniseJob:
 
 
 def job(
-    tokens: TokenCache, sources: tuple[data_sources.Source, ...], folder: Path, part: Part
+    tokens: TokenCache,
+    sources: tuple[data_sources.Source, ...],
+    folder: Path,
+    part: data_sources.Part,
 ) -> TokeniseJob:
     """The job for the rows of a part of a recipe. A streamed corpus has small units."""
     data = tokens.recipe.data
@@ -137,7 +139,7 @@ def job(
 
 
 def job_of_part(
-    tokens: TokenCache, folder: Path, part: Part, goes_on: Callable[[], None]
+    tokens: TokenCache, folder: Path, part: data_sources.Part, goes_on: Callable[[], None]
 ) -> TokeniseJob | None:
     """The job for a part of the tokenised rows; None if there are no such rows. `goes_on` is called
     while rows are counted."""

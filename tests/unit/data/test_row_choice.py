@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.base.errors import DataError
-from launch.data import row_choice
-from launch.data.row_choice import EvenChoice, RowChoice
+from launch.data import sources
+from launch.data.sources import EvenChoice, RowChoice
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +32,7 @@ def test_chosen_rows_are_spread_but_not_periodic():
 
 
 def test_each_row_is_in_one_part():
-    held_out = row_choice.held_out(0.3, 50, "rows.jsonl")
+    held_out = sources.choose_held_out(0.3, 50, "rows.jsonl")
     taken = {
         part: {n for n in range(50) if RowChoice(held_out, part).takes(n)}
         for part in ("train", "validation")
@@ -42,7 +42,7 @@ def test_each_row_is_in_one_part():
 
 
 def test_the_rows_stay_the_same_between_versions():
-    choice = row_choice.held_out(4, 40, "rows.jsonl")
+    choice = sources.choose_held_out(4, 40, "rows.jsonl")
     assert [number for number in range(40) if choice.holds(number)] == [2, 13, 21, 34]
 
 
@@ -57,4 +57,4 @@ def test_the_rows_stay_the_same_between_versions():
 )
 def test_no_part_may_be_empty(size, total, numbers):
     with pytest.raises(DataError, match=rf"rows\.jsonl: data\.validation_size {size} {numbers}"):
-        row_choice.held_out(size, total, "rows.jsonl")
+        sources.choose_held_out(size, total, "rows.jsonl")

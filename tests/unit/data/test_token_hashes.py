@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.data import token_cache, token_hashes
+from launch.data import token_cache
 from launch.data.token_cache import TokenCache
 from launch.plan import facts as plan_facts
 from launch.plan.resolve import resolve
@@ -118,7 +118,7 @@ def test_a_damaged_cache_is_tokenised_again_aloud(copied, made, name):
     prepare.ensure(tokens_of(cache, recipe, plan), said.append)
     (line,) = [line for line in said if "damaged" in line]
     assert re.search(rf"damaged \(.*{words}.*\): tokenising again", line)
-    assert token_hashes.fault(folder) is None
+    assert token_cache.fault(folder) is None
     undamaged = tokens_of(made[0], recipe, plan).folder
     for part in ("train.arrow", "validation.arrow", "counts.json"):
         assert (folder / part).read_bytes() == (undamaged / part).read_bytes()
@@ -142,18 +142,18 @@ def test_any_bit_of_any_file_is_noticed(copied):
             if content[at : at + 1].isspace():
                 continue  # of hashes.json it means nothing
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            assert token_hashes.fault(folder), f"bit 0 of byte {at} of {path.name}"
+            assert token_cache.fault(folder), f"bit 0 of byte {at} of {path.name}"
         path.write_bytes(content)
-    assert token_hashes.fault(folder) is None
+    assert token_cache.fault(folder) is None
 
 
 def test_damaged_counts_are_not_planned_with(copied):
     *_, folder = copied
-    counts = token_hashes.counts(folder)
+    counts = token_cache.counts(folder)
     assert counts is not None
     assert counts["train"]["rows"] == 60
     flip(folder / "counts.json", 0.5)
-    assert token_hashes.counts(folder) is None
+    assert token_cache.counts(folder) is None
 
 
 def test_the_counts_of_tokenised_rows_are_planned_with_unless_a_length_is_asked_for(copied):
@@ -174,7 +174,7 @@ def test_a_stop_ends_the_reading(copied):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        token_hashes.fault(folder, stop)
+        token_cache.fault(folder, stop)
 
 
 def test_a_plan_says_that_the_rows_it_would_count_are_damaged(tmp_path, monkeypatch):
@@ -183,6 +183,6 @@ def test_a_plan_says_that_the_rows_it_would_count_are_damaged(tmp_path, monkeypa
     tokens = resolve(recipe, [], say=lines.append, trace=False).facts.rows.tokens
     assert tokens is not None and not lines
     tokens.folder.mkdir(parents=True)
-    (tokens.folder / token_hashes.FILE).symlink_to("/dev/zero")
+    (tokens.folder / token_cache.HASHES).symlink_to("/dev/zero")
     assert resolve(recipe, [], say=lines.append, trace=False).facts.rows.counts is None
     assert lines == [f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again"]

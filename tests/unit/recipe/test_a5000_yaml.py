@@ -10,7 +10,7 @@ import pytest
 from launch.base.errors import ConfigError
 from launch.base.workspace import CODE
 from launch.recipe import load
-from launch.recipe.guides.a5000_yaml import translate
+from launch.recipe.guides.train_py import translate_yaml
 from launch.schema.recipe import Recipe
 
 SHIPPED = CODE / "config" / "training_config.yaml"
@@ -48,7 +48,7 @@ def read(tmp_path, monkeypatch):
 
     def read(text: str) -> tuple[Recipe, tuple[str, ...]]:
         (tmp_path / "my.yaml").write_text(text, encoding="utf-8")
-        name, overrides, notes = translate("my.yaml")
+        name, overrides, notes = translate_yaml("my.yaml")
         return load.load(name, overrides)[0], notes
 
     return read
@@ -93,7 +93,7 @@ def test_the_guides_keys_become_the_recipes(read, tmp_path):
 
 
 def test_the_shipped_file_says_in_the_guides_words_what_its_recipe_says():
-    name, overrides, _ = translate(str(SHIPPED))
+    name, overrides, _ = translate_yaml(str(SHIPPED))
     workspace = str(CODE) + "/"
     from_yaml = load.load(name, overrides)[0].model_dump(exclude={"data": {"validation_file"}})
     recipe = load.load(name)[0].model_dump(exclude={"data": {"validation_file"}})
@@ -107,7 +107,7 @@ def test_the_shipped_file_says_in_the_guides_words_what_its_recipe_says():
 def test_paths_of_the_shipped_file_are_the_checkouts_wherever_it_is_typed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LOWMEM_ROOT", raising=False)
-    name, overrides, _ = translate("config/training_config.yaml")
+    name, overrides, _ = translate_yaml("config/training_config.yaml")
     assert load.load(name, overrides)[0].data.train_file == str(
         CODE / "data/sft_train_small_train.parquet"
     )
@@ -203,5 +203,5 @@ def test_text_stays_text(read, value, tmp_path):
 def test_a_missing_file_is_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"none\.yaml: found no such file"):
-        translate("none.yaml")
+        translate_yaml("none.yaml")
     assert not list(Path(tmp_path).iterdir())

@@ -8,7 +8,7 @@ from config.training_config import get_large_config, get_medium_config
 from launch.base.errors import ConfigError
 from launch.base.workspace import CODE
 from launch.recipe import load
-from launch.recipe.guides.train_py_flags import translate
+from launch.recipe.guides.train_py import translate
 from tests import builders
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.report import time_spent
-from launch.report.time_spent import of_attempt
+from launch.report import run_figures
+from launch.report.run_figures import uses_of_attempt
 from launch.run_folder.layout import AttemptDir
 from launch.run_folder.steps import Stretch
 from launch.schema.result import AttemptEnd, HeldOut, Outcome
@@ -35,27 +35,29 @@ def stretch(count: int, counted: int, first_s: float = STEP_S) -> Stretch:
 
 
 def test_each_second_of_the_attempts_has_one_name():
-    killed = of_attempt(AttemptEnd(137, None, 50.0, ended_at=START + 30.0), None, stretch(10, 6))
+    killed = uses_of_attempt(
+        AttemptEnd(137, None, 50.0, ended_at=START + 30.0), None, stretch(10, 6)
+    )
     outcome = Outcome(complete=True, ended="complete", save_seconds=4.0)
     end = AttemptEnd(0, None, 60.0, ended_at=START + 55.0)
-    complete = of_attempt(end, outcome, stretch(10, 10, first_s=12.0), tokenising_s=9.0)
-    without = of_attempt(AttemptEnd(3, None, 7.0, ended_at=START), None, None)
-    uses = time_spent.spent([killed, complete, without])
+    complete = uses_of_attempt(end, outcome, stretch(10, 10, first_s=12.0), tokenising_s=9.0)
+    without = uses_of_attempt(AttemptEnd(3, None, 7.0, ended_at=START), None, None)
+    uses = run_figures.spent([killed, complete, without])
     assert dict(uses) == {
-        time_spent.TRAINING: pytest.approx(16 * (STEP_S - WAIT_S)),
-        time_spent.FIRST_STEPS: pytest.approx(10.0),
-        time_spent.WAITING: pytest.approx(16 * WAIT_S),
-        time_spent.EVALUATING: 6.0,
-        time_spent.AGAIN: 4 * STEP_S,
-        time_spent.STARTING: 20.0 + 5.0,
-        time_spent.SAVING: 4.0,
-        time_spent.TOKENISING: 9.0,
-        time_spent.WITHOUT: 7.0,
-        time_spent.REST: pytest.approx(50 - 20 - 23 + 60 - 5 - 30 - 3 - 4),
+        run_figures.TRAINING: pytest.approx(16 * (STEP_S - WAIT_S)),
+        run_figures.FIRST_STEPS: pytest.approx(10.0),
+        run_figures.WAITING: pytest.approx(16 * WAIT_S),
+        run_figures.EVALUATING: 6.0,
+        run_figures.AGAIN: 4 * STEP_S,
+        run_figures.STARTING: 20.0 + 5.0,
+        run_figures.SAVING: 4.0,
+        run_figures.TOKENISING: 9.0,
+        run_figures.WITHOUT: 7.0,
+        run_figures.REST: pytest.approx(50 - 20 - 23 + 60 - 5 - 30 - 3 - 4),
     }
     assert sum(dict(uses).values()) == pytest.approx(50.0 + 60.0 + 7.0 + 9.0)
 
 
 def test_an_attempt_whose_launcher_was_killed_counts_as_far_as_its_records_go():
-    uses = time_spent.spent([of_attempt(None, None, stretch(4, 4))])
+    uses = run_figures.spent([uses_of_attempt(None, None, stretch(4, 4))])
     assert sum(dict(uses).values()) == pytest.approx(4 * STEP_S + 3.0)

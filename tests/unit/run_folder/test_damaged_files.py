@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from launch.base.errors import CheckpointError
-from launch.data import token_hashes
+from launch.data import token_cache
 from launch.run_folder import manifest, sample_audit
 
 pytestmark = pytest.mark.unit
@@ -43,15 +43,15 @@ def test_a_record_of_a_negative_length_ends_the_rows(tmp_path):
 
 @pytest.mark.parametrize("content", WRONG)
 def test_damaged_hashes_of_a_token_cache_are_a_fault(tmp_path, content):
-    (tmp_path / token_hashes.FILE).write_text(content)
-    assert token_hashes.counts(tmp_path) is None
-    assert "cannot be read" in str(token_hashes.fault(tmp_path))
+    (tmp_path / token_cache.HASHES).write_text(content)
+    assert token_cache.counts(tmp_path) is None
+    assert "cannot be read" in str(token_cache.fault(tmp_path))
 
 
 def test_a_fifo_among_tokenised_rows_is_a_fault(tmp_path):
-    (tmp_path / token_hashes.token_cache.TOKENS_READY).write_text("{}")
+    (tmp_path / token_cache.TOKENS_READY).write_text("{}")
     (tmp_path / "rows.arrow").write_text("rows")
-    token_hashes.write(tmp_path)
+    token_cache.write_hashes(tmp_path)
     (tmp_path / "rows.arrow").unlink()
     os.mkfifo(tmp_path / "rows.arrow")
-    assert "rows.arrow is not a regular file" in str(token_hashes.fault(tmp_path))
+    assert "rows.arrow is not a regular file" in str(token_cache.fault(tmp_path))

@@ -11,7 +11,7 @@ import pytest
 
 from launch.base import files
 from launch.base.errors import CheckpointError, ConfigError
-from launch.data import token_cache, token_hashes
+from launch.data import token_cache
 from launch.run_folder import layout, sample_audit
 from launch.run_folder.layout import RunDir
 from launch.schema.result import UsedTokens
@@ -24,7 +24,7 @@ def trained(place: Path, *steps: list[int], rows: int = 4) -> RunDir:
     tokens = place / "tokens"
     tokens.mkdir()
     (tokens / token_cache.TOKENS_READY).write_text(json.dumps({"train": {"rows": rows}}))
-    token_hashes.write(tokens)
+    token_cache.write_hashes(tokens)
     run = RunDir.create(place, "wish", datetime(2026, 1, 1))
     files.write_json(run.tokens_file, UsedTokens(tokens))
     samples = run.new_attempt().root / "ranks" / "0" / layout.SAMPLES

@@ -1,4 +1,4 @@
-"""The state of a run from its files, and its lines on the screen."""
+"""The state of a run from its files, and its lines on the watch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from launch.queue import leases
 from launch.queue.leases import Needs
 from launch.run_folder.layout import RunDir
 from launch.schema.result import AttemptEnd, Failure, HeldOut, StepEvent
-from launch.status import runs, screen, table
-from launch.status.cards import CardState
-from launch.status.watcher import Watcher
+from launch.status import runs, table, watch
+from launch.status.watch import CardState, Watcher
 
 EVENT = StepEvent(
     step=1,
@@ -96,7 +95,7 @@ def test_a_run_whose_launcher_lives_is_in_the_section_of_its_rank(run, section, 
         found = runs.RunFiles(run).state()
     assert (found.state, found.step, found.max_steps) == (state, 10, 1000)
     assert found.silent_s == pytest.approx(90, abs=5)
-    assert "silent for 9" in screen.page([found], [], []).plain
+    assert "silent for 9" in watch.page([found], [], []).plain
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_the_word_of_the_launcher_ends_a_run(run, exit_code, state):
     found = runs.RunFiles(run).state()
     assert found.state == state
     assert found.silent_s is None
-    text = screen.page([found], [], []).plain
+    text = watch.page([found], [], []).plain
     assert (("attempt 1: CUDA ran out (exit code 12: out of GPU memory)") in text) == (
         exit_code == 12
     )
@@ -120,7 +119,7 @@ def test_runs_that_a_low_terminal_has_no_room_for_are_counted(run, columns, coun
     found = [runs.RunFiles(run).state()] * 20
     rows = 16
     terminal = Console(width=columns, height=rows, file=(output := io.StringIO()))
-    text = screen.page(found, [], ["a line of one that waits"], terminal)
+    text = watch.page(found, [], ["a line of one that waits"], terminal)
     terminal.print(text)
     assert len(output.getvalue().splitlines()) <= rows
     lines = text.plain.splitlines()
@@ -128,8 +127,8 @@ def test_runs_that_a_low_terminal_has_no_room_for_are_counted(run, columns, coun
         f"{20 - count} more: python -m launch runs, or a higher terminal",
         "a line of one that waits",
     ]
-    every = screen.page(found, [], [], Console(width=columns, height=200)).plain
-    assert every == screen.page(found, [], []).plain
+    every = watch.page(found, [], [], Console(width=columns, height=200)).plain
+    assert every == watch.page(found, [], []).plain
 
 
 @pytest.mark.parametrize("exit_code", EXIT_CODES)
@@ -156,7 +155,7 @@ def test_a_start_that_ended_before_a_step_says_so_in_words_with_the_line_to_type
     assert table.next_lines([row, old]) == [f"{row.run.run} goes on: {line}"]
     watched = watcher().runs()
     assert [(state.fix, state.again) for state in watched] == [(row.run.fix, line), ("", "")]
-    assert f"  {row.run.fix}\n  {line}\n" in screen.page(watched, [], []).plain
+    assert f"  {row.run.fix}\n  {line}\n" in watch.page(watched, [], []).plain
     if not exit_code:  # no word of its end
         assert (row.ended, row.run.verdict) == ("lost", "")
         assert row.run.fix.startswith("killed, or the machine went down; run the same line again")
@@ -255,7 +254,7 @@ def test_a_run_that_waits_is_waiting_whatever_its_files_lack(run, watcher, monke
     for watched in (watcher(), *map(watcher, names)):
         assert [state.state for state in watched.runs()] == ["waiting"]
         assert "tiny" in watched.waiting()[0]
-        assert screen.page(watched.runs(), [], []).plain == "tiny/20260101-000000  waiting"
+        assert watch.page(watched.runs(), [], []).plain == "tiny/20260101-000000  waiting"
     assert [row.ended for row in table.rows(run.root.parents[1])] == ["waiting"]
     run.plan_file.unlink()  # rows are there, and it has made no plan that it keeps
     assert [row.ended for row in table.rows(run.root.parents[1])] == ["waiting"]
@@ -299,7 +298,7 @@ def test_steps_are_read_as_they_are_written_and_their_pace_says_what_is_left(run
     assert found.losses == (3.0,) * 10 + (2.0,) * 2
     assert found.seconds_left == pytest.approx((1000 - 12) * 2.0)
     assert (found.vram_bytes, found.vram_total_bytes) == (3 << 30, 20 << 30)
-    text = screen.page([found], [], []).plain
+    text = watch.page([found], [], []).plain
     assert "step 12 of 1,000  0:32:56 left" in text
     assert "loss 2  ████" in text
     assert "VRAM 3.00 GiB, predicted 0.00 GiB, 20.0 in all" in text
@@ -369,7 +368,7 @@ def test_the_last_evaluation_is_shown(run):
         json.dumps(asdict(held_out)) + "\n", encoding="utf-8"
     )
     end(run, 0)
-    assert "held out 1.25" in screen.page([runs.RunFiles(run).state()], [], []).plain
+    assert "held out 1.25" in watch.page([runs.RunFiles(run).state()], [], []).plain
 
 
 @pytest.mark.parametrize(
@@ -387,7 +386,7 @@ def test_the_last_evaluation_is_shown(run):
     ],
 )
 def test_a_curve_has_a_bar_for_each_value_or_mean(values, bars):
-    assert screen.curve(values) == bars
+    assert watch.curve(values) == bars
 
 
 @pytest.mark.parametrize(
@@ -397,12 +396,12 @@ def test_a_terminal_without_the_bars_gets_a_curve_of_signs(run, encoding, drawn)
     for step in range(1, 9):
         write_steps(run, range(step, step + 1), loss=float(step))
     with locks.lock(run.lock_file, "it"):
-        page = screen.page([runs.RunFiles(run).state()], [], [])
+        page = watch.page([runs.RunFiles(run).state()], [], [])
     colours = page.spans
-    assert f"  loss 8  {drawn}  1,600 tokens/s" in screen.in_encoding(page, encoding).plain
+    assert f"  loss 8  {drawn}  1,600 tokens/s" in watch.in_encoding(page, encoding).plain
     assert page.spans == colours
 
 
 def test_a_card_is_a_line():
     card = CardState(0, "RTX 3090", 3 << 30, 24 << 30, 97, None)
-    assert screen.card_line(card) == "card 0 RTX 3090  3.0 of 24.0 GiB  busy 97 %"
+    assert watch.card_line(card) == "card 0 RTX 3090  3.0 of 24.0 GiB  busy 97 %"

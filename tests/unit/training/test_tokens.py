@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from launch.base.errors import ConfigError, DataError, ResourceError
-from launch.data import chat_templates, row_choice
+from launch.data import chat_templates, sources
 from launch.data import rows as data_rows
 from launch.data.conversation import Conversation
 from launch.data.rows import read_samples
@@ -461,7 +461,7 @@ def test_a_report_shows_rows_of_each_source_whatever_their_bad_rows(tmp_path, cu
 @pytest.mark.parametrize("limit", [2, 1])
 def test_bad_rows_are_counted_in_the_part_that_takes_them(tmp_path, cut, limit):
     """Two of each part of validation_size, with a limit of 2 for each part alone."""
-    held_out = row_choice.held_out(0.5, 32, "rows.jsonl")
+    held_out = sources.choose_held_out(0.5, 32, "rows.jsonl")
     bad = [*filter(held_out.holds, range(32))][:2]
     bad += [number for number in range(32) if not held_out.holds(number)][:2]
     rows = [json.dumps({"prompt": f"{i}", "response": "two"}) for i in range(32)]
