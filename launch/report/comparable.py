@@ -176,8 +176,10 @@ class Difference:
 
 def differences(a: Side, b: Side) -> list[Difference]:
     """All differences, first those that block."""
-    listed = [*_of_model(a, b), *_of_data(a, b), *_of_batch(a, b), *_of_start(a, b)]
-    return sorted(listed, key=lambda difference: not difference.blocks)
+    return sorted(
+        [*_of_model(a, b), *_of_data(a, b), *_of_batch(a, b), *_of_start(a, b)],
+        key=lambda difference: not difference.blocks,
+    )
 
 
 def _of_model(a: Side, b: Side) -> Iterator[Difference]:
@@ -199,8 +201,9 @@ def _of_model(a: Side, b: Side) -> Iterator[Difference]:
 
 def _is_whole(made_of: Mapping[str, Any] | None) -> bool:
     """False for a description of rows that is damaged or not there."""
-    limits = made_of and made_of.get("limits")
-    return isinstance(limits, list) and made_of is not None and "validation" in made_of
+    return (
+        made_of is not None and isinstance(made_of.get("limits"), list) and "validation" in made_of
+    )
 
 
 def _of_data(a: Side, b: Side) -> Iterator[Difference]:

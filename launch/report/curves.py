@@ -1,12 +1,13 @@
 """Curves over a common axis: self-contained SVG between labels that keep their size on any screen,
 with a switch to a logarithmic axis and the values under the pointer (page.SCRIPT)."""
 
-import html as markup
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+
+from launch.report import page
 
 WIDTH, HEIGHT = 1000, 300  # size of the drawing, which is stretched to its place
 BUCKETS = 500  # intervals of a line with more points: each keeps its lowest and its highest point
@@ -53,18 +54,10 @@ def figure(title: str, lines: Sequence[Line], unit: str, from_zero: bool) -> str
     if min(ys) > LEAST and max(ys) > min(ys):
         axes.append(_logarithmic(min(ys), max(ys)))
     starts_log = len(axes) == 2 and not from_zero and max(ys) / min(ys) >= _LOG_FROM
-    switch = (
-        f'<label><input type="checkbox"{" checked" if starts_log else ""}> log axis</label>'
-        if len(axes) == 2
-        else ""
-    )
-    legend = "".join(
-        f'<span class="key"><i style="background:{line.color}"></i>{markup.escape(line.name)}'
-        "</span>"
-        for line, _ in drawn
-        if line.name
-    )
-    views = "".join(_view(axis, drawn, x0, span) for axis in axes)
+
+    def places(axis: _Axis, points: Sequence[Point]) -> list[str]:
+        return [f"{(x - x0) / span * WIDTH:.1f},{axis.share(y) * HEIGHT:.1f}" for x, y in points]
+
     values = {
         "unit": unit,
         "lines": [
@@ -72,44 +65,13 @@ def figure(title: str, lines: Sequence[Line], unit: str, from_zero: bool) -> str
             for line, points in drawn
         ],
     }
-    data = markup.escape(json.dumps(values, separators=(",", ":")), quote=True)
-    return (
-        f'<figure class="curve" data-values="{data}"><figcaption>{markup.escape(title)}{legend}'
-        f'{switch}</figcaption><div class="plot">{views}<div class="at" hidden></div><div'
-        f' class="tip" hidden></div></div><div class="xs"><span>{unit} {x0:,.0f}</span><span>'
-        f"{x0 + span:,.0f}</span></div></figure>"
-    )
-
-
-def _view(
-    axis: _Axis, lines: Sequence[tuple[Line, Sequence[Point]]], x0: float, span: float
-) -> str:
-    """Ticks and lines over one of the two axes."""
-
-    def place(point: Point) -> str:
-        return f"{(point[0] - x0) / span * WIDTH:.1f},{axis.share(point[1]) * HEIGHT:.1f}"
-
-    ticks = "".join(
-        f'<span style="top:{100 * axis.share(tick):.2f}%">{_number(tick)}</span>'
-        for tick in axis.ticks
-    )
-    grid = "".join(f"M0 {axis.share(tick) * HEIGHT:.1f}H{WIDTH}" for tick in axis.ticks)
-    steady = 'fill="none" vector-effect="non-scaling-stroke"'
-    drawn = "".join(
-        f'<polyline points="{" ".join(map(place, points))}" {steady} stroke="{line.color}"'
-        f' stroke-width="{line.width}" stroke-linejoin="round"/>'
-        + (
-            f'<path d="{"".join(f"M{place(point)}h0" for point in points)}" {steady}'
-            f' stroke="{line.color}" stroke-width="{line.width + 4}" stroke-linecap="round"/>'
-            if len(points) <= _DOTS
-            else ""
-        )
-        for line, points in lines
-    )
-    return (
-        f'<div class="{"log" if axis.is_log else "linear"}"><div class="ys">{ticks}</div><svg'
-        f' viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img"><path d="{grid}"'
-        f' {steady} stroke="#e3e8ee"/>{drawn}</svg></div>'
+    return page.render(
+        "curve.html",
+        **{"title": title, "lines": drawn, "unit": unit, "x0": x0, "span": span, "axes": axes},
+        **{"width": WIDTH, "height": HEIGHT, "most_dots": _DOTS, "number": _number},
+        values=json.dumps(values, separators=(",", ":")),
+        starts_log=starts_log,
+        places=places,
     )
 
 

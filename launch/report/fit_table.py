@@ -47,9 +47,8 @@ def table(fits: Sequence[Fit], title: str) -> Table:
     """A table of at most 100 columns: the rows of each training."""
     shown = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for name in COLUMNS[:-1]:
-        is_number = name not in COLUMNS[:2]
-        head = name.replace(", ", "\n")
-        shown.add_column(head, no_wrap=True, justify="right" if is_number else "left")
+        justify = "left" if name in COLUMNS[:2] else "right"
+        shown.add_column(name.replace(", ", "\n"), no_wrap=True, justify=justify)
     shown.add_column(COLUMNS[-1])
     for row in _rows(fits):
         shown.add_row(*row)
@@ -125,9 +124,8 @@ def line(fit: Fit) -> str:
         typed |= {"lora.r": recipe.lora.r, "training.learning_rate": f"{LORA_RATE:g}"}
     if recipe.quantization:
         typed["quantization.load_in_4bit"] = "true"
-    batch = str(training.per_device_train_batch_size)
-    flags = (f"--{key}={value}" for key, value in typed.items())
-    return " ".join(["python -m launch run sft_fast", batch, *flags])
+    flags = " ".join(f"--{key}={value}" for key, value in typed.items())
+    return f"python -m launch run sft_fast {training.per_device_train_batch_size} {flags}"
 
 
 def _rows(fits: Sequence[Fit]) -> Iterator[list[str]]:
@@ -144,8 +142,9 @@ def _cells(fit: Fit) -> list[str]:
     if fit.chosen is None:
         helps = f"; fits with {fit.fits_with}" if fit.fits_with else ""
         return [*names, NO, NO, NO, fit.refused or fit.shortage + helps]
-    sizes = fit.chosen.memory.device_bytes, _host_bytes(fit.chosen)
-    gib = (f"{size / GIB:.1f}" for size in sizes)
+    gib = (
+        f"{size / GIB:.1f}" for size in (fit.chosen.memory.device_bytes, _host_bytes(fit.chosen))
+    )
     return [*names, _speed(fit), *gib, ", ".join(fit.changes)]
 
 

@@ -74,8 +74,7 @@ def _curves(events: Sequence[StepEvent], evaluations: Sequence[HeldOut]) -> str:
     held_out = curves.Line(
         [(score.step, score.loss) for score in evaluations], "held out", "#d55e00", 2.0
     )
-    lines = [line for line in (losses, mean, held_out) if line]
-    drawn = curves.figure("loss", lines, "step", False)
+    drawn = curves.figure("loss", [*filter(None, (losses, mean, held_out))], "step", False)
     for title, field, scale, from_zero in (
         ("learning rate", "learning_rate", 1, True),
         ("gradient norm", "grad_norm", 1, False),

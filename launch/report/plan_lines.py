@@ -90,12 +90,10 @@ def facts(
     time = _time(recipe, machine, plan, now, finished_steps)
     yield Fact("time", time, (margin.reason,) if margin and plan.seconds_per_step else ())
     yield Fact("schedule", _schedule(recipe, plan), tuple(_schedule_notes(recipe, plan)))
-    for switch in plan.switches:
-        yield Fact(switch.name, switch.runs, (switch.why,), "kernels")
+    yield from (Fact(each.name, each.runs, (each.why,), "kernels") for each in plan.switches)
     yield Fact("output", str(recipe.output_dir))
     yield from change_facts(plan.changes)
-    for line in plan.rejected:
-        yield Fact("rejected", line)
+    yield from (Fact("rejected", line) for line in plan.rejected)
     table = plan.table if len(plan.table) > 2 else ()
     for label, paragraph in (("compared", table), ("saves", plan.savings)):
         if paragraph:
@@ -122,8 +120,7 @@ def lines(rows: Iterable[Fact]) -> Iterator[str]:
             yield f"  {heading:<10} {row.label:<10} {row.value}: {row.why[0]}"
         else:
             yield f"  {row.label:<10} {row.value}"
-            for reason in row.why:
-                yield f"  {'':<10} {reason}"
+            yield from (f"  {'':<10} {reason}" for reason in row.why)
         group = row.group
 
 
@@ -234,10 +231,11 @@ def notes(recipe: Recipe, plan: Plan) -> Iterator[str]:
 def change_facts(changes: Sequence[Change]) -> Iterator[Fact]:
     """Yield the settings that run otherwise than they were requested, by reason."""
     for reason, alike in by_reason(changes):
-        differing = (change for change in alike if change.requested != change.effective)
-        changed = (
-            f"{each.key}: asked {each.requested}, runs {each.effective}" for each in differing
-        )
+        changed = [
+            f"{change.key}: asked {change.requested}, runs {change.effective}"
+            for change in alike
+            if change.requested != change.effective
+        ]
         yield Fact("changed", reason, tuple(changed))
 
 
@@ -358,10 +356,7 @@ def _memory(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[Fact]:
     if estimate.peak is None:
         states = f"model states {size(estimate.model_state_bytes)} {of_budget}"
         value = f"{states}; activations are not predicted"
-        why += [
-            _states(asdict(estimate)),
-            "a batch that is too large fails when it runs",
-        ]
+        why += [_states(asdict(estimate)), "a batch that is too large fails when it runs"]
     else:
         predicted = f"{size(estimate.device_bytes)} predicted {of_budget}"
         value = f"{predicted}, most in {estimate.peak.section}"

@@ -85,8 +85,11 @@ class RunState:
 
 def waiting_folders() -> set[str]:
     """Folders of this user's runs that wait for memory, or for another run."""
-    own = (lease.record for lease in leases.of_this_machine() if lease.is_own)
-    return {record.run for record in own if record.state != "granted"}
+    return {
+        lease.record.run
+        for lease in leases.of_this_machine()
+        if lease.is_own and lease.record.state != "granted"
+    }
 
 
 def newest_of_recipes(roots: Iterable[Path]) -> set[Path]:

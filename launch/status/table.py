@@ -60,8 +60,8 @@ def rows(runs: Path) -> list[_RunRow]:
     roots = {Path(folder) for folder in waiting} - {run.root for run in listed}
     listed += [RunDir(root) for root in roots if root.parent.parent == runs and root.is_dir()]
     newest = newest_of_recipes(run.root for run in listed)
-    rows = (_row(run, waiting, run.root in newest) for run in listed)
-    return sorted(rows, key=lambda row: Path(row.run.folder).name, reverse=True)
+    listed.sort(key=lambda run: run.root.name, reverse=True)
+    return [_row(run, waiting, run.root in newest) for run in listed]
 
 
 def _row(run: RunDir, waiting: Collection[str], is_newest: bool) -> _RunRow:

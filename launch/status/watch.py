@@ -197,8 +197,7 @@ def _run_lines(run: RunState) -> Iterator[Text]:
             yield Text(f"  {memory}")
     if run.verdict and run.state != "complete":
         yield Text(f"  {shown(run.verdict)}", style="red" if run.has_ended else "yellow")
-    for line in filter(None, (run.fix, run.again)):
-        yield Text(f"  {shown(line)}", style="dim")
+    yield from (Text(f"  {shown(line)}", style="dim") for line in (run.fix, run.again) if line)
 
 
 def _losses(run: RunState) -> str:
