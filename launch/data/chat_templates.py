@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,11 +230,10 @@ def _without_template(file: Path) -> bytes:
     return json.dumps(config, ensure_ascii=False).encode()
 
 
-def _written(tag: str) -> Iterator[bytes]:
+def _written(tag: str) -> tuple[bytes, ...]:
     """The ways in which a token stands in JSON; as it is in a sentencepiece model."""
-    yield json.dumps(tag, ensure_ascii=False).encode()
-    yield json.dumps(tag).encode()
-    yield b"\n" + bytes([len(tag.encode())]) + tag.encode()  # a protobuf string, field 1
+    protobuf = b"\n" + bytes([len(tag.encode())]) + tag.encode()  # a string, field 1
+    return json.dumps(tag, ensure_ascii=False).encode(), json.dumps(tag).encode(), protobuf
 
 
 def _json(file: Path) -> dict[str, Any]:

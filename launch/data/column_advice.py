@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launch.data import untrained
-from launch.data.files.delimited import DELIMITERS
+from launch.data.files.text_files import DELIMITERS
 from launch.data.sniff import FileColumns
 
 PROMPT_NAMES = ("prompt", "question", "instruction", "input", "query", "problem")

@@ -1,12 +1,10 @@
 """The columns of the data that make a sample. Both files must have them, which is checked before
 anything slow starts."""
 
-from __future__ import annotations
-
 import re
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -15,9 +13,9 @@ from launch.base.errors import ConfigError, DataError
 from launch.base.text import nearest
 from launch.data import column_advice, sniff, sources, untrained
 from launch.data.column_advice import Origin
-from launch.data.files import delimited, folders, json_array, shards
+from launch.data.files import folders, shards, text_files
 from launch.data.normalise import FIELDS, MESSAGE_ID, OPENAI, PARENT_ID, SHAREGPT, RowReader
-from launch.data.rows import BadRows, Slice, samples_of
+from launch.data.rows import BadRows, samples_of
 from launch.schema.data_section import DataSection, short_names
 from launch.schema.plan import DataFormat
 
@@ -69,10 +67,8 @@ def detect(
     """
     # the rows that validation_size holds out are not known yet
     bad = BadRows(data.max_bad_rows, num_parts=1 if data.validation_size is None else 2)
-    reading = _Reading(base, facts or shards.FileFacts(), unread_keys, bad)
-    data_format = (
-        _of_sources(data, reading) if data.is_mixed else _of_files(data, reading, Origin())
-    )
+    read = partial(_of_files, base, facts or shards.FileFacts(), unread_keys)
+    data_format = _of_sources(data, bad, read) if data.is_mixed else read(data, bad, Origin())
     types = [own.file_type for own in (data_format, *data_format.of_sources)]
     if data.text_rows != "lines" and folders.TEXT_TYPES[data.text_rows] not in types:
         raise ConfigError(
@@ -82,27 +78,17 @@ def detect(
     return data_format
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """The settings with which all files of a recipe are read."""
-
-    base: Path
-    facts: shards.FileFacts
-    unread_keys: Collection[str]
-    bad: BadRows  # bad rows of all training files
-
-    def of_held_out(self) -> _Reading:
-        """The settings for the held-out file, whose bad rows are counted apart."""
-        return replace(self, bad=self.none_yet())
-
-    def none_yet(self) -> BadRows:
-        """The same limit, with no bad row counted."""
-        return BadRows(self.bad.limit, self.bad.num_parts)
-
-
-def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataFormat:
-    """detect() of a single source, which `origin` names."""
-    explicit, base, facts = _explicit(data, origin), reading.base, reading.facts
+def _of_files(
+    base: Path,
+    facts: shards.FileFacts,
+    unread_keys: Collection[str],
+    data: DataSection,
+    bad: BadRows,
+    origin: Origin,
+) -> DataFormat:
+    """detect() of a single source, which `origin` names. `bad` counts the bad rows of all training
+    files; those of the held-out file are counted apart."""
+    explicit = _explicit(data, origin)
     paths = shards.list_shards(base / data.sources[0].path)
     held_out = (
         shards.list_shards(base / data.validation_file) if data.validation_file is not None else ()
@@ -112,11 +98,9 @@ def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataForma
     for number, path in enumerate((*paths, *held_out)):
         if number == len(paths):
             origin = replace(_of_held_out(formats[0]), train_file=data.sources[0].path)
-            reading = reading.of_held_out()
+            bad = bad.none_yet()
         try:
-            files.append(
-                _read(path, reading.none_yet(), facts, len(paths) > 1, data.messages_column)
-            )
+            files.append(_read(path, bad.none_yet(), facts, len(paths) > 1, data.messages_column))
             data_format = _format(files[-1], explicit, data.ignore_columns, origin)
             if data_format.file_type == "text":
                 data_format = replace(
@@ -126,18 +110,18 @@ def _of_files(data: DataSection, reading: _Reading, origin: Origin) -> DataForma
                 )
             formats.append(data_format)
             _check_same(formats[0], data_format, paths[0], path, origin)
-            _check_first_rows(path, data_format, reading.bad, facts, is_corpus=len(paths) > 1)
+            _check_first_rows(path, data_format, bad, facts, is_corpus=len(paths) > 1)
         except DataError as error:
             error.args = (f"{error}{_without(path, paths)}",)
             raise
     facts.keep()
-    left_out = [
+    notes = [
         f"not read of {path}: {_shortened(names)}"
         for path in (base / name for name in data.paths)
         if (names := folders.left_out(path, shards.list_shards(path)))
     ]
-    notes = (*left_out, *_notes(files, formats[0], reading.unread_keys))
-    return replace(formats[0], notes=notes, num_files=len(paths))
+    notes += _notes(files, formats[0], unread_keys)
+    return replace(formats[0], notes=tuple(notes), num_files=len(paths))
 
 
 def _without(path: Path, paths: Sequence[Path]) -> str:
@@ -148,7 +132,9 @@ def _without(path: Path, paths: Sequence[Path]) -> str:
     return f"; or give a pattern that leaves it out: {folders.pattern(other_endings)}"
 
 
-def _of_sources(data: DataSection, reading: _Reading) -> DataFormat:
+def _of_sources(
+    data: DataSection, bad: BadRows, read: Callable[[DataSection, BadRows, Origin], DataFormat]
+) -> DataFormat:
     """The format of each source by itself, and of the held-out file."""
     sources.check_apart(data)
     formats: list[DataFormat] = []
@@ -157,10 +143,9 @@ def _of_sources(data: DataSection, reading: _Reading) -> DataFormat:
     for source in data.sources:
         named = {"train_file": source.path, "validation_file": None}
         if source.columns is not None:
-            columns = source.columns.model_dump()
-            named |= {f"{role}_column": column for role, column in columns.items()}
+            named |= {f"{role}_column": name for role, name in source.columns.model_dump().items()}
         origin = Origin(is_source=True, names_columns=source.columns is not None)
-        data_format = _of_files(data.model_copy(update=named), reading, origin)
+        data_format = read(data.model_copy(update=named), bad, origin)
         name = names[source.path]
         notes += [f"{name}: {note}" for note in data_format.notes]
         reason = data_format.reason.replace("data.train_file", name)
@@ -168,8 +153,8 @@ def _of_sources(data: DataSection, reading: _Reading) -> DataFormat:
     held_out = formats[0]
     if data.validation_file is not None:
         named = {"train_file": data.validation_file, "validation_file": None}
-        section, origin = data.model_copy(update=named), _of_held_out(formats[0])
-        held_out = _of_files(section, reading.of_held_out(), origin)
+        section = data.model_copy(update=named)
+        held_out = read(section, bad.none_yet(), _of_held_out(formats[0]))
     return replace(held_out, notes=tuple(notes), of_sources=tuple(formats))
 
 
@@ -195,19 +180,13 @@ def _check_first_rows(
 ) -> None:
     """Raises DataError for one of the first rows that training would not read."""
 
-    def check() -> bool:
-        end = (
-            sniff.SAMPLE_GROUPS if data_format.file_type in shards.TABLES else shards.MAX_ROW_BYTES
-        )
-        deque(samples_of(Slice(path, end=end), data_format, bad, sniff.SAMPLE_ROWS), maxlen=0)
-        return True
-
     if data_format.file_type == "text":
         return  # every line is a text
-    if not is_corpus or bad.limit:
-        check()
-    else:
-        facts.get(path, f"rows as {data_format.columns} without {data_format.ignored}", check)
+    facts = facts if is_corpus and not bad.limit else shards.FileFacts()
+    beginning = sniff.beginning(path, data_format.file_type)
+    rows = samples_of(beginning, data_format, bad, sniff.SAMPLE_ROWS)
+    label = f"rows as {data_format.columns} without {data_format.ignored}"
+    facts.get(path, label, lambda: list(deque(rows, maxlen=0)))
 
 
 def row_count(path: Path, facts: shards.FileFacts | None = None) -> int | None:
@@ -229,13 +208,18 @@ def _row_count(path: Path) -> int | None:
     if file_type in ("parquet", "arrow"):
         return sniff.table(path, file_type)[0]
     is_packed = file_type == "webdataset" or path.suffix.lower() in folders.COMPRESSIONS
-    is_csv = file_type in delimited.DELIMITERS
+    is_csv = file_type in text_files.DELIMITERS
     if is_packed or path.stat().st_size > (COUNTED_CSV_BYTES if is_csv else COUNTED_BYTES):
         return None
     if is_csv:
-        return sum(1 for _ in delimited.read(path, file_type, lambda _, raw: raw.decode("latin-1")))
+        return sum(
+            1
+            for _ in text_files.read_delimited(
+                path, file_type, lambda _, raw: raw.decode("latin-1")
+            )
+        )
     if file_type == "json":
-        return sum(1 for _ in json_array.elements(path))
+        return sum(1 for _ in text_files.json_elements(path))
     with path.open("rb") as stream:
         return sum(bool(line.removeprefix(b"\xef\xbb\xbf").strip()) for line in stream)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from launch.base.errors import DataError, ResourceError
 from launch.data import threads, untrained
 from launch.data.conversation import Sample
-from launch.data.files import delimited, folders, json_array, shards, utf8
+from launch.data.files import folders, shards, text_files
 from launch.data.normalise import OPENAI, SHAREGPT, RowReader, unique_keys
 from launch.schema.plan import DataFormat
 
@@ -38,6 +38,10 @@ class BadRows:
     @property
     def count(self) -> int:
         return len(self.errors)
+
+    def none_yet(self) -> Self:
+        """The same limit, with no bad row counted."""
+        return type(self)(self.limit, self.num_parts)
 
     def add(self, error: DataError, number: int | None = None) -> None:
         """Count a bad row; `number` is that of the row in its slice, if it is known."""
@@ -123,11 +127,11 @@ def _items(of: Slice, file_type: str, choice: _ColumnChoice, at_once: int) -> _I
         return _table_rows(of, file_type, choice, at_once)
     if file_type == "webdataset":
         return ((Place(of, key), row) for key, row in shards.tar_samples(of.path))
-    if file_type in delimited.DELIMITERS:
-        lines = delimited.read(of.path, file_type, partial(_cells, of))
+    if file_type in text_files.DELIMITERS:
+        lines = text_files.read_delimited(of.path, file_type, partial(_cells, of))
         return _unpacked(of, ((Place(of, number, is_line=True), row) for number, row in lines))
     if file_type == "json":
-        elements = json_array.elements(of.path, of.end)
+        elements = text_files.json_elements(of.path, of.end)
         rows = ((n, _object(each, f"{of.path}: element {n}")) for n, each in elements)
         return _unpacked(of, ((Place(of, number), row) for number, row in rows))
     if file_type in ("paragraphs", "whole_text"):
@@ -264,7 +268,7 @@ def _unpacked(of: Slice, items: _Items) -> _Items:
 
 def _cells(of: Slice, number: int, raw: bytes) -> str:
     """The text of a line of cells. Raises DataError."""
-    line = utf8.decoded(Place(of, number), raw, is_first=number == 1)
+    line = text_files.decoded(Place(of, number), raw, is_first=number == 1)
     if isinstance(line, DataError):
         raise line
     return line
@@ -321,7 +325,7 @@ def _texts(of: Slice, are_paragraphs: bool) -> _Items:
 
 def _line_row(place: Place, raw: bytes, file_type: str) -> dict[str, Any] | DataError | None:
     """The row of a line, or the error of a bad line; None for a blank line."""
-    line = utf8.decoded(place, raw, is_first=place.number == 1 and not place.of.start)
+    line = text_files.decoded(place, raw, is_first=place.number == 1 and not place.of.start)
     if isinstance(line, DataError):
         return line
     if not (line := line.strip()):
@@ -397,8 +401,7 @@ def placed_samples(
     )
     rows = _without_loss(islice(rows, num_rows), reader.passed)
     if is_threaded:
-        unnumbered = ((place, row) for _, place, row in rows)
-        for number, talk in enumerate(threads.conversations(unnumbered, columns, bad.add)):
+        for number, talk in enumerate(threads.conversations(rows, columns, bad.add)):
             assert isinstance(talk.place, Place)
             if takes is None or takes(number):
                 yield number, talk.place, talk

@@ -15,14 +15,14 @@ from typing import Any
 from launch.base.errors import DataError
 from launch.base.text import nearest
 from launch.data.files import folders, shards
-from launch.data.files.delimited import DELIMITERS
+from launch.data.files.text_files import DELIMITERS
 from launch.data.normalise import OPENAI, SHAREGPT
 from launch.data.rows import BadRows, NumberedRows, Slice, json_kind, read_rows
 from launch.schema.plan import FileType
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for another
 SAMPLE_ROWS = 100  # rows whose content is looked at; the columns of a table are in its schema
-SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in
+_SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in
 _PACKABLE = ("jsonl", "json", *DELIMITERS, "text")  # types read from their beginning
 # names of a row in messages, where it is not a line
 _ROW_NAMES = {"json": "element", "webdataset": "sample"}
@@ -63,12 +63,9 @@ def read(
             raise DataError(
                 f"{path}: 0 rows: the file has columns ({', '.join(columns) or 'none'}) but no data"
             )
-        beginning = Slice(
-            path, end=SAMPLE_GROUPS if file_type in shards.TABLES else shards.MAX_ROW_BYTES
-        )
         choice = partial(_columns_of_messages, names=messages_columns)
         rows = itertools.islice(
-            read_rows(beginning, file_type, bad, choice, SAMPLE_ROWS),
+            read_rows(beginning(path, file_type), file_type, bad, choice, SAMPLE_ROWS),
             1 if file_type == "text" else SAMPLE_ROWS,
         )
         kinds, message_keys = _sampled(rows, file_type in shards.TABLES, messages_columns)
@@ -78,9 +75,15 @@ def read(
         raise DataError(f"{path}: cannot be read: {reason}") from error
     if not kinds and file_type not in shards.TABLES:
         raise DataError(f"{path}: 0 rows: {_NO_ROWS.get(file_type, 'every line is blank')}")
-    most_bad = bad.limit * bad.num_parts
-    columns = columns or _columns_of(kinds, _ROW_NAMES.get(file_type, "line"), most_bad)
+    columns = columns or _columns_of(
+        kinds, _ROW_NAMES.get(file_type, "line"), bad.limit * bad.num_parts
+    )
     return FileColumns(path, file_type, columns, sorted(message_keys))
+
+
+def beginning(path: Path, file_type: str) -> Slice:
+    """The part of a file whose first rows are looked at."""
+    return Slice(path, end=_SAMPLE_GROUPS if file_type in shards.TABLES else shards.MAX_ROW_BYTES)
 
 
 def _sampled(

@@ -232,12 +232,15 @@ def num_held_out(data: DataSection, counts: RowCounts) -> int:
 
 def trained_rows(data: DataSection, counts: RowCounts) -> tuple[SourceRows, ...]:
     """The rows of each source that an epoch trains. Raises DataError as of_part() does."""
-    result: list[SourceRows] = []
-    for source, _, _, once in _divided(data, counts):
+
+    def num_rows(source: DataSource, once: int) -> int:
         passes = shares(source.weight, once, source.path)
-        num_rows = sum(once if share is None else share.chosen for share in passes)
-        result.append(SourceRows(source.path, source.weight, num_rows))
-    return tuple(result)
+        return sum(once if share is None else share.chosen for share in passes)
+
+    return tuple(
+        SourceRows(source.path, source.weight, num_rows(source, once))
+        for source, _, _, once in _divided(data, counts)
+    )
 
 
 def check_apart(data: DataSection) -> None:

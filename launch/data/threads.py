@@ -10,7 +10,7 @@ from launch.base.text import did_you_mean
 from launch.data.conversation import Conversation, Message
 from launch.data.normalise import MESSAGE_ID, PARENT_ID, SPEAKERS, text
 
-Rows = Iterator[tuple[object, dict[str, Any]]]  # place and row
+Rows = Iterator[tuple[int, object, dict[str, Any]]]  # number, place and row
 Refuse = Callable[[DataError], None]
 
 
@@ -39,7 +39,7 @@ class _Turn:
 
 
 def _turns(rows: Rows, columns: Mapping[str, str], refuse: Refuse) -> Iterator[_Turn]:
-    for place, row in rows:
+    for _, place, row in rows:
         ids = [row.get(key) or None for key in (MESSAGE_ID, PARENT_ID)]
         message = None
         try:
@@ -83,8 +83,7 @@ def _threads(turns: Iterator[_Turn], refuse: Refuse) -> Iterator[Conversation]:
                     " tree; give each message its own"
                 )
             )
-            continue
-        if turn.parent is not None and turn.parent not in by_id:
+        elif turn.parent is not None and turn.parent not in by_id:
             refuse(
                 DataError(
                     f"{turn.place}: no row of this tree before it has the message_id of its"
@@ -92,8 +91,8 @@ def _threads(turns: Iterator[_Turn], refuse: Refuse) -> Iterator[Conversation]:
                     " first message, and each message stands before its answers"
                 )
             )
-            continue
-        by_id[turn.number] = turn
+        else:
+            by_id[turn.number] = turn
     yield from _of_tree(by_id)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _HUGGING_FACE = "https://huggingface.co"
 ANSWER_S = 10.0  # for a connection, and for the beginning of an answer
-CHUNK_BYTES = 1 << 18  # that a cut may cost; with the library's 10 MiB a bad line never ends
+_CHUNK_BYTES = 1 << 18  # that a cut may cost; with the library's 10 MiB a bad line never ends
 MOST_BYTES = 50 * 10**9  # of a file; larger ones come over Xet alone, which is not used
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _PORTS = {"https": 443, "http": 80}
@@ -171,7 +171,7 @@ def _connected(answer_s: float = ANSWER_S) -> dict[str, str]:
         )
 
     set_client_factory(client)
-    constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
+    constants.DOWNLOAD_CHUNK_SIZE = _CHUNK_BYTES
     token = get_token() if may_get_token(endpoint()) else None
     # a range of compressed bytes would be no range of the file's
     return build_hf_headers(token=token or False, library_name="lowmem") | {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launch.data import rows
 from launch.data.files import folders, shards
-from launch.data.files.delimited import DELIMITERS
+from launch.data.files.text_files import DELIMITERS
 from launch.data.sources import Source
 from launch.schema.plan import DataFormat
 

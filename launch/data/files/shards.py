@@ -12,6 +12,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -202,26 +203,12 @@ def tar_samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
     Python's tarfile takes an archive that is cut for one that is at its end: here it is an
     error."""
     key = ""
-    members: dict[str, bytes] = {}
     try:
         with tarfile.open(path, "r:") as archive:
-            for member in archive:
-                archive.members = []  # type: ignore[attr-defined]  # its list, in no stub, keeps each one read: a shard has a million
-                matched = _MEMBER.match(member.name)
-                if matched is None or not member.isfile():
-                    continue
-                if members and matched[1] != key:
-                    yield key, _tar_row(path, key, members)
-                    members = {}
-                key, part = matched[1], matched[2]
-                members[part] = (
-                    _content(path, archive, member)
-                    if part in (*_TEXT_MEMBERS, _JSON_MEMBER)
-                    else b""
-                )
+            for key, members in itertools.groupby(_members(archive), itemgetter(0)):
+                row = {part: _content(path, archive, part, member) for _, part, member in members}
+                yield key, _tar_row(path, key, row)
             end = archive.offset
-        if members:
-            yield key, _tar_row(path, key, members)
         with path.open("rb") as file:
             file.seek(end)
             if file.read(tarfile.BLOCKSIZE) != tarfile.NUL * tarfile.BLOCKSIZE:
@@ -233,7 +220,19 @@ def tar_samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
         ) from error
 
 
-def _content(path: Path, archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
+    """The files of an archive, each with the key of its sample, and what of it this is."""
+    for member in archive:
+        archive.members = []  # type: ignore[attr-defined]  # its list, in no stub, keeps each one read: a shard has a million
+        matched = _MEMBER.match(member.name)
+        if matched and member.isfile():
+            yield matched[1], matched[2], member
+
+
+def _content(path: Path, archive: tarfile.TarFile, part: str, member: tarfile.TarInfo) -> bytes:
+    """The content of a file of text or JSON; of another its name is enough."""
+    if part not in (*_TEXT_MEMBERS, _JSON_MEMBER):
+        return b""
     if member.size > MAX_ROW_BYTES:
         raise DataError(
             f"{path}: {member.name} has {member.size:,} bytes, over {MAX_ROW_BYTES >> 20} MiB"

@@ -209,7 +209,7 @@ def test_a_file_type(copy):
             "SUFFIXES: dict[str, FileType] = {",
             '".psv": "psv", ',
         ),
-        add(copy, "launch/data/files/delimited.py", "\nDELIMITERS = {", '"psv": "|", '),
+        add(copy, "launch/data/files/text_files.py", "\nDELIMITERS = {", '"psv": "|", '),
     }
     assert changed < files_named("A file type")
     (copy / "rows.psv").write_text("prompt|response\nWhat is red?|A colour.\n", encoding="utf-8")
