@@ -69,7 +69,11 @@ ALIASES = {
     "additional_target": "lora.modules_to_save",
 }
 _BOUNDS = {Ge: "at least", Gt: "more than", Le: "at most", Lt: "less than"}
-_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_TYPES = {
+    **{bool: "true or false", int: "a whole number", float: "a number", str: "text"},
+    **{DataSource: "{path, weight, columns}"},
+    **{CheckpointingKwargs: "{every_n_layers, offload, ...}"},
+}
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,6 @@ def _type(annotation: Any) -> str:
         return " | ".join(map(str, inner))
     if origin is tuple:
         return f"a [list] of {_type(inner[0])}"
-    if annotation is DataSource:
-        return "{path, weight, columns}"
-    if annotation is CheckpointingKwargs:
-        return "{every_n_layers, offload, ...}"
     if any(isinstance(mark, Tag) for mark in inner):
         return _type(inner[0])
     if hasattr(annotation, "__metadata__"):  # PositiveInt

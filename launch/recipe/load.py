@@ -395,6 +395,9 @@ def _problems(layer: _Layer, file: str) -> list[tuple[KeyPath, ConfigError]]:
             file,
         )
 
+    def add(key_path: KeyPath, *mistake: str) -> None:
+        problems.append((key_path, wrong(place(key_path), key_path, *mistake)))
+
     try:
         _recipe(layer)
     except ValidationError as error:
@@ -405,23 +408,19 @@ def _problems(layer: _Layer, file: str) -> list[tuple[KeyPath, ConfigError]]:
                 between = _between(text, loc, layer) if len(loc) < 2 else ""
                 problems.append((loc, _schema_problem(detail, text, between or place(loc), file)))
     for key, value in layer.section("training").items():
-        key_path = ("training", key)
         if key not in TrainingSection.model_fields and (mistake := _training_mistake(key, value)):
-            problems.append((key_path, wrong(place(key_path), key_path, *mistake)))
+            add(("training", key), *mistake)
     for key_path, text in _texts(layer.data):
         if holds_secret(text):
-            secret, public = "what looks like a secret", "a value that anybody may read"
-            advice = "delete it; it would stand in files of the run"
             problems = [(other, problem) for other, problem in problems if other != key_path]
-            problems.append((key_path, wrong(place(key_path), key_path, secret, public, advice)))
+            secret, public = "what looks like a secret", "a value that anybody may read"
+            add(key_path, secret, public, "delete it; it would stand in files of the run")
     output_dir = layer.data.get("output_dir")
     if isinstance(output_dir, str):
         parts = Path(output_dir).parts
         if not parts or ".." in parts or any(len(part.encode()) > 255 for part in parts):
             expected = "a folder without .. and with names of at most 255 bytes"
-            key_path, advice = ("output_dir",), "write the folder itself"
-            mistake = wrong(place(key_path), key_path, show(output_dir), expected, advice)
-            problems.append((key_path, mistake))
+            add(("output_dir",), show(output_dir), expected, "write the folder itself")
     return problems
 
 
@@ -503,8 +502,8 @@ def _expected(detail: ErrorDetails) -> str:
     bounds = [
         phrase.format(context[bound]) for bound, phrase in _BOUNDS.items() if bound in context
     ]
-    expected = context.get("expected") or " and ".join(bounds)
-    return expected or _EXPECTED.get(detail["type"]) or detail["msg"]
+    in_words = context.get("expected") or " and ".join(bounds) or _EXPECTED.get(detail["type"])
+    return in_words or detail["msg"]
 
 
 def _training_mistake(key: str, value: Any) -> tuple[str, str, str] | None:

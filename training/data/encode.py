@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Pair:
+class _Pair:
     """The texts that a T5 reads and writes."""
 
     source: str
@@ -40,7 +40,7 @@ class Pair:
 
 
 # a text; the samples of a conversation; None if a T5 has nothing to answer
-RenderedSample = str | list[Rendered] | Pair | None
+RenderedSample = str | list[Rendered] | _Pair | None
 
 # ---- tokens
 # ---------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class Encoder:
         """The texts that a sample is trained as. Raises DataError for a bad row."""
         if self.settings.encoder_decoder:
             pair = source_and_target(sample)
-            return pair and Pair(*pair, is_text=isinstance(sample, str))
+            return pair and _Pair(*pair, is_text=isinstance(sample, str))
         if isinstance(sample, str):
             return sample
         if self.settings.task == "pretrain":
@@ -134,7 +134,7 @@ class Encoder:
     def encode_rendered(self, rendered: Sequence[RenderedSample]) -> list[list[Row]]:
         """The rows of each rendered sample."""
         if self.settings.encoder_decoder:
-            return self._pairs([pair if isinstance(pair, Pair) else None for pair in rendered])
+            return self._pairs([pair if isinstance(pair, _Pair) else None for pair in rendered])
         texts = [sample for sample in rendered if isinstance(sample, str)]
         tokens = iter(self._ids(texts, bool(self.settings.split_special_tokens)))
         talks = [text for sample in rendered if isinstance(sample, list) for text in sample]
@@ -183,7 +183,7 @@ class Encoder:
         ids = [*self._beginning, *ids] if ids else []
         return self._rows(ids, list(ids), ends=False)
 
-    def _pairs(self, parts: Sequence[Pair | None]) -> list[list[Row]]:
+    def _pairs(self, parts: Sequence[_Pair | None]) -> list[list[Row]]:
         """The rows of a T5."""
         pairs = [part for part in parts if part]
         splits_special_tokens = self.settings.split_special_tokens

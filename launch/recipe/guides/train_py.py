@@ -122,8 +122,7 @@ def translate(argv: Sequence[str]) -> Request:
         has_model = any(key.startswith(("--model.shape=", "--model.path=")) for key in typed_keys)
         recipe, overrides, notes = _built_in(values.get("mode"), config, has_model)
     cpu, dry_run = (flags.switches.get(name, False) for name in SWITCHES)
-    resume = flags.resume or "auto"
-    return Request(recipe, (*overrides, *typed_keys), resume, cpu, notes, dry_run)
+    return Request(recipe, (*overrides, *typed_keys), flags.resume or "auto", cpu, notes, dry_run)
 
 
 def _built_in(
