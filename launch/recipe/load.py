@@ -87,9 +87,8 @@ def load(
     _refuse(problems)
     recipe = _recipe(final)
     unread = [*unread_keys.of_recipe(recipe)]
-    without_use = {(section, key) for section, key, _ in unread}
-    if recipe.tokenizer.path:
-        without_use.update(OF_TRAINED_TOKENIZER)
+    without_use = [(section, key) for section, key, _ in unread]
+    without_use += OF_TRAINED_TOKENIZER if recipe.tokenizer.path else ()
     changes += [
         change
         for change in replaced
@@ -349,11 +348,8 @@ def unknown_key(key_path: KeyPath) -> tuple[str, str]:
         if section == "training"
         else f"a key of {dotted(key_path[:-1])}"
     )
-    near = key_reference.likely(name, section) if section else None
-    if not section:
-        top = nearest(name, [*Recipe.model_fields, "without_gpu"])
-        near = top[0] if top else key_reference.likely(name)
-    if near:
+    top = [] if section else nearest(name, [*Recipe.model_fields, "without_gpu"])
+    if near := top[0] if top else key_reference.likely(name, section):
         return expected, f"did you mean {near.removeprefix(f'{section}.')}?"
     return expected, f"python -m launch keys {section}".rstrip() + " lists the keys"
 
@@ -463,12 +459,10 @@ def _texts(value: Any, key_path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Yield every text of a recipe with its key path."""
     if isinstance(value, str):
         yield key_path, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
+    elif isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
             yield from _texts(item, (*key_path, key))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _texts(item, (*key_path, index))
 
 
 def _schema_problem(detail: ErrorDetails, text: str, place: str, file: str) -> ConfigError:

@@ -1,7 +1,6 @@
 """Paths in recipes: they are made absolute, and replaced by a model or tokenizer that an earlier
 command has left, and by the folders of names on a hub."""
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,12 +59,9 @@ def pinned(recipe: Recipe, changes: Sequence[Change]) -> list[str]:
     """Keys that name the folders of what with_downloads() has replaced, for a later start."""
     replaced = {change.key for change in changes if change.reason.startswith("downloaded: ")}
     raw = recipe.model_dump(mode="json", exclude_unset=True)
-    values = {
-        key: raw[key.split(".")[0]][key.split(".")[1]] for key in _HUB_KEYS if key in replaced
-    }
     return [
-        f"--{key}={value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
-        for key, value in values.items()
+        f"--{section}.{key}={strict_yaml.plain(raw[section][key])}"
+        for section, _, key in (name.partition(".") for name in _HUB_KEYS if name in replaced)
     ]
 
 
@@ -131,10 +127,9 @@ def absolute_override(override: str) -> str:
     ):
         return override
     typed = getattr(override, "typed", "") or override
-    if is_list:
-        parsed = absolute(strict_yaml.parse_value(value, (key,), typed), Path.cwd())
-        return load.Override(f"{key}={json.dumps(parsed, ensure_ascii=False)}", typed)
-    return load.Override(f"{key}={_of_key(dotted, value, Path.cwd())}", typed)
+    parsed = strict_yaml.parse_value(value, (key,), typed) if is_list else value
+    path = strict_yaml.plain(_of_key(dotted, parsed, Path.cwd()))
+    return load.Override(f"{key}={path}", typed)
 
 
 def with_absolute_paths(recipe: Recipe, base: Path) -> Recipe:

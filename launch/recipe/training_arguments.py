@@ -184,14 +184,12 @@ def _meaning(metadata: ast.expr | None) -> str:
     """The help text of a field, on one line."""
     if not isinstance(metadata, ast.Dict):
         return ""
-    texts = {
-        ast.unparse(key): value
+    texts = (
+        str(value.value)
         for key, value in zip(metadata.keys, metadata.values, strict=True)
-        if key
-    }
-    value = texts.get("'help'")
-    text = value.value if isinstance(value, ast.Constant) else ""
-    return " ".join(str(text).replace("%%", "%").split())
+        if isinstance(key, ast.Constant) and key.value == "help" and isinstance(value, ast.Constant)
+    )
+    return " ".join("".join(texts).replace("%%", "%").split())
 
 
 def _alternatives(annotation: ast.expr) -> Iterator[str]:
