@@ -17,7 +17,7 @@ from launch.predict import estimate
 from launch.predict.history import cache_keys, corrections
 from launch.predict.history.calibration import Figures, Measurement
 from launch.predict.history.ledger import Ledger
-from launch.report import html, run_figures, text
+from launch.report import run_end, run_figures
 from launch.run_folder import steps
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import AttemptEnd, Outcome, Questions, RunResult, StepEvent, TokenisingEnd
@@ -52,9 +52,9 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
         result = replace(result, summary={**result.summary, "loss": events[-1].loss})
     score = result.summary.get("exact_match_after")
     chat = [chat_command(recipe.output_dir), *sample_lines(recipe.data.sources[0].path, score)]
-    screen.say(*text.result_lines(recipe, machine, plan, result, chat))
+    screen.say(*run_end.result_lines(recipe, machine, plan, result, chat))
     questions = files.read_or_none(run.questions_file, Questions)
-    page = html.html(
+    page = run_end.html(
         *(recipe, machine, plan, result),
         events=events,
         evaluations=[score for part in parts.values() for score in part.evaluations],

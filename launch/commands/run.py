@@ -31,7 +31,7 @@ from launch.queue import admission, leases, starts
 from launch.recipe.guides import gpt2_variables
 from launch.recipe.strict_yaml import show
 from launch.render import write
-from launch.report import first_screen, plan_lines, text
+from launch.report import first_screen, plan_lines, run_end
 from launch.run_folder import disk_space, layout, manifest
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import RunDir
@@ -120,7 +120,7 @@ def run(
             choice = _choose(start, dry_run, new_run)
         except tokenising.Failed as failed:
             screen.log_to(*layout.log_files(workspace.root, new_run(), recipe))
-            screen.say(*text.failure_lines(failed.result))
+            screen.say(*run_end.failure_lines(failed.result))
             return failed.result.exit_code
         except DoesNotFit as error:
             if not start.oom_history.ran_out:

@@ -10,7 +10,6 @@ from rich.table import Table
 
 from launch.plan.fit import MICRO_BATCH_TOKENS, Fit, accumulation
 from launch.predict.budgets import host_bytes
-from launch.predict.estimate import Judged
 from launch.report.plan_lines import LORA_RATE
 from launch.schema.machine import GIB
 
@@ -90,7 +89,7 @@ def as_json(fits: Sequence[Fit]) -> list[dict[str, Any]]:
             "tokens_per_s_range": fit.tokens_per_s_range,
             "device_bytes": fit.chosen and fit.chosen.memory.device_bytes,
             "budget_bytes": fit.chosen and fit.chosen.budget_bytes,
-            "host_bytes": fit.chosen and _host_bytes(fit.chosen),
+            "host_bytes": fit.chosen and host_bytes(fit.chosen.candidate, fit.chosen.memory),
             "changes": list(fit.changes),
             "strategy": fit.chosen and asdict(fit.chosen.candidate),
             "model_dtype": fit.recipe.model.dtype,
@@ -142,9 +141,9 @@ def _cells(fit: Fit) -> list[str]:
     if fit.chosen is None:
         helps = f"; fits with {fit.fits_with}" if fit.fits_with else ""
         return [*names, NO, NO, NO, fit.refused or fit.shortage + helps]
-    gib = (
-        f"{size / GIB:.1f}" for size in (fit.chosen.memory.device_bytes, _host_bytes(fit.chosen))
-    )
+    memory = fit.chosen.memory
+    ram_bytes = host_bytes(fit.chosen.candidate, memory)
+    gib = (f"{size / GIB:.1f}" for size in (memory.device_bytes, ram_bytes))
     return [*names, _speed(fit), *gib, ", ".join(fit.changes)]
 
 
@@ -155,7 +154,3 @@ def _speed(fit: Fit) -> str:
     return f"{fit.tokens_per_s:,.0f}" + (
         f" ({within[0]:,.0f} to {within[1]:,.0f})" if within else ""
     )
-
-
-def _host_bytes(chosen: Judged) -> int:
-    return host_bytes(chosen.candidate, chosen.memory)

@@ -26,14 +26,6 @@ _OVER = 1.6  # times the budget: longer bars end there
 LETTER = 6.9  # mean width at 12 px
 
 
-def figure(title: str, rows: Sequence[Compared]) -> str:
-    """The picture with a title, for a page; "" where there is nothing to compare."""
-    if len(rows) < 2:
-        return ""
-    caption = f"<figcaption>{markup.escape(title)}</figcaption>"
-    return f'<figure class="wide">{caption}{picture(rows)}</figure>'
-
-
 def picture(rows: Sequence[Compared]) -> str:
     """A bar for each candidate, and the budget as a line, on white."""
     parts = [_by_use(row.device_parts) for row in rows]

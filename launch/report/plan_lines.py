@@ -354,12 +354,15 @@ def _memory(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[Fact]:
     estimate, budget = plan.estimate, size(host_budget_bytes(recipe, machine))
     of_budget, why = f"of {size(plan.budget_bytes)} per process", []
     if estimate.peak is None:
-        states = f"model states {size(estimate.model_state_bytes)} {of_budget}"
-        value = f"{states}; activations are not predicted"
+        value = (
+            f"model states {size(estimate.model_state_bytes)} {of_budget}; activations are not"
+            " predicted"
+        )
         why += [_states(asdict(estimate)), "a batch that is too large fails when it runs"]
     else:
-        predicted = f"{size(estimate.device_bytes)} predicted {of_budget}"
-        value = f"{predicted}, most in {estimate.peak.section}"
+        value = (
+            f"{size(estimate.device_bytes)} predicted {of_budget}, most in {estimate.peak.section}"
+        )
         why += _peak(plan, estimate.peak)
     if estimate.offloaded_bytes:
         why.append(f"{size(estimate.offloaded_bytes)} of states in host RAM")
@@ -367,8 +370,8 @@ def _memory(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[Fact]:
     if not estimate.host:
         yield Fact("host RAM", f"not predicted; {budget} available")
         return
-    predicted = f"{size(estimate.host_bytes)} predicted of {budget}"
-    yield Fact("host RAM", f"{predicted}, most in {estimate.host_phase}", (_parts(estimate.host),))
+    value = f"{size(estimate.host_bytes)} predicted of {budget}, most in {estimate.host_phase}"
+    yield Fact("host RAM", value, (_parts(estimate.host),))
 
 
 def _peak(plan: Plan, peak: Peak) -> Iterator[str]:

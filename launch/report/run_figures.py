@@ -65,11 +65,8 @@ def tiles(
     """(label, value, note) of each figure of the result that there is; `seconds` are those of all
     attempts."""
     summary = result.summary
-    for label, score, unit in (("exact match", "exact_match", " %"), ("BLEU", "bleu", "")):
-        after, before = summary.get(f"{score}_after"), summary.get(f"{score}_before")
-        if after is not None:
-            note = "of held-out answers" if before is None else f"{100 * before:.1f}{unit} before"
-            yield label, f"{100 * after:.1f}{unit}", note
+    for label, before, after in scores(summary):
+        yield label, after, before or "of held-out answers"
     if evaluations:
         last, lowest = evaluations[-1], min(evaluations, key=lambda score: score.loss)
         exported = summary.get("exported_step")
@@ -99,6 +96,16 @@ def tiles(
         else f"on {machine.cpu_count} CPUs"
     )
     yield "time", duration(seconds), f"{seconds / 3600:.3g} h in all; {device}"
+
+
+def scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """(label, text on it before training, text after it) of each score of held-out rows."""
+    for label, score, unit in (("exact match", "exact_match", " %"), ("BLEU", "bleu", "")):
+        before, after = (summary.get(f"{score}_{when}") for when in ("before", "after"))
+        if after is not None:
+            # no score before: continued from another run's checkpoint
+            earlier = "" if before is None else f"{100 * before:.1f}{unit} before"
+            yield label, earlier, f"{100 * after:.1f}{unit}"
 
 
 def failure(result: RunResult) -> list[tuple[str, str]]:

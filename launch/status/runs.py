@@ -117,7 +117,7 @@ class RunFiles:
         attempts = self.run.attempts()
         attempt = attempts[-1] if attempts else None
         if attempt is None or attempt.root != self._root:
-            self._begin(attempts)
+            self._begin(attempt, attempts[-2::-1])
         if self._lines:
             self._steps.extend(_new_steps(self._lines))
         beats = heartbeats.read_all(attempt) if attempt else []
@@ -160,12 +160,12 @@ class RunFiles:
             **self._planned,
         )
 
-    def _begin(self, attempts: list[AttemptDir]) -> None:
-        attempt = attempts[-1] if attempts else None
+    def _begin(self, attempt: AttemptDir | None, before: list[AttemptDir]) -> None:
+        """Look at another attempt; those `before` it are the newest first."""
         if attempt is not None:  # the curve goes on; steps trained again count once
             self._steps.clear()
             self._root, self._lines = attempt.root, Tail(attempt.events_file, _TAIL_BYTES)
-            past = (Tail(earlier.events_file, _TAIL_BYTES) for earlier in attempts[-2::-1])
+            past = (Tail(earlier.events_file, _TAIL_BYTES) for earlier in before)
             self._earlier = next(filter(None, map(_new_steps, past)), [])
         self._planned = self._predicted(attempt)
 

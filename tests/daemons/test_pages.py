@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launch.report import comparable, compare, html, run_figures
+from launch.report import comparable, compare, run_end, run_figures
 from launch.schema.machine import GIB
 from launch.schema.plan import Change, Compared
 from launch.schema.result import Answers, Failure, HeldOut, Question, RunResult, StepEvent
@@ -99,7 +99,7 @@ def written(folder: Path, steps: int, failure: Failure | None = None) -> Path:
     code = failure.exit_code if failure else 0
     result = RunResult(WORD, code, failure, 60.0, 2 * GIB, {} if failure else summary)
     page = folder / "report.html"
-    page.write_text(html.html(recipe, on, plan, result, **records(steps)), encoding="utf-8")
+    page.write_text(run_end.html(recipe, on, plan, result, **records(steps)), encoding="utf-8")
     return page
 
 

@@ -17,7 +17,7 @@ from launch.predict import sharding
 from launch.predict.parameters import Shapes
 from launch.probe import machine
 from launch.render import command as render_command
-from launch.report import text
+from launch.report import run_end
 from launch.run_folder import layout
 from launch.schema.plan import Command, Plan
 from launch.schema.recipe import Recipe
@@ -71,7 +71,7 @@ def changed(
     screen = Screen(layout.log_file(workspace.root, run))
     result = supervise_attempt.run(recipe, choice.machine, run, attempt, command, screen)
     supervise_attempt.write_outcome(result, attempt)
-    print("\n".join(text.result_lines(recipe, choice.machine, plan, result, ())))
+    print("\n".join(run_end.result_lines(recipe, choice.machine, plan, result, ())))
     return result.exit_code
 
 

@@ -20,7 +20,7 @@ from launch.base.workspace import Workspace
 from launch.recipe import strict_yaml
 from launch.render import command as render_command
 from launch.render import write
-from launch.report.html import html as report_page
+from launch.report.run_end import html as report_page
 from launch.run_folder import layout
 from launch.schema.plan import Rendezvous
 from launch.schema.result import Failure, RunResult

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launch.base import files
-from launch.report import html, run_figures
+from launch.report import run_end, run_figures
 from launch.run_folder import steps
 from launch.run_folder.layout import RunDir
 from launch.schema.result import Answers, Question, RunResult
@@ -40,7 +40,7 @@ def test_the_section_has_each_question_with_its_answers_as_text():
         recipe, on = recipe_of(), machine()
         made = plan(recipe, on)
         result = RunResult("/run", 0, None, 2.0, 1 << 30)
-        page = html.html(recipe, on, made, result, **records)
+        page = run_end.html(recipe, on, made, result, **records)
         return page.partition("<h2>Sample answers</h2>")[2].partition("<h2>")[0]
 
     page = section(questions=asked, answers=answers)

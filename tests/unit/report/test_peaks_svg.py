@@ -10,7 +10,7 @@ import pytest
 
 from launch.plan.lines import explain
 from launch.predict.estimate import Judged
-from launch.report import html, peaks_svg
+from launch.report import peaks_svg, run_end
 from launch.schema.machine import GIB
 from launch.schema.plan import Compared, MemoryEstimate, Peak
 from launch.schema.result import RunResult
@@ -80,5 +80,5 @@ def test_the_page_of_a_run_has_the_picture():
     recipe, on = recipe_of(), machine()
     result = RunResult("/run", 1, None, 2.0, 1 << 30)
     planned = replace(plan(recipe, on), compared=(FITS, MISSES))
-    assert "single_gpu x1</text>" in html.html(recipe, on, planned, result)
-    assert "<figure" not in html.html(recipe, on, replace(planned, compared=()), result)
+    assert "single_gpu x1</text>" in run_end.html(recipe, on, planned, result)
+    assert "<figure" not in run_end.html(recipe, on, replace(planned, compared=()), result)

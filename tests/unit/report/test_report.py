@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.report import html, plan_lines, text
+from launch.report import plan_lines, run_end
 from launch.schema.result import Failure, HeldOut, RunResult
 from launch.schema.rows import ShownPart, ShownRow, ShownRows
 from tests.builders import machine, plan, recipe_of
@@ -40,7 +40,7 @@ SUMMARY = {
 def test_answers_are_told_as_far_as_they_were_scored(scores, words):
     recipe, on = recipe_of(), machine()
     result = RunResult("/run", 0, None, 2.0, 1 << 30, {**SUMMARY, **scores})
-    lines = text.result_lines(recipe, on, plan(recipe, on), result, ["chat"])
+    lines = run_end.result_lines(recipe, on, plan(recipe, on), result, ["chat"])
     answers = [line for line in lines if "answers" in line]
     assert answers == [] if words is None else words in answers[0]
     assert not any(line.strip() == "loss" for line in lines)
@@ -48,7 +48,7 @@ def test_answers_are_told_as_far_as_they_were_scored(scores, words):
     told = [("batch 8", "the GPU ran out <of> memory")] * 2
     held_out = [HeldOut(step, 8 * step, 3.0 - step, 0.1, 1.0) for step in (1, 2)]
     made = plan(recipe, on)
-    page = html.html(recipe, on, made, result, evaluations=held_out, attempts=told)
+    page = run_end.html(recipe, on, made, result, evaluations=held_out, attempts=told)
     assert "complete" in page
     assert "  chat " not in page
     assert "held out</span>" in page
@@ -65,7 +65,7 @@ def test_answers_are_told_as_far_as_they_were_scored(scores, words):
 def test_the_seconds_of_a_run_that_went_on_are_of_the_steps_since_its_checkpoint(begun, words):
     recipe, on = recipe_of(), machine()
     result = RunResult("/run", 0, None, 2.0, 1 << 30, {**SUMMARY, "resumed_from": begun})
-    assert text.result_lines(recipe, on, plan(recipe, on), result, ["chat"])[0].startswith(words)
+    assert run_end.result_lines(recipe, on, plan(recipe, on), result, ["chat"])[0].startswith(words)
 
 
 def test_the_page_shows_rows_with_their_loss_and_escapes_their_texts():
@@ -88,7 +88,7 @@ def test_the_page_shows_rows_with_their_loss_and_escapes_their_texts():
         bad=["a.jsonl:3: is not <JSON>"],
         num_bad=7,
     )
-    page = html.html(recipe, on, plan(recipe, on), result, summary=rows)
+    page = run_end.html(recipe, on, plan(recipe, on), result, summary=rows)
     section = page.partition("<h2>Data</h2>")[2].partition("<summary>Plan")[0]
     assert "&lt;script&gt;a&lt;/script&gt;<b>&lt;b&gt;" in section
     assert page.count("<script>") == 1 and "<script>a" not in page  # the page's own
@@ -99,14 +99,14 @@ def test_the_page_shows_rows_with_their_loss_and_escapes_their_texts():
     assert "7 bad rows left out" in section and "a.jsonl:3: is not &lt;JSON&gt;" in section
     assert section.count('<i style="width:100.0%">') == 8
     assert "A backslash before" in section
-    without = html.html(recipe, on, plan(recipe, on), result)
+    without = run_end.html(recipe, on, plan(recipe, on), result)
     assert "class=tokens" not in without and "train.parquet" in without
 
 
 def test_the_loss_of_the_exported_weights_is_told():
     recipe, on = recipe_of(), machine()
     summary = {**SUMMARY, "exported_step": 10, "exported_eval_loss": 7.5923}
-    lines = text.result_lines(
+    lines = run_end.result_lines(
         recipe, on, plan(recipe, on), RunResult("/run", 0, None, 2.0, 1 << 30, summary), ()
     )
     assert any("7.5923 on them at step 10, whose weights these are" in line for line in lines)
@@ -141,7 +141,7 @@ def test_a_step_of_warm_up_alone_learns_nothing_and_plan_and_report_say_so():
         recipe = recipe_of(training={"max_steps": 1, "warmup_steps": warmup})
         made = plan(recipe, on)
         result = RunResult("/run", 0, None, 2.0, 1 << 30, SUMMARY)
-        end = text.result_lines(recipe, on, made, result, ())
+        end = run_end.result_lines(recipe, on, made, result, ())
         for told in (plan_lines.full_text(recipe, on, made), end):
             assert any(words in line for line in told) == says_so
 
@@ -168,5 +168,5 @@ def test_a_failure_says_in_which_section_it_came(section, words):
         "device_oom", 12, "the GPU ran out of memory", "CUDA out of memory", "halve it", section
     )
     result = RunResult("/run", 12, failure, 2.0, 1 << 30, last_step=120)
-    lines = text.result_lines(recipe, on, plan(recipe, on), result, ["chat"])
+    lines = run_end.result_lines(recipe, on, plan(recipe, on), result, ["chat"])
     assert [line for line in lines if line.startswith("  where")] == words
