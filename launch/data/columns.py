@@ -383,11 +383,11 @@ def _chosen(
         hint = column_advice.preferred(file, others, origin)
         raise DataError(f"{file.path}: {untrained.refusal(others, hint=hint)}")
     formats = ", ".join("/".join(roles.values()) for _, _, roles, _ in KNOWN)
-    formats += f", or one of {', '.join(column_advice.PROMPT_NAMES)} beside one of"
-    formats += f" {', '.join(column_advice.ANSWER_NAMES)}"
     raise DataError(
         f"{file.path}: its columns are of no known format; found columns"
-        f" {_shortened([*file.columns])}; {column_advice.likely(file, origin)}. Known: {formats}"
+        f" {_shortened([*file.columns])}; {column_advice.likely(file, origin)}. Known: {formats},"
+        f" or one of {', '.join(column_advice.PROMPT_NAMES)} beside one of"
+        f" {', '.join(column_advice.ANSWER_NAMES)}"
     )
 
 

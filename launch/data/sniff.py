@@ -171,26 +171,25 @@ def _neighbours(path: Path) -> str:
 def table(path: Path, file_type: FileType) -> tuple[int, dict[str, str]]:
     """(rows, columns) of a parquet file, from its footer, or of an Arrow file."""
     with shards.opened_table(path, file_type) as (schema, groups):
-        num_rows = sum(group.num_rows for group in groups)
-        fields = [(column.name, column.type) for column in schema]
-    counts = Counter(name for name, _ in fields)
-    return num_rows, {
-        name: "two columns of this name" if counts[name] > 1 else _arrow_kind(kind)
-        for name, kind in fields
-    }
+        counts = Counter(schema.names)
+        return sum(group.num_rows for group in groups), {
+            column.name: "two columns of this name"
+            if counts[column.name] > 1
+            else _arrow_kind(column.type)
+            for column in schema
+        }
 
 
 def _arrow_kind(arrow_type: Any) -> str:
     import pyarrow as pa
-    from pyarrow import types
 
     def is_text(candidate: Any) -> bool:
-        if types.is_dictionary(candidate):
+        if pa.types.is_dictionary(candidate):
             candidate = candidate.value_type
         return (
-            types.is_string(candidate)
-            or types.is_large_string(candidate)
-            or types.is_string_view(candidate)
+            pa.types.is_string(candidate)
+            or pa.types.is_large_string(candidate)
+            or pa.types.is_string_view(candidate)
         )
 
     if is_text(arrow_type):
@@ -198,17 +197,17 @@ def _arrow_kind(arrow_type: Any) -> str:
 
     def is_list(candidate: Any) -> bool:
         return (
-            types.is_list(candidate)
-            or types.is_large_list(candidate)
-            or types.is_fixed_size_list(candidate)
+            pa.types.is_list(candidate)
+            or pa.types.is_large_list(candidate)
+            or pa.types.is_fixed_size_list(candidate)
         )
 
-    if is_list(arrow_type) and types.is_struct(arrow_type.value_type):
+    if is_list(arrow_type) and pa.types.is_struct(arrow_type.value_type):
         parts = {part.name: part.type for part in arrow_type.value_type}
         for speaker, content in (OPENAI, SHAREGPT):
             content_type = parts.get(content, pa.null() if "tool_calls" in parts else pa.int8())
             if is_text(parts.get(speaker, pa.null())) and (
-                is_text(content_type) or types.is_null(content_type) or is_list(content_type)
+                is_text(content_type) or pa.types.is_null(content_type) or is_list(content_type)
             ):
                 return "messages"
     return str(arrow_type)

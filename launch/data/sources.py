@@ -185,7 +185,7 @@ def of_part(
     if counts is None:
         path = Path(data.sources[0].path)
         return (Source(path, data_format),) if part == "train" else ()
-    held_out, of_all = _held_out(data, counts), list[Source]()
+    held_out, of_all = held_out_rows(data, counts), list[Source]()
     for index, (source, offsets, num_held_out, num_trained) in enumerate(_divided(data, counts)):
         own, path = data_format.of_source(index), Path(source.path)
         passes: list[EvenChoice | None] = [None] if num_held_out else []
@@ -209,7 +209,7 @@ def _divided(
 ) -> Iterator[tuple[DataSource, tuple[int, ...], int, int]]:
     """Yield each source of data.train_file, the number of the first row of each file of it, and its
     numbers of rows that are held out and that are not."""
-    held_out, begin = _held_out(data, counts), 0
+    held_out, begin = held_out_rows(data, counts), 0
     for source, of_files in zip(data.sources, counts, strict=True):
         end = begin + sum(of_files)
         num_held_out = held_out.before(end) - held_out.before(begin)
@@ -218,16 +218,12 @@ def _divided(
         begin = end
 
 
-def _held_out(data: DataSection, counts: RowCounts) -> EvenChoice:
+def held_out_rows(data: DataSection, counts: RowCounts) -> EvenChoice:
+    """The rows of the training file that data.validation_size holds out."""
     total = sum(map(sum, counts))
     if data.validation_size is None:
         return EvenChoice(0, total, "held out")
     return choose_held_out(data.validation_size, total, data.train_names)
-
-
-def num_held_out(data: DataSection, counts: RowCounts) -> int:
-    """The number of rows that data.validation_size holds out of the training file."""
-    return _held_out(data, counts).chosen
 
 
 def trained_rows(data: DataSection, counts: RowCounts) -> tuple[SourceRows, ...]:

@@ -258,7 +258,10 @@ def _counted_rows(facts: Facts) -> dict[str, Any]:
     if tokens is None or tokens.row_counts is None:
         return {}
     named = sources.trained_rows(data, tokens.row_counts) if data.is_mixed else ()
-    return {"sources": named, "rows_held_out": sources.num_held_out(data, tokens.row_counts)}
+    return {
+        "sources": named,
+        "rows_held_out": sources.held_out_rows(data, tokens.row_counts).chosen,
+    }
 
 
 def _allocator_fraction(launch: LaunchSection) -> float:
