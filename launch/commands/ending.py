@@ -55,7 +55,10 @@ def report(workspace: Workspace, choice: Choice, result: RunResult, screen: Scre
     screen.say(*run_end.result_lines(recipe, machine, plan, result, chat))
     questions = files.read_or_none(run.questions_file, Questions)
     page = run_end.html(
-        *(recipe, machine, plan, result),
+        recipe,
+        machine,
+        plan,
+        result,
         events=events,
         evaluations=[score for part in parts.values() for score in part.evaluations],
         attempts=[attempt_row(attempt, screen.say) for attempt in attempts],

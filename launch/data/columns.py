@@ -153,8 +153,7 @@ def _of_sources(
     held_out = formats[0]
     if data.validation_file is not None:
         named = {"train_file": data.validation_file, "validation_file": None}
-        section = data.model_copy(update=named)
-        held_out = read(section, bad.none_yet(), _of_held_out(formats[0]))
+        held_out = read(data.model_copy(update=named), bad.none_yet(), _of_held_out(formats[0]))
     return replace(held_out, notes=tuple(notes), of_sources=tuple(formats))
 
 

@@ -252,22 +252,21 @@ def check_apart(data: DataSection) -> None:
                 )
 
 
-def trained_and_held_out(data: DataSection) -> list[str]:
-    """A line for files of data.validation_file that are files of data.train_file too."""
+def trained_and_held_out(data: DataSection) -> Iterator[str]:
+    """Yield a line for files of data.validation_file that are files of data.train_file too."""
     if data.validation_file is None:
-        return []
+        return
     trained = {
         file.resolve() for source in data.sources for file in shards.list_shards(Path(source.path))
     }
     held_out = shards.list_shards(Path(data.validation_file))
     shared = [str(file) for file in held_out if file.resolve() in trained]
-    if not shared:
-        return []
-    more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
-    return [
-        f"{shared[0]}{more} is in data.train_file and in data.validation_file: the held-out loss is"
-        " that of rows that are trained"
-    ]
+    if shared:
+        more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        yield (
+            f"{shared[0]}{more} is in data.train_file and in data.validation_file: the held-out"
+            " loss is that of rows that are trained"
+        )
 
 
 def format_of(data: DataSection, data_format: DataFormat, file: Path) -> DataFormat:

@@ -67,11 +67,19 @@ def figure(title: str, lines: Sequence[Line], unit: str, from_zero: bool) -> str
     }
     return page.render(
         "curve.html",
-        **{"title": title, "lines": drawn, "unit": unit, "x0": x0, "span": span, "axes": axes},
-        **{"width": WIDTH, "height": HEIGHT, "most_dots": _DOTS, "number": _number},
+        title=title,
         values=json.dumps(values, separators=(",", ":")),
+        lines=drawn,
+        axes=axes,
         starts_log=starts_log,
         places=places,
+        number=_number,
+        unit=unit,
+        x0=x0,
+        x1=x0 + span,
+        width=WIDTH,
+        height=HEIGHT,
+        most_dots=_DOTS,
     )
 
 

@@ -246,16 +246,16 @@ def _first_steps_s(part: Stretch) -> float:
     return max(0.0, sum(busy_s[:STEADY_FROM]) - STEADY_FROM * statistics.median(busy_s))
 
 
-def time_lost(spent: Sequence[tuple[str, float]]) -> list[_Bars]:
+def time_lost(uses: Sequence[tuple[str, float]]) -> list[_Bars]:
     """A bar for each use of the attempts' time; those that are not training in another colour."""
-    seconds = [part_s for _, part_s in spent]
+    seconds = [part_s for _, part_s in uses]
     return [
         (
             use,
             f"{part_s / sum(seconds):.1%}",
             [("" if use == TRAINING else "lost", 100 * part_s / max(seconds), duration(part_s))],
         )
-        for use, part_s in spent
+        for use, part_s in uses
     ]
 
 

@@ -292,4 +292,4 @@ def test_files_that_are_trained_and_held_out_are_named(tmp_path):
     (line,) = sources.trained_and_held_out(both)
     assert line.startswith(f"{second} is in data.train_file and in data.validation_file: ")
     apart = DataSection(train_file=first, validation_file=second)
-    assert sources.trained_and_held_out(apart) == []
+    assert not list(sources.trained_and_held_out(apart))
