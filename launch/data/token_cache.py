@@ -78,13 +78,8 @@ def token_cache(
     if sources.are_counted(recipe.data):
         row_counts = sources.count_rows(recipe.data, data_format, known_files(cache))
         sources.trained_rows(recipe.data, row_counts)  # raises DataError if a part would be empty
-    folder = cache / "tokens" / name_of(identity)
+    folder = cache / "tokens" / files.digest(identity)
     return TokenCache(recipe, model, data_format, identity, folder, row_counts=row_counts)
-
-
-def name_of(identity: Mapping[str, Any]) -> str:
-    """The name of the folder of rows."""
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _identity(

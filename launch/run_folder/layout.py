@@ -22,6 +22,7 @@ from launch.base.errors import CheckpointError, ResourceError
 from launch.base.files import (
     Noun,
     damaged_file,
+    digest,
     expanded,
     is_model,
     new_folder,
@@ -369,7 +370,7 @@ def as_begun(tokens: TokenCache, runs: Path, recipe: Recipe, resume: str) -> Tok
         return tokens
     identity = {**tokens.identity}
     identity.pop(token_cache.BESIDE_CONFIG, None)
-    before = tokens.folder.with_name(token_cache.name_of(identity))
+    before = tokens.folder.with_name(digest(identity))
     earlier = [run_at(resume)]
     if resume == "auto":
         own = (run for run in RunDir.all(runs, recipe.name) if run.writes_to(recipe.output_dir))

@@ -316,7 +316,7 @@ def test_a_run_whose_rows_an_earlier_version_tokenised_keeps_them(tmp_path, is_c
     run, planned = trained(tmp_path, asked, day=1, is_complete=is_complete), plan(asked)
     before = {"version": 8, "train": "x", "limits": [], "validation": None}
     identity = {**before, token_cache.BESIDE_CONFIG: "bart"}
-    folder = tmp_path / "tokens" / token_cache.name_of(identity)
+    folder = tmp_path / "tokens" / files.digest(identity)
     tokens = TokenCache(asked, planned.shape, planned.data_format, identity, folder)
     runs = tmp_path / "runs"
 
@@ -325,11 +325,11 @@ def test_a_run_whose_rows_an_earlier_version_tokenised_keeps_them(tmp_path, is_c
 
     assert rows_of("auto") == folder.name  # the run does not say what it was begun with
     files.write_json(
-        run.tokens_file, UsedTokens(folder.with_name(token_cache.name_of(before)), before)
+        run.tokens_file, UsedTokens(folder.with_name(files.digest(before)), before)
     )
     checkpoint = run.checkpoints / "checkpoint-000004"
     for word in ("auto", str(run.root), str(checkpoint)):
-        assert rows_of(word) == token_cache.name_of(before)
+        assert rows_of(word) == files.digest(before)
         assert layout.as_begun(tokens, runs, asked, word).identity == before
     assert rows_of("never") == folder.name
     other = layout.as_begun(tokens, runs, recipe(tmp_path / "b"), "auto")
