@@ -103,10 +103,11 @@ def is_empty(value: Any, levels: int = MAX_DEPTH) -> bool:
 def refusal(names: Sequence[str], messages: str | None = None, hint: str | None = None) -> Refused:
     """The error for content of these columns, or of these keys of the messages in a column. `hint`
     says what to do, if the rest of a row cannot be trained."""
-    reason_of, of_message = (
-        (COLUMNS, "") if messages is None else (KEYS, f" of a message in column {messages!r}")
+    kind, reason_of, of_message = (
+        ("column", COLUMNS, "")
+        if messages is None
+        else ("key", KEYS, f" of a message in column {messages!r}")
     )
-    kind = "column" if messages is None else "key"
     by_name = {name: reason_of[_plain(name)] for name in names}
     content = "; ".join(
         ", ".join(f"{kind} {name!r}" for name in names if by_name[name] == reason)

@@ -176,8 +176,12 @@ def _of_losses(a: Side, b: Side) -> Iterator[_Figure]:
             sum(step.tokens for step in side.steps if step.samples_seen <= common) or None
             for side in (a, b)
         )
-        name = f"non-padding tokens of {common:,.0f} samples"
-        yield _Figure(name, (first, second), _number, missing="no step there")
+        yield _Figure(
+            f"non-padding tokens of {common:,.0f} samples",
+            (first, second),
+            _number,
+            missing="no step there",
+        )
 
 
 def _unit(a: Side, b: Side) -> str:

@@ -87,8 +87,11 @@ def facts(
     yield Fact("mode", _mode(machine, plan), plan.why)
     yield from _memory(recipe, machine, plan)
     margin = _seconds_margin(machine, plan)
-    time = _time(recipe, machine, plan, now, finished_steps)
-    yield Fact("time", time, (margin.reason,) if margin and plan.seconds_per_step else ())
+    yield Fact(
+        "time",
+        _time(recipe, machine, plan, now, finished_steps),
+        (margin.reason,) if margin and plan.seconds_per_step else (),
+    )
     yield Fact("schedule", _schedule(recipe, plan), tuple(_schedule_notes(recipe, plan)))
     yield from (Fact(each.name, each.runs, (each.why,), "kernels") for each in plan.switches)
     yield Fact("output", str(recipe.output_dir))
@@ -299,10 +302,9 @@ def _by_tokens(plan: Plan) -> Iterator[str]:
         return
     source, target = (f"{tokens:,} tokens" for tokens in plan.micro_batch_tokens)
     most = f"{source} of source and {target} of target" if plan.shape.is_encoder_decoder else source
-    rows = strategy.per_device_train_batch_size
     yield (
-        f"by tokens: a micro-batch has at most {most}, padding included, as {rows} of"
-        f" the longest rows ({_length_text(plan)}) have"
+        f"by tokens: a micro-batch has at most {most}, padding included, as"
+        f" {strategy.per_device_train_batch_size} of the longest rows ({_length_text(plan)}) have"
     )
     if plan.padding and plan.padding.micro_steps:
         micro_steps = plan.padding.micro_steps

@@ -40,11 +40,10 @@ def lines(
     """The rows of files, with the targets in colour or in brackets, below the counts, for a
     terminal of an encoding."""
     max_length = data.max_length
-    formats = [sources.format_of(data, data_format, file) for file in files]
     for label, text in (
         *(
-            ("data", f"{file}: {data_format_of_file.reason}")
-            for file, data_format_of_file in zip(files, formats, strict=True)
+            ("data", f"{file}: {sources.format_of(data, data_format, file).reason}")
+            for file in files
         ),
         *(
             (label, text)

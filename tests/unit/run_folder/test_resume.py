@@ -324,9 +324,7 @@ def test_a_run_whose_rows_an_earlier_version_tokenised_keeps_them(tmp_path, is_c
         return layout.as_begun(tokens, runs, asked, from_run).folder.name
 
     assert rows_of("auto") == folder.name  # the run does not say what it was begun with
-    files.write_json(
-        run.tokens_file, UsedTokens(folder.with_name(files.digest(before)), before)
-    )
+    files.write_json(run.tokens_file, UsedTokens(folder.with_name(files.digest(before)), before))
     checkpoint = run.checkpoints / "checkpoint-000004"
     for word in ("auto", str(run.root), str(checkpoint)):
         assert rows_of(word) == files.digest(before)
