@@ -283,7 +283,7 @@ def _evaluated(facts: Facts, candidate: Candidate) -> Candidate:
         if event.section == "evaluation" and event.of != "pinned":
             count = max(1, min(count, event.candidate.per_device_eval_batch_size // 2))
     trace = facts.trace(candidate)
-    if trace is None or not facts.recipe.evaluates:
+    if trace is None or not facts.recipe.data.holds_out:
         return replace(candidate, per_device_eval_batch_size=count)
     budget = budgets.budget_bytes(facts, candidate)
     is_asked = facts.recipe.training.per_device_eval_batch_size is not None

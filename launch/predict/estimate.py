@@ -282,7 +282,7 @@ def _with_peak(
     exact: bool,
 ) -> tuple[MemoryEstimate, MemoryPhases]:
     """The memory of the run, and, if it is `exact`, of each part."""
-    evaluated = facts.rows.evaluated_samples(candidate) if facts.recipe.evaluates else None
+    evaluated = facts.rows.evaluated_samples(candidate) if facts.recipe.data.holds_out else None
     counts = num_samples, evaluated
     memory = replace(
         states,

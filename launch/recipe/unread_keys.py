@@ -25,7 +25,7 @@ ROWS: Sequence[tuple[tuple[str, ...], Callable[[Recipe], bool], str]] = (
             "training.eval_steps",
             "training.per_device_eval_batch_size",
         ),
-        lambda recipe: not recipe.evaluates,
+        lambda recipe: not recipe.data.holds_out,
         "no rows are held out to evaluate on; name some with --data.validation_file=FILE, or hold"
         " some out with --data.validation_size=0.05",
     ),

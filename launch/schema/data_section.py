@@ -1,6 +1,6 @@
 """The section `data` of a recipe."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,13 +27,15 @@ class ColumnNames(Section):
     text: str | None = None
     messages: str | None = None
 
-    def _faults(self) -> Iterator[str]:
+    def _faults(self) -> Sequence[tuple[object, str]]:
         named = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if named not in (["prompt", "response"], ["text"], ["messages"]):
-            yield (
+        return [
+            (
+                named not in (["prompt", "response"], ["text"], ["messages"]),
                 f"found {', '.join(named) or 'none'}, expected prompt and response, or text, or"
-                " messages; leave columns out to have them found by name"
+                " messages; leave columns out to have them found by name",
             )
+        ]
 
 
 class DataSource(Section):
@@ -217,32 +219,40 @@ class DataSection(Section):
             f"{advice}"
         )
 
-    def _faults(self) -> Iterator[str]:
+    def _faults(self) -> Sequence[tuple[object, str]]:
         paths = [source.path for source in self.sources]
-        if not paths:
-            yield "train_file is an empty list; name at least one {path: FILE}"
-        if twice := [path for path in paths if paths.count(path) > 1]:
-            yield f"train_file names {twice[0]} twice; write it once, with a weight"
-        if self.is_mixed and self.streaming:
-            yield (
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        return [
+            (not paths, "train_file is an empty list; name at least one {path: FILE}"),
+            (
+                twice is not None,
+                f"train_file names {twice} twice; write it once, with a weight",
+            ),
+            (
+                self.is_mixed and self.streaming,
                 "train_file is a list, which streaming does not take: a stream takes the shards of"
-                " one source"
-            )
-        if self.is_mixed and self.max_train_samples is not None:
-            yield (
+                " one source",
+            ),
+            (
+                self.is_mixed and self.max_train_samples is not None,
                 "train_file is a list, which max_train_samples does not take: it takes the first"
-                " rows, which are of the first source; lower the weights"
-            )
-        if self.validation_file is not None and self.validation_size is not None:
-            yield (
+                " rows, which are of the first source; lower the weights",
+            ),
+            (
+                self.validation_file is not None and self.validation_size is not None,
                 "validation_file and validation_size both say which rows are held out; leave one"
-                " of the two out, or set it to null"
-            )
-        if self.shuffle_buffer_mib is not None and not self.streaming:
-            yield (
+                " of the two out, or set it to null",
+            ),
+            (
+                self.shuffle_buffer_mib is not None and not self.streaming,
                 "shuffle_buffer_mib is for data.streaming: true; other rows are shuffled over all"
-                " of them"
-            )
-        for key in ("group_by_length", "batch_by_tokens"):
-            if self.packing and getattr(self, key):
-                yield f"packing leaves nothing for {key} to do; set one of the two to false"
+                " of them",
+            ),
+            *(
+                (
+                    self.packing and getattr(self, key),
+                    f"packing leaves nothing for {key} to do; set one of the two to false",
+                )
+                for key in ("group_by_length", "batch_by_tokens")
+            ),
+        ]

@@ -1,6 +1,6 @@
 """Sections of a recipe that say what is trained: model, tokenizer, LoRA, quantization."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -75,12 +75,14 @@ class ModelSection(Section):
         " varlen_attn is PyTorch's own for rows without padding. null: planned.",
     )
 
-    def _faults(self) -> Iterator[str]:
-        if (self.shape is None) == (self.path is None):
-            yield (
+    def _faults(self) -> Sequence[tuple[object, str]]:
+        return [
+            (
+                (self.shape is None) == (self.path is None),
                 "give exactly one of model.shape (a name in configs/models/) and model.path (a"
-                " local folder)"
+                " local folder)",
             )
+        ]
 
 
 class TokenizerSection(Section):

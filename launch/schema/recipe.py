@@ -1,6 +1,6 @@
 """The recipe: every key that a user can set, checked strictly."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
@@ -82,43 +82,47 @@ class Recipe(Section):
             )
         return value
 
-    def _faults(self) -> Iterator[str]:
+    def _faults(self) -> Sequence[tuple[object, str]]:
         training, launch, is_adapter = self.training, self.launch, self.lora and self.model.path
-        if training.load_best_model_at_end and not self.evaluates:
-            yield (
+        unmet, count = self._lacks_for_streaming(), launch.num_processes or launch.nodes
+        return [
+            (
+                training.load_best_model_at_end and not self.data.holds_out,
                 "training.load_best_model_at_end needs data.validation_file or"
-                " data.validation_size: held-out rows say what is best"
-            )
-        if training.early_stopping_patience is not None and not self.evaluates:
-            yield (
+                " data.validation_size: held-out rows say what is best",
+            ),
+            (
+                training.early_stopping_patience is not None and not self.data.holds_out,
                 f"training.early_stopping_patience {training.early_stopping_patience} needs"
                 " data.validation_file or data.validation_size: the loss on held-out rows says when"
-                " to stop"
-            )
-        if is_adapter and self.model.tie_word_embeddings is not None:
-            yield (
+                " to stop",
+            ),
+            (
+                is_adapter and self.model.tie_word_embeddings is not None,
                 "model.tie_word_embeddings beside lora: an adapter is loaded on the folder as it"
-                " is, and would lose a head of its own; leave one of the two out"
-            )
-        if is_adapter and self.model.output_dtype:
-            yield (
+                " is, and would lose a head of its own; leave one of the two out",
+            ),
+            (
+                is_adapter and self.model.output_dtype,
                 "model.output_dtype beside lora: the adapter is saved in its own type, and"
-                " `python -m launch merge` writes the base's; leave one of the two out"
-            )
-        if self.task == "pretrain" and self.data.truncation_side == "left":
-            yield (
+                " `python -m launch merge` writes the base's; leave one of the two out",
+            ),
+            (
+                self.task == "pretrain" and self.data.truncation_side == "left",
                 "data.truncation_side: left is for task: sft; pretraining splits long texts and"
-                " truncates none"
-            )
-        if self.data.streaming and (unmet := self._lacks_for_streaming()):
-            yield f"data.streaming: true needs {'; '.join(unmet)}"
-        count = launch.num_processes
-        if count is not None and count % launch.nodes:
-            yield (
+                " truncates none",
+            ),
+            (
+                self.data.streaming and unmet,
+                f"data.streaming: true needs {'; '.join(unmet)}",
+            ),
+            (
+                count % launch.nodes,
                 f"launch.num_processes {count} cannot be shared evenly by launch.nodes"
                 f" {launch.nodes}; write a multiple of {launch.nodes}"
-                f"{self.keeping(training.samples_per_process * count, count, count)}"
-            )
+                f"{self.keeping(training.samples_per_process * count, count, count)}",
+            ),
+        ]
 
     def _lacks_for_streaming(self) -> list[str]:
         needs = {
@@ -171,11 +175,6 @@ class Recipe(Section):
             f" {effective_batch_size}: {rows} per device x {part // rows} accumulation x {count}"
             f" process{'' if count == 1 else 'es'}"
         )
-
-    @property
-    def evaluates(self) -> bool:
-        """True if there are held-out rows, so that evaluations happen."""
-        return self.data.holds_out
 
     @property
     def keeps_ids(self) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal
@@ -192,23 +192,29 @@ class LaunchSection(Section):
         """The device that the mode's name fixes."""
         return self.named_mode.device if self.named_mode else None
 
-    def _faults(self) -> Iterator[str]:
-        if self.nodes > 1 and self.waits:
-            yield (
-                "wait, after and not_before are for one machine: several would wait one by one; set"
-                " nodes to 1 or leave them out"
-            )
+    def _faults(self) -> Sequence[tuple[object, str]]:
         cluster_keys = ("machine_rank", "main_process_ip", "network_interface")
-        superfluous = [key for key in sorted(cluster_keys) if getattr(self, key)]
-        if self.nodes == 1 and superfluous:
-            yield f"{', '.join(superfluous)}: only for several machines; set launch.nodes too"
-        elif self.machine_rank >= self.nodes:
-            yield f"machine_rank {self.machine_rank}, but nodes count from 0 to {self.nodes - 1}"
-        if self.nodes > 1 and self.main_process_ip is None:
-            yield (
+        superfluous = [key for key in cluster_keys if getattr(self, key)]
+        return [
+            (
+                self.nodes > 1 and self.waits,
+                "wait, after and not_before are for one machine: several would wait one by one; set"
+                " nodes to 1 or leave them out",
+            ),
+            (
+                self.nodes == 1 and superfluous,
+                f"{', '.join(superfluous)}: only for several machines; set launch.nodes too",
+            ),
+            (
+                self.machine_rank >= self.nodes > 1,
+                f"machine_rank {self.machine_rank}, but nodes count from 0 to {self.nodes - 1}",
+            ),
+            (
+                self.nodes > 1 and self.main_process_ip is None,
                 f"nodes {self.nodes} needs main_process_ip, the address of the node with"
-                " machine_rank 0"
-            )
+                " machine_rank 0",
+            ),
+        ]
 
 
 class NumericsSection(Section):

@@ -1,7 +1,7 @@
 """The base of a recipe's sections, and the effects of recipe keys: each field names its effects
 once, and all code that compares recipes asks for them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -47,12 +47,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
-    def _faults(self) -> Iterator[str]:
-        """Yield what is wrong with keys that are right one by one, and what to do."""
-        return iter(())
+    def _faults(self) -> Sequence[tuple[object, str]]:
+        """Rows for keys that are right one by one: what makes them wrong together if it is true,
+        and a sentence on it with what to do."""
+        return ()
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> Self:
-        if faults := [*self._faults()]:
+        if faults := [text for is_wrong, text in self._faults() if is_wrong]:
             raise ValueError("\n".join(faults))
         return self

@@ -1,6 +1,6 @@
 """The section `training` of a recipe."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator
@@ -202,25 +202,28 @@ class TrainingSection(LeverKeys):
             )
         return value
 
-    def _faults(self) -> Iterator[str]:
-        if self.bf16 and self.fp16:
-            yield "bf16 and fp16 are both true; choose one"
-        if (self.learning_rate_scaling == "none") != (self.learning_rate_batch_size is None):
-            yield (
+    def _faults(self) -> Sequence[tuple[object, str]]:
+        names = _SCHEDULE_NUMBERS.get(self.lr_scheduler_type, ())
+        options = self.extras.get("lr_scheduler_kwargs") or {}
+        has_number = isinstance(options, dict) and any(
+            options.get(name) is not None for name in names
+        )
+        return [
+            (self.bf16 and self.fp16, "bf16 and fp16 are both true; choose one"),
+            (
+                (self.learning_rate_scaling == "none") != (self.learning_rate_batch_size is None),
                 f"learning_rate_scaling is {self.learning_rate_scaling} and"
                 f" learning_rate_batch_size {self.learning_rate_batch_size or 'not given'}; set"
                 " both: how the rate grows with the effective batch, and the effective batch that"
-                " learning_rate is for"
-            )
-        names = _SCHEDULE_NUMBERS.get(self.lr_scheduler_type, ())
-        options = self.extras.get("lr_scheduler_kwargs") or {}
-        if names and not (
-            isinstance(options, dict) and any(options.get(name) is not None for name in names)
-        ):
-            yield (
+                " learning_rate is for",
+            ),
+            (
+                names and not has_number,
                 f"lr_scheduler_type {self.lr_scheduler_type} needs {' or '.join(names)}; write"
-                f" lr_scheduler_kwargs: {{{names[-1]}: ...}} under training: in a recipe file"
-            )
+                f" lr_scheduler_kwargs: {{{''.join(names[-1:])}: ...}} under training: in a recipe"
+                " file",
+            ),
+        ]
 
     def learning_rate_at(self, effective_batch_size: int) -> float:
         """The peak learning rate, scaled if the recipe says so (linear: arXiv:1706.02677; sqrt:

@@ -140,4 +140,4 @@ def _kernels(recipe: Recipe, model: Model, rows: Rows, candidate: Strategy, trai
             1 if data.group_by_length or candidate.levers.batch_by_tokens else at_once,
             micro_batches,
         )
-    return onednn.kernels(model.parameters, trained, lengths, recipe.evaluates)
+    return onednn.kernels(model.parameters, trained, lengths, recipe.data.holds_out)

@@ -160,7 +160,7 @@ def estimate(job: HostJob, import_memory: Imports) -> _HostEstimate:
         **{name: training_bytes | _on_host(job, name) for name in _TRAINING_PHASES},
     }
     phases["save"] |= _saving(job)
-    if not job.recipe.evaluates:
+    if not job.recipe.data.holds_out:
         del phases["evaluation"]
     return _HostEstimate(
         {
@@ -315,7 +315,7 @@ def _pinned_batches(job: HostJob) -> int:
     row_bytes = recipe.data.max_length * 8
     batches = _waiting(job) + 1 + strategy.gradient_accumulation_steps
     size = batches * job.pinned([strategy.per_device_train_batch_size * row_bytes])
-    if recipe.evaluates:
+    if recipe.data.holds_out:
         size += 2 * job.pinned([strategy.per_device_eval_batch_size * row_bytes])
     return _columns(job) * size
 

@@ -175,7 +175,7 @@ def test_a_typed_size_replaces_the_held_out_file_of_the_recipe_and_is_said_of_a_
     own = str(load.find("sft_fast"))
     recipe, changes = load.load(own, ["--data.validation_size=0.05"])
     assert (recipe.data.validation_file, recipe.data.validation_size) == (None, 0.05)
-    assert recipe.evaluates
+    assert recipe.data.holds_out
     (change,) = [change for change in changes if change.key == "data.validation_file"]
     assert change.effective == "null"
     assert load.load("sft_fast", ["--data.validation_size=0.05"]) == (recipe, ())
