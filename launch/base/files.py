@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -208,6 +209,14 @@ def expanded(path: str | Path) -> Path:
         ) from error
 
 
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, or a file or link, which may be gone already."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def free_bytes(path: Path) -> int:
     """Bytes that this user may still write on the disk of a folder, or of its nearest parent that
     exists."""
@@ -252,39 +261,45 @@ def check_output(folder: Path) -> None:
     Raises ResourceError.
     """
     refuse_strangers(folder)
-    if fault := next(_faults_of_output(folder), ""):
+    if fault := next((text for is_wrong, text in _faults_of_output(folder) if is_wrong), ""):
         raise ResourceError(f"output_dir {folder}: {fault}")
     for ending in ("tmp", "old"):  # export.py's
         refuse_strangers(folder.with_name(f".{folder.name}.{ending}"))
 
 
-def _faults_of_output(folder: Path) -> Iterator[str]:
-    """Yield what is wrong with a folder for a model, and what to do."""
+def _faults_of_output(folder: Path) -> list[tuple[bool, str]]:
+    """Rows on a folder for a model: whether it is wrong so, and a text on that with what to do."""
     has_model = (folder / "lowmem.json").exists()
     before = folder.parent / f"{folder.name}.previous"
     parent = next(filter(Path.exists, folder.parents), folder)  # the root itself has none
     another = "choose another folder"
-    if folder.is_symlink():
-        yield f"is a symbolic link, to {folder.resolve()}; give that folder itself"
-    if folder.is_dir() and any(folder.iterdir()) and not has_model:
-        yield f"holds files that no run of ours wrote; {another}"
-    if folder.is_mount():
-        yield (
+    return [
+        (
+            folder.is_symlink(),
+            f"is a symbolic link, to {folder.resolve()}; give that folder itself",
+        ),
+        (
+            folder.is_dir() and any(folder.iterdir()) and not has_model,
+            f"holds files that no run of ours wrote; {another}",
+        ),
+        (
+            folder.is_mount(),
             "is a mount point, and the model's folder is replaced as a whole; give a folder below"
-            " it"
-        )
-    if folder.exists() and not folder.is_dir():
-        yield f"is a file; {another}"
-    if has_model and os.path.lexists(before) and not is_model(before):
-        yield (
+            " it",
+        ),
+        (folder.exists() and not folder.is_dir(), f"is a file; {another}"),
+        (
+            has_model and os.path.lexists(before) and not is_model(before),
             f"its model would be kept as {before}, which no run of ours wrote; move that away, or"
-            " choose another output_dir"
-        )
-    if not parent.is_dir():
-        yield f"{parent} is a file; {another}"
-    # /proc and its like hold no files
-    if not os.access(parent, os.W_OK) or not os.statvfs(parent).f_blocks:
-        yield f"{parent} cannot be written to; {another}"
+            " choose another output_dir",
+        ),
+        (not parent.is_dir(), f"{parent} is a file; {another}"),
+        # /proc and its like hold no files
+        (
+            not os.access(parent, os.W_OK) or not os.statvfs(parent).f_blocks,
+            f"{parent} cannot be written to; {another}",
+        ),
+    ]
 
 
 def other_size(folder: Path, sizes: Mapping[str, int]) -> tuple[Path, str] | None:

@@ -1,11 +1,11 @@
 """Files and folders that killed processes have left behind, removed at a later start."""
 
 import re
-import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from launch.base import processes
+from launch.base import files, processes
 
 _MADE_BY = re.compile(r"\.(\d+)\.tmp\Z")  # the process, in a name of files.write_atomic()
 UNTOUCHED_S = 60.0  # age: on a shared folder, a process of another machine may have made it
@@ -32,12 +32,6 @@ def sweep_socket_folders(folder: Path) -> None:
 
 def _remove(path: Path, untouched_s: float) -> None:
     """Remove a file or a folder that was not changed for so long; another start may do so too."""
-    try:
-        if time.time() - path.lstat().st_mtime < untouched_s:
-            return
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    except FileNotFoundError:
-        return
+    with suppress(FileNotFoundError):
+        if time.time() - path.lstat().st_mtime >= untouched_s:
+            files.remove(path)

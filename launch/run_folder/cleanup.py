@@ -10,7 +10,6 @@ from which another, unfinished run continues. Nothing goes that no plan marks as
 that a run does not write, or behind a link."""
 
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from launch.base import locks
+from launch.base import files, locks
 from launch.base.errors import CheckpointError, LockHeld
 from launch.queue import leases
 from launch.run_folder import layout, manifest
@@ -57,22 +56,20 @@ def survey(runs: Path, keep: int, unfinished: bool) -> _Survey:
     """Look at all runs; nothing is changed. `keep`: so many of the newest runs of each recipe keep
     their checkpoints; `unfinished`: those of unfinished runs can go too."""
     removals, stays = list(_leftovers(runs)), []
-    names = sorted({run.root.parent.name for run in RunDir.all(runs)})
-    protected = set(_continued(RunDir.all(runs)))
-    for name in names:
+    planned = RunDir.all(runs)
+    continued = set(_continued(planned))
+    for name in sorted({run.root.parent.name for run in planned}):
         trained = [run for run in RunDir.all(runs, name) if has_checkpoints(run) or _ended(run)]
-        for run in trained[keep:]:
-            if not has_checkpoints(run):
-                continue
-            written, is_complete = manifest.written(run.checkpoints), _ended(run)
-            checkpoints_bytes = sum(map(size_bytes, written))
+        for run in filter(has_checkpoints, trained[keep:]):
+            checkpoints_bytes = sum(map(size_bytes, manifest.written(run.checkpoints)))
+            is_complete = _ended(run)
             are_last = is_complete and not _has_model(run)
             links = (run.root.parent, run.root, run.checkpoints)
             if link := next((path for path in links if path.is_symlink()), None):
                 stays.append(f"{run.run_id}: its checkpoints lie behind the link {link}")
             elif _is_in_use(run):
                 stays.append(f"{run.run_id}: in use")
-            elif run.root.resolve() in protected:
+            elif run.root.resolve() in continued:
                 stays.append(f"{run.run_id}: an unfinished run continues from its checkpoint")
             elif is_complete and not are_last:
                 removals.append(Removal("complete", run, checkpoints_bytes))
@@ -89,9 +86,11 @@ def survey(runs: Path, keep: int, unfinished: bool) -> _Survey:
 def _leftovers(runs: Path) -> Iterator[Removal]:
     for root in sorted(runs.glob("*/*")):
         run = RunDir(root)
-        if not run.is_removable() or _is_in_use(run):
-            continue
-        if time.time() - root.stat().st_mtime < UNTOUCHED_S:
+        if (
+            not run.is_removable()
+            or _is_in_use(run)
+            or time.time() - root.stat().st_mtime < UNTOUCHED_S
+        ):
             continue
         if root.name == DRY_RUN:
             yield Removal("dry run", run, size_bytes(root))
@@ -105,10 +104,7 @@ def remove(removal: Removal) -> bool:
     try:
         with layout.run_lock(removal.run) if is_run else nullcontext():
             for path in removal.paths:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+                files.remove(path)
     except LockHeld:
         return False
     return True
