@@ -295,6 +295,7 @@ class AttemptRecord:
     vram_reserved_bytes: int = 0  # of the fullest rank at the last logged step
     vram_total_bytes: int = 0  # 0: no GPU, or no step
     xids: tuple[Xid, ...] = ()  # of the ranks' cards during the attempt
+    section: str = ""  # of the rank that failed first, as in Failure
 
 
 @dataclass(frozen=True)

@@ -120,29 +120,30 @@ def result_of(
             if beat.rank not in with_error and beat.section != "tokenise"
         ),
         xids=beginning.xids.read() if beginning.xids else (),
+        section=heartbeats.section_of_the_first(beats, rank_errors),
         **last_vram(attempt.events_file),
     )
     failure = None if ended.is_refuted else failures.classify(record)
-    if failure is not None:
-        section = heartbeats.section_of_the_first(beats, record.rank_errors)
-        failure = failures.in_section(failure, section)
     # a stop before there was a rank to write it
     if outcome is None and failure is not None and failure.kind in ("stopped", failures.YIELDED):
         files.write_json(attempt.outcome_file, Outcome(complete=False, ended="preempted"))
-    notes = []
-    if failure is not None and failure.kind == "stopped" and not (outcome and outcome.checkpoint):
-        step = run.last_step()
-        notes.append(f"step {step} is saved" if step else "no step is saved, tokenised rows stay")
-    if ended.unkillable:
-        notes.append(
+    step = run.last_step()
+    notes = [
+        (
+            failure and failure.kind == "stopped" and not (outcome and outcome.checkpoint),
+            f"step {step} is saved" if step else "no step is saved, tokenised rows stay",
+        ),
+        (
+            ended.unkillable,
             f"not even SIGKILL ended process {', '.join(map(str, ended.unkillable))}: restart the"
-            " machine"
-        )
-    if failure is None and ended.returncode and not ended.is_refuted:
-        notes.append(
+            " machine",
+        ),
+        (
+            failure is None and ended.returncode and not ended.is_refuted,
             f"the launcher ended with {ended.returncode} while closing down, after the model was"
-            f" written: {attempt.log_file}"
-        )
+            f" written: {attempt.log_file}",
+        ),
+    ]
     return RunResult(
         run_dir=str(run.root),
         exit_code=failure.exit_code if failure else 0,
@@ -152,7 +153,7 @@ def result_of(
         host_left_bytes=ended.host_left_bytes,
         summary=asdict(outcome) if outcome and completed else {},
         plan_again=ended.is_refuted,
-        note="; ".join(notes),
+        note="; ".join(text for is_so, text in notes if is_so),
         unkillable=tuple(ended.unkillable),
         last_step=max((beat.step for beat in beats), default=0),
     )

@@ -37,18 +37,33 @@ _CRASHED = re.compile(
 # exit code of a rank that wrote no error
 _EXITED = re.compile(r"exitcode\s*:\s*(\d+)\b|returned non-zero exit status (\d+)")
 KINDS = {kind.exit_code: kind.__name__ for kind in errors.LaunchError.__subclasses__()}
+_MIXED_BUILDS = (
+    "see the stacks in the attempt's log.txt; `pip install --force-reinstall -r requirements.txt`"
+    " mends mixed builds; if it comes back anywhere else each time, test the machine's memory"
+)
+# Signals that end a rank: kind, exit code, what happened, fix
 _SIGNALS = {
-    "SIGSEGV": "native code touched memory that is not its own",
-    "SIGBUS": "a file or /dev/shm behind mapped memory is gone, cut short or full",
-    "SIGILL": "native code was built for another CPU",
-    "SIGABRT": "native code called abort(); its last message is in the log",
-    "SIGFPE": "native code divided by zero",
+    "SIGSEGV": ("signal", 1, "native code touched memory that is not its own", _MIXED_BUILDS),
+    "SIGBUS": (
+        *("signal", 1, "a file or /dev/shm behind mapped memory is gone, cut short or full"),
+        _MIXED_BUILDS,
+    ),
+    "SIGILL": ("signal", 1, "native code was built for another CPU", _MIXED_BUILDS),
+    "SIGABRT": (
+        *("signal", 1, "native code called abort(); its last message is in the log"),
+        _MIXED_BUILDS,
+    ),
+    "SIGFPE": ("signal", 1, "native code divided by zero", _MIXED_BUILDS),
+    "SIGXFSZ": (
+        *("disk", 10, "a file grew past the limit of sizes"),
+        "raise the limit (`ulimit -f unlimited` before the same line); `ulimit -f` shows it",
+    ),
+    "SIGXCPU": (
+        *("limit", 3, "a process used up its limit of CPU time"),
+        "raise the limit (`ulimit -t unlimited` before the same line); `ulimit -t` shows it",
+    ),
 }
-# signals of a limit: kind, exit code, what was exceeded, what raises it
-LIMITS = {
-    "SIGXFSZ": ("disk", 10, "a file grew past the limit of sizes", "ulimit -f"),
-    "SIGXCPU": ("limit", 3, "a process used up its limit of CPU time", "ulimit -t"),
-}
+_OTHER_SIGNAL = ("signal", 1, "a signal that the run does not use", _MIXED_BUILDS)
 # Lines that are no failure: warnings, and lines that two step lines follow.
 WARNING = re.compile(
     r"\b(WARNING|INFO|DEBUG)\b|(?<!NCCL )\bWARN\b|Warning: |^(\[rank\d+\]:)?\[[WI]\d*"
@@ -83,21 +98,20 @@ CONTINUE = "run the same line again to continue"
 def classify(record: AttemptRecord) -> Failure | None:
     """The cause of an attempt's end; None when it left its model, even if a rank fell over while
     closing down."""
-    return None if record.completed else _with_xid(_cause(record), record.xids)
-
-
-def in_section(failure: Failure, section: str) -> Failure:
-    """The failure with the section of the rank that failed, and what helps there."""
-    less = _BESIDE_STEPS.get(section, SMALLER)
-    return replace(failure, section=section, fix=failure.fix.replace(SMALLER, less))
+    if record.completed:
+        return None
+    failure = _with_xid(_cause(record), record.xids)
+    less = _BESIDE_STEPS.get(record.section, SMALLER)  # what helps in that section
+    return replace(failure, section=record.section, fix=failure.fix.replace(SMALLER, less))
 
 
 def _with_xid(failure: Failure, xids: Sequence[Xid]) -> Failure:
     """The failure with the Xid that explains it: a broken card's, or that of a card that left the
     ranks behind it waiting or falling."""
     xids = [xid for xid in xids if not xid.line.endswith("(None)")]  # the card has recovered
-    hardware = [xid for xid in xids if xid.number in HARDWARE_XIDS]
-    hardware.sort(key=lambda xid: xid.number == 154)
+    hardware = sorted(
+        (xid for xid in xids if xid.number in HARDWARE_XIDS), key=lambda xid: xid.number == 154
+    )
     advice = next((match[1] for xid in xids if (match := ADVICE.search(xid.line))), "")
     says = f"; the driver says: {advice}" if advice else ""
     if failure.kind == "gpu_broken" and xids:
@@ -347,23 +361,10 @@ def _signal(record: AttemptRecord) -> Failure | None:
     match = _CRASHED.search(record.log_tail)
     if match is None:
         return None
-    name, proof = _signal_name(int(match[1] or match[2])), _proof(full_line(match))
-    if name in LIMITS:
-        kind, code, exceeded, command = LIMITS[name]
-        fix = f"raise the limit (`{command} unlimited` before the same line); `{command}` shows it"
-        return Failure(kind, code, f"a rank was ended by {name}: {exceeded}", proof, fix)
-    cause = (
-        f"a rank was ended by {name}: {_SIGNALS.get(name, 'a signal that the run does not use')}"
-    )
-    return Failure(
-        "signal",
-        1,
-        cause,
-        proof,
-        "see the stacks in the attempt's log.txt; `pip install --force-reinstall -r"
-        " requirements.txt` mends mixed builds; if it comes back anywhere else each time, test the"
-        " machine's memory",
-    )
+    name = _signal_name(int(match[1] or match[2]))
+    kind, code, meaning, fix = _SIGNALS.get(name, _OTHER_SIGNAL)
+    cause = f"a rank was ended by {name}: {meaning}"
+    return Failure(kind, code, cause, _proof(full_line(match)), fix)
 
 
 def _signal_name(number: int) -> str:
@@ -412,10 +413,9 @@ def _preempted(record: AttemptRecord) -> Failure:
     stops = [error for error in record.rank_errors if error.type == _STOPPED]
     code = stops[0].exit_code or 75 if stops else 75
     cause = f"{stops[0].message if stops else 'the ranks agreed to stop'}{_saved(record)}"
-    if code == 10:
-        fix = "free space where runs/ is, then run the same line again"
-        return Failure("disk", code, cause, "outcome.json", fix)
-    return Failure("stopped", code, cause, "outcome.json", CONTINUE)
+    free_space = "free space where runs/ is, then run the same line again"
+    kind, fix = ("disk", free_space) if code == 10 else ("stopped", CONTINUE)
+    return Failure(kind, code, cause, "outcome.json", fix)
 
 
 def _saved(record: AttemptRecord) -> str:

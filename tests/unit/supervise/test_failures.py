@@ -214,10 +214,8 @@ def test_a_kill_by_the_kernel_names_the_limit_and_what_the_job_held():
     ],
 )
 def test_what_helps_where_memory_ran_out_is_of_its_section(section, says):
-    killed = failures.classify(evidence(oom_kills=1, log_tail=KILLED))
-    assert killed is not None
-    failure = failures.in_section(killed, section)
-    assert failure.section == section
+    failure = failures.classify(evidence(oom_kills=1, log_tail=KILLED, section=section))
+    assert failure is not None and failure.section == section
     assert says in failure.fix and failure.fix.endswith("or give the run more memory")
     assert ("per_device_train_batch_size" in failure.fix) == (section == "step")
 
