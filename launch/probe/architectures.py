@@ -127,21 +127,24 @@ def attention_notes(gpus: Sequence[Gpu], few_shapes: bool) -> Iterator[str]:
     """Yield a line for each kind of card whose attention needs a variable, or has no fused
     kernel."""
     for name, attention in {gpu.architecture: look_up(gpu).attention for gpu in gpus}.items():
-        if name in PREFER_CUDNN and cudnn_is_last(few_shapes, {}):
-            yield (
-                "attention: cuDNN's kernels come after PyTorch's own: they would compile for each"
-                f" shape of a batch, and keep that in host RAM; {CUDNN_LAST}=0 puts them first"
-            )
-        if attention == "experimental":
-            yield (
-                f"attention: PyTorch calls its fused kernels for {name} experimental;"
-                f" {ALLOW_EXPERIMENTAL}=1 allows them, unless you set that variable yourself"
-            )
-        elif attention == "math":
-            yield (
-                f"attention: PyTorch has no fused kernel for {name}; every layer holds its scores"
-                " in memory (batch x heads x length^2)"
-            )
+        notes = (
+            (
+                name in PREFER_CUDNN and cudnn_is_last(few_shapes, {}),
+                "cuDNN's kernels come after PyTorch's own: they would compile for each shape of a"
+                f" batch, and keep that in host RAM; {CUDNN_LAST}=0 puts them first",
+            ),
+            (
+                attention == "experimental",
+                f"PyTorch calls its fused kernels for {name} experimental; {ALLOW_EXPERIMENTAL}=1"
+                " allows them, unless you set that variable yourself",
+            ),
+            (
+                attention == "math",
+                f"PyTorch has no fused kernel for {name}; every layer holds its scores in memory"
+                " (batch x heads x length^2)",
+            ),
+        )
+        yield from (f"attention: {note}" for is_so, note in notes if is_so)
 
 
 def without_bf16(gpus: Sequence[Gpu]) -> str:

@@ -74,7 +74,7 @@ def link(
     path = cache / "link.json"
     facts = _facts(machine, num_processes, environ, collective, device, backends)
     key = files.digest(facts)
-    if not fresh and (cached := _read_cache(path, say).get(key)) and _is_valid(cached):
+    if not fresh and (cached := _read_cache(path, say).get(key)):
         return cached.link
     search = _Search(machine, num_processes, environ, collective, device, say, limits, shm)
     tested = search.run(backends)
@@ -100,11 +100,11 @@ def last_result(
     """The result of this process's last test of these GPUs, else that of an earlier start, else
     None. Nothing is tested."""
     path = cache / "link.json"
-    facts = _facts(machine, num_processes, environ, collective, "cuda", backends)
-    if tested := _of_this_process.get((path, files.digest(facts))):
+    key = files.digest(_facts(machine, num_processes, environ, collective, "cuda", backends))
+    if tested := _of_this_process.get((path, key)):
         return tested
-    cached = _read_cache(path, lambda line: None).get(files.digest(facts))
-    return cached.link if cached and _is_valid(cached) else None
+    cached = _read_cache(path, lambda line: None).get(key)
+    return cached.link if cached else None
 
 
 # ---- the search
@@ -297,19 +297,20 @@ def _facts(
 
 
 def _read_cache(path: Path, say: Callable[[str], None]) -> dict[str, _CachedLink]:
-    """The results of earlier tests, oldest first. If the file cannot be used, a line says so and
-    there are none."""
+    """The results of earlier tests that still hold, oldest first: working links, and failed
+    searches that are at most a day old. If the file cannot be used, a line says so and there are
+    none."""
     try:
-        return files.read(path, dict[str, _CachedLink]) or {}
+        entries = files.read(path, dict[str, _CachedLink]) or {}
     except CheckpointError as error:
         reason = str(error).partition(";")[0]
         say(f"link test: earlier results cannot be read: {reason}; testing again")
         return {}
-
-
-def _is_valid(cached: _CachedLink) -> bool:
-    """True for a working link, and for a failed search that is at most a day old."""
-    return cached.link.backend is not None or 0 <= time.time() - cached.time < _FAILURE_KEPT_S
+    return {
+        key: cached
+        for key, cached in entries.items()
+        if cached.link.backend or 0 <= time.time() - cached.time < _FAILURE_KEPT_S
+    }
 
 
 def _store(path: Path, facts: Mapping[str, Any], link: Link, say: Callable[[str], None]) -> None:

@@ -368,8 +368,9 @@ def as_begun(tokens: TokenCache, runs: Path, recipe: Recipe, resume: str) -> Tok
     else `tokens`. `resume`: auto, never, or a path to a run or a checkpoint of it."""
     if resume == "never":
         return tokens
-    identity = {**tokens.identity}
-    identity.pop(token_cache.BESIDE_CONFIG, None)
+    identity = {
+        key: value for key, value in tokens.identity.items() if key != token_cache.BESIDE_CONFIG
+    }
     before = tokens.folder.with_name(digest(identity))
     earlier = [run_at(resume)]
     if resume == "auto":
