@@ -82,7 +82,7 @@ class XidWatch:
     def read(self) -> tuple[Xid, ...]:
         """The Xids so far, in the order of their reports, each number once; ends listening."""
         of_kernel = kernel_xids(self._kernel_log, self._since_s, self._on_bus)
-        return merged([*self._from_nvml()], of_kernel)
+        return merged([*self._from_nvml()], [*of_kernel])
 
     def _listen(self, gpus: Sequence[Gpu]) -> None:
         if not gpus:
@@ -138,10 +138,9 @@ def _address(handle: Any) -> int:
     return ctypes.cast(handle, ctypes.c_void_p).value or 0
 
 
-def kernel_xids(log: Path, since_s: float, on_bus: Mapping[Bus, str]) -> list[Xid]:
-    """The Xids of these cards in the kernel's log since a time of the monotonic clock; [] if this
-    user may not read it."""
-    xids = []
+def kernel_xids(log: Path, since_s: float, on_bus: Mapping[Bus, str]) -> Iterator[Xid]:
+    """Yield the Xids of these cards in the kernel's log since a time of the monotonic clock; none
+    if this user may not read it."""
     # this user may not read it, or there are no more records
     with suppress(OSError), files.descriptor(log, os.O_RDONLY | os.O_NONBLOCK) as file:
         while text := _next_records(file):
@@ -150,8 +149,7 @@ def kernel_xids(log: Path, since_s: float, on_bus: Mapping[Bus, str]) -> list[Xi
                 if line is None or int(microseconds) < since_s * 1e6:
                     continue
                 if card := on_bus.get((int(line[1], 16), int(line[2], 16))):
-                    xids.append(Xid(int(line[3]), card, line[0]))
-    return xids
+                    yield Xid(int(line[3]), card, line[0])
 
 
 def _next_records(file: int) -> str:

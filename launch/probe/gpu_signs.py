@@ -3,7 +3,7 @@ of drivers in /sys."""
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,10 +39,9 @@ def system_root(environ: Mapping[str, str]) -> Path:
     return Path(environ.get(_SYSTEM_ROOT) or "/")
 
 
-def cards(root: Path, vendor: str) -> list[Card]:
-    """A vendor's graphics cards on the PCI bus, except cards that are passed to a virtual
+def cards(root: Path, vendor: str) -> Iterator[Card]:
+    """Yield a vendor's graphics cards on the PCI bus, except cards that are passed to a virtual
     machine."""
-    on_bus = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
         kind, of = system_text(device / "class"), _VENDORS.get(system_text(device / "vendor"))
         if of != vendor or not kind.startswith(
@@ -52,8 +51,7 @@ def cards(root: Path, vendor: str) -> list[Card]:
         driver = (device / "driver").resolve().name if (device / "driver").exists() else ""
         size = system_text(device / "mem_info_vram_total")
         if driver != _PASSED_ON:
-            on_bus.append(Card(vendor, device.name, driver, int(size) if size.isdigit() else None))
-    return on_bus
+            yield Card(vendor, device.name, driver, int(size) if size.isdigit() else None)
 
 
 def nvidia(root: Path) -> list[str]:

@@ -114,14 +114,13 @@ def find(env: Mapping[str, str], root: Path = Path("/")) -> Found:
             " numbers the fastest first)"
         )
     obstacles = [] if nvidia.listed else [*nvidia.obstacles, *_nvidia_signs(nvidia, root)]
-    for variable in variables:
-        if variable in env:
-            before = len(listed)
-            listed, effect = visible(listed, env[variable])
-            notes.append(f'{variable}="{env[variable]}" {effect}')
-            if before and not listed:
-                obstacles.append(_names_none(variable, env[variable], before))
-        if variable == "ROCR_VISIBLE_DEVICES" and variable in env:
+    for variable in (name for name in variables if name in env):
+        before = len(listed)
+        listed, effect = visible(listed, env[variable])
+        notes.append(f'{variable}="{env[variable]}" {effect}')
+        if before and not listed:
+            obstacles.append(_names_none(variable, env[variable], before))
+        if variable == "ROCR_VISIBLE_DEVICES":
             # The index is HIP's number from here on, which the command line will use
             listed = [(uuid, replace(gpu, index=index)) for index, (uuid, gpu) in enumerate(listed)]
     small = [gpu for _, gpu in listed if gpu.total_bytes < _MIN_VRAM_BYTES]

@@ -208,8 +208,8 @@ def cpus(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> tuple[i
     return min(caps, key=_size)
 
 
-def _cgroups(root: Path, controller: str) -> list[tuple[int, str]]:
-    """(version, folder) of this process's own cgroup, then of each visible ancestor, in both
+def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, str]]:
+    """Yield (version, folder) of this process's own cgroup, then of each visible ancestor, in both
     versions if both are mounted.
 
     A container sees only a part of the hierarchy, which is mounted elsewhere. mountinfo names the
@@ -222,7 +222,6 @@ def _cgroups(root: Path, controller: str) -> list[tuple[int, str]]:
         if kind == "cgroup2" or (kind == "cgroup" and controller in options[-1].split(",")):
             part, point = (PurePosixPath(_unescaped(text)) for text in before.split()[3:5])
             mounts[2 if kind == "cgroup2" else 1].append((part, point))
-    folders = []
     for line in _read(root, "/proc/self/cgroup").splitlines():
         number, controllers, group = line.split(":", 2)
         version = 2 if number == "0" and not controllers else 1
@@ -236,10 +235,9 @@ def _cgroups(root: Path, controller: str) -> list[tuple[int, str]]:
         ]
         # if our cgroup is not mounted here, the mount point is the nearest visible folder
         for folder, point in chains or [(point, point) for _, point in mounts[version][:1]]:
-            folders += [
+            yield from (
                 (version, str(up)) for up in (folder, *folder.parents) if up.is_relative_to(point)
-            ]
-    return folders
+            )
 
 
 def _cgroup_caps(root: Path) -> Iterator[tuple[int, int, str, str]]:

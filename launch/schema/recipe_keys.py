@@ -1,38 +1,17 @@
 """Keys of a recipe, dotted, and what each affects."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import BaseModel
-
-from launch.schema.data_section import DataSection
-from launch.schema.model_sections import (
-    LoraSection,
-    ModelSection,
-    QuantizationSection,
-    TokenizerSection,
-)
 from launch.schema.recipe import Recipe
-from launch.schema.run_sections import (
-    EvaluationSection,
-    LaunchSection,
-    NumericsSection,
-    ResumeSection,
-)
-from launch.schema.section import EVERYTHING, Effect, marked
-from launch.schema.training_section import TrainingSection
+from launch.schema.section import EVERYTHING, Effect, Section, marked
 
-SECTIONS: Mapping[str, type[BaseModel]] = {
-    "model": ModelSection,
-    "tokenizer": TokenizerSection,
-    "lora": LoraSection,
-    "quantization": QuantizationSection,
-    "data": DataSection,
-    "training": TrainingSection,
-    "launch": LaunchSection,
-    "numerics": NumericsSection,
-    "evaluation": EvaluationSection,
-    "resume": ResumeSection,
+# a section's type, also of one that may be None
+SECTIONS: Mapping[str, type[Section]] = {
+    name: kind
+    for name, field in Recipe.model_fields.items()
+    for kind in (field.annotation, *get_args(field.annotation))
+    if isinstance(kind, type) and issubclass(kind, Section)
 }
 
 

@@ -32,12 +32,12 @@ def test_the_kernels_log_gives_the_xids_since_a_time(tmp_path: Path):
         (103.0, OFF_THE_BUS.replace("44", "c1")),  # the card of somebody else
     )
     cards = {(0, 0x01): "GPU 0", (0, 0x44): "GPU 1"}
-    found = gpu_health.kernel_xids(log(tmp_path, *records), 100.0, cards)
+    found = [*gpu_health.kernel_xids(log(tmp_path, *records), 100.0, cards)]
     assert found == [Xid(79, "GPU 1", OFF_THE_BUS)]
 
 
 def test_a_log_that_may_not_be_read_says_nothing(tmp_path: Path):
-    assert gpu_health.kernel_xids(tmp_path / "dev/kmsg", 0.0, {(0, 0x44): "GPU 1"}) == []
+    assert not [*gpu_health.kernel_xids(tmp_path / "dev/kmsg", 0.0, {(0, 0x44): "GPU 1"})]
 
 
 def test_the_kernels_words_take_the_place_of_nvmls_number_and_the_newest_advice_counts():
