@@ -4,7 +4,7 @@ the user may write to them."""
 import os
 import stat
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from launch.base import files
@@ -45,11 +45,11 @@ def settle(environ: MutableMapping[str, str] = os.environ) -> None:
     environ["TMPDIR"] = tempfile.tempdir = str(private_folder)
 
 
-def noexec(environ: Mapping[str, str] = os.environ) -> str | None:
+def noexec() -> str | None:
     """The reason why code that is compiled into the settled folders cannot be run there; None: it
     can."""
     for variable in ("TMPDIR", *FOLDERS):
-        folder = environ.get(variable)
+        folder = os.environ.get(variable)
         if folder and os.statvfs(folder).f_flag & os.ST_NOEXEC:
             return (
                 f"{variable} {folder} is mounted noexec; set {variable} to a folder"

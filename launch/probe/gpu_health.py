@@ -71,9 +71,9 @@ class XidWatch:
     """The Xids of NVIDIA cards from now on. NVML reports them to those who listen; the kernel's log
     has them too, for users who may read it."""
 
-    def __init__(self, gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> None:
-        root = gpu_signs.system_root(environ)
-        self._kernel_log, self._since_s = root / "dev/kmsg", time.monotonic()
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
+        self._kernel_log = gpu_signs.system_root(os.environ) / "dev/kmsg"
+        self._since_s = time.monotonic()
         self._cards: dict[int, str] = {}  # address of a handle -> card
         self._on_bus: dict[Bus, str] = {}
         self._events: Any = None

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -365,7 +365,7 @@ def _ask(
     env: Mapping[str, str],
     timeout_s: float,
     parse: Callable[[str], _Parsed],
-    combine: Callable[..., _Listed],
+    combine: Callable[..., Iterable[tuple[str, Gpu]]],
 ) -> tuple[_Listed, str]:
     """Run a tool once for each query, parse its outputs and combine them into a list of GPUs. If
     that fails: no GPUs, and the reason. `parse` raises ValueError for nonsense."""
@@ -402,7 +402,7 @@ def _ask(
                 f"{program} exited with {child.returncode} and printed no list of GPUs ({error}):"
                 f" {(lines or ['nothing'])[0]}"
             )
-    listed = combine(*parsed)
+    listed = [*combine(*parsed)]
     return listed, f"{program} lists {len(listed)}"
 
 
@@ -450,8 +450,7 @@ def _amd_smi_rows(text: str) -> dict[int, Mapping[str, Any]]:
 
 def _amd_smi_gpus(
     static: Mapping[int, Mapping[str, Any]], metric: Mapping[int, Mapping[str, Any]]
-) -> _Listed:
-    listed: _Listed = []
+) -> Iterator[tuple[str, Gpu]]:
     for index, row in static.items():
         asic, usage = _part(row, "asic"), _part(metric.get(index, {}), "mem_usage")
         total, used = (_part(usage, key).get("value") for key in ("total_vram", "used_vram"))
@@ -466,8 +465,7 @@ def _amd_smi_gpus(
             _first(_part(row, "driver"), "version"),
         )
         gpu = Gpu(index, name, "amd", *sizes, gfx, driver, f"amd-smi GPU {index}")
-        listed.append((_amd_uuid(_first(asic, "asic_serial")), gpu))
-    return listed
+        yield _amd_uuid(_first(asic, "asic_serial")), gpu
 
 
 def _part(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:

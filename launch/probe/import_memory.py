@@ -101,13 +101,7 @@ def _store(file: Path, result: Mapping[str, Any]) -> None:
 def _import_failure(package: str) -> str:
     """The last line of a Python process that fails to import the package; "" if it succeeds."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", f"import {package}"],
-            env=environment.passed(os.environ),
-            capture_output=True,
-            text=True,
-            timeout=CHILD_TIMEOUT_S,
-        )
+        done = _python("-c", f"import {package}")
     except subprocess.TimeoutExpired:
         return f"not done after {CHILD_TIMEOUT_S} s"
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -115,25 +109,12 @@ def _import_failure(package: str) -> str:
 
 
 def _child(role: str, device: Device) -> dict[str, Any]:
-    argv = [
-        sys.executable,
-        "-P",
-        "-m",
-        "training.children.import_memory",
-        role,
-        "--device",
-        device,
-        "--without",
-        *modules.OPTIONAL,
-    ]
-    variables = {
-        **environment.passed(os.environ),
-        "PYTHONPATH": str(CODE),
-        "HF_HUB_OFFLINE": "1",
-    }
+    options = (role, "--device", device, "--without", *modules.OPTIONAL)
     try:
-        done = subprocess.run(
-            argv, env=variables, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S
+        done = _python(
+            *("-m", "training.children.import_memory", *options),
+            PYTHONPATH=str(CODE),
+            HF_HUB_OFFLINE="1",
         )
     except subprocess.TimeoutExpired:
         raise ResourceError(
@@ -144,6 +125,18 @@ def _child(role: str, device: Device) -> dict[str, Any]:
             f"what a {role} imports fails: {_reason(done.stderr) or f'exit code {done.returncode}'}"
         )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run this Python with these arguments and further variables to its end. Raises
+    TimeoutExpired."""
+    return subprocess.run(
+        [sys.executable, "-P", *arguments],
+        env=environment.passed(os.environ) | variables,
+        capture_output=True,
+        text=True,
+        timeout=CHILD_TIMEOUT_S,
+    )
 
 
 def _reason(stderr: str) -> str:

@@ -250,17 +250,15 @@ class MemoryEstimate:
         states = {
             name: getattr(self, f"{name}_bytes") for name in ("weights", "gradients", "optimizer")
         }
-        of_peak = dict(self.peak.parts) if self.peak else {"states": 0}
+        of_peak = self.peak.parts if self.peak else {"states": 0}
         if "states" in of_peak:  # all that is known of them
-            del of_peak["states"]
-            of_peak = {**states, **of_peak}
+            of_peak = {**states, **of_peak, "states": 0}
         beside = {
             "reserved above it": self.fragmentation_bytes,
             "context and communicators": self.outside_bytes,
             "margin": self.margin_bytes,
         }
-        parts = {**of_peak, **beside}
-        return {name: size for name, size in parts.items() if size}
+        return {name: size for name, size in {**of_peak, **beside}.items() if size}
 
     @property
     def host_bytes(self) -> int:

@@ -205,8 +205,7 @@ def log_tail(path: Path) -> str:
     if not path.exists():
         return ""
     with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - _LOG_TAIL_BYTES))
+        file.seek(max(0, path.stat().st_size - _LOG_TAIL_BYTES))
         return file.read().decode("utf-8", "replace")
 
 

@@ -28,7 +28,6 @@ STACKS_S = 2.0  # time for stacks to be written
 _HANG_GRACE_S = 10.0  # time between SIGTERM and SIGKILL of ranks that hang
 _ALONE_GRACE_S = 10.0  # time for the launcher and the other ranks, once a rank has ended
 _REPORT_S = 2.0  # time for the launcher to report how each rank ended, once all have ended
-_STACKS_SIGNAL = signal.SIGQUIT
 # share of ten seconds in which all processes of the machine waited for memory
 _STALLED_PERCENT = 50.0
 _PRESSURE = re.compile(r"^full avg10=([\d.]+)", re.MULTILINE)
@@ -208,9 +207,8 @@ class RankWatcher:
         self._signalled.clear()
         self._screen.say(f"{silent}; stacks of all ranks: {self._attempt.root}/ranks/*/stacks.txt")
         for beat in beats:
-            processes.send(beat.pid, _STACKS_SIGNAL)
-            # a rank that was stopped writes its stacks only now
-            processes.send(beat.pid, signal.SIGCONT)
+            processes.send(beat.pid, signal.SIGQUIT)  # it writes its stacks,
+            processes.send(beat.pid, signal.SIGCONT)  # if it was stopped, only now
         return False
 
     def _is_alone(self, child: subprocess.Popen[bytes], beats: list[Beat], now_s: float) -> bool:
