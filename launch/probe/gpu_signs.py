@@ -93,14 +93,19 @@ def rocr_ids(root: Path) -> set[str]:
 def amd_fix(root: Path) -> str:
     """The fix that makes the installed AMD cards visible to this process."""
     compute = root / "dev/kfd"
-    if not compute.exists():
-        return (
+    obstacles = (
+        (
+            not compute.exists(),
             "/dev/kfd, ROCm's way to them, is not here: a container needs --device /dev/kfd"
-            " --device /dev/dri; elsewhere load the kernel's driver amdgpu"
-        )
-    if not os.access(compute, os.R_OK | os.W_OK):
-        return "you may not open /dev/kfd: sudo usermod -aG render,video $USER, then log in again"
-    return (
+            " --device /dev/dri; elsewhere load the kernel's driver amdgpu",
+        ),
+        (
+            not os.access(compute, os.R_OK | os.W_OK),
+            "you may not open /dev/kfd: sudo usermod -aG render,video $USER, then log in again",
+        ),
+    )
+    install = (
         "install rocm-smi or amd-smi, which list the cards (Debian, Ubuntu, Fedora: the package"
         " rocm-smi)"
     )
+    return next((fix for is_met, fix in obstacles if is_met), install)

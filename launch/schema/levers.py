@@ -233,6 +233,7 @@ def read_levers(values: Mapping[str, Any]) -> dict[str, Any]:
 # ---- rows
 
 Refused = Callable[[Levers, "ModelFamily"], str | None]
+_NOT_COMPILED = "torch.compile compiles layers, of which this has not been tested; leave one out"
 # least tokens per part of an MLP: a card computes smaller products at a lower rate
 _LEAST_TOKENS = 1024
 
@@ -329,22 +330,25 @@ def _unless(can: Callable[[ForwardFacts], bool], lack: str, is_in_layers: bool =
     layers, of torch.compile, which compiles them."""
 
     def refusal(levers: Levers, family: ModelFamily) -> str | None:
-        if not can(family.forward):
-            return f"the model is a {family.model_type}, {lack}"
-        if is_in_layers and levers.torch_compile:
-            return "torch.compile compiles layers, of which this has not been tested; leave one out"
-        return None
+        obstacles = (
+            (not can(family.forward), f"the model is a {family.model_type}, {lack}"),
+            (is_in_layers and levers.torch_compile, _NOT_COMPILED),
+        )
+        return next((reason for is_met, reason in obstacles if is_met), None)
 
     return refusal
 
 
 def _no_tiles_in(mode: LaunchMode, num_shards: int) -> str | None:
     option = f"training.tiled_mlp_num_shards {num_shards}"
-    if mode.engine == "fsdp2":
-        return f"has not been tested with {option}; leave one out"
-    if mode.shards_parameters:
-        return f"would gather the weights of an MLP for each part of {option}; leave one out"
-    return None
+    obstacles = (
+        (mode.engine == "fsdp2", f"has not been tested with {option}; leave one out"),
+        (
+            mode.shards_parameters,
+            f"would gather the weights of an MLP for each part of {option}; leave one out",
+        ),
+    )
+    return next((reason for is_met, reason in obstacles if is_met), None)
 
 
 def _most_parts(tokens: int) -> int:
@@ -354,19 +358,20 @@ def _most_parts(tokens: int) -> int:
 
 
 def _streams(levers: Levers, family: ModelFamily) -> str | None:
-    if family.is_encoder_decoder:
-        return (
+    obstacles = (
+        (
+            family.is_encoder_decoder,
             f"the model is a {family.model_type}, and only the layers of a decoder alone are"
-            " streamed"
-        )
-    if levers.every_n_layers != 1:
-        return (
+            " streamed",
+        ),
+        (
+            levers.every_n_layers != 1,
             "backward finds the weights of a layer that is computed again; checkpoint every layer"
-            " (training.activation_checkpointing true, without every_n_layers), or stream none"
-        )
-    if levers.torch_compile:
-        return "torch.compile compiles layers, of which this has not been tested; leave one out"
-    return None
+            " (training.activation_checkpointing true, without every_n_layers), or stream none",
+        ),
+        (levers.torch_compile, _NOT_COMPILED),
+    )
+    return next((reason for is_met, reason in obstacles if is_met), None)
 
 
 def aligned_bytes(size_bytes: int) -> int:

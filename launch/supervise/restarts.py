@@ -62,26 +62,26 @@ def decide(
         return _Next("stop", "launch.on_oom: fail")
     if is_memory and is_plans_fault:
         return _Next("plan")
-    end = (failure.kind, reached)
-    is_repeated = end in history.ends and reached > 0
-    history.ends.append(end)
-    if (
-        failure.kind not in PASSING
-        and not is_memory
-        and not (failure.kind in _AFTER_PROGRESS and reached > began)
-    ):
-        return _Next("stop")
-    if is_repeated:
-        return _Next(
-            "stop",
+    has_progress = failure.kind in _AFTER_PROGRESS and reached > began
+    obstacles = (
+        (not (failure.kind in PASSING or is_memory or has_progress), ""),
+        (
+            (failure.kind, reached) in history.ends and reached > 0,
             f"step {reached} ended in the same failure before ({failure.kind}): no further restart",
-        )
-    if history.in_vain >= NO_PROGRESS:
-        return _Next(
-            "stop", f"{NO_PROGRESS} restarts in a row committed no new step: no further restart"
-        )
-    if history.restarts >= limit:
-        return _Next("stop", f"launch.max_restarts {limit} is used up" if limit else "")
+        ),
+        (
+            history.in_vain >= NO_PROGRESS,
+            f"{NO_PROGRESS} restarts in a row committed no new step: no further restart",
+        ),
+        (
+            history.restarts >= limit,
+            f"launch.max_restarts {limit} is used up" if limit else "",
+        ),
+    )
+    history.ends.append((failure.kind, reached))
+    for is_met, why in obstacles:
+        if is_met:
+            return _Next("stop", why)
     wait_s = min(_FIRST_WAIT_S * 2**history.in_vain, _LONGEST_WAIT_S)
     history.restarts += 1
     history.in_vain += 1

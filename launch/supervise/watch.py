@@ -253,14 +253,18 @@ def pressure(
     if not fraction:
         return None
     free, why = machine.host_available(root)
-    if free < (1 - fraction) * limit_bytes:
-        return f"{size(free)} of host RAM is left ({why})"
-    if job_bytes > fraction * limit_bytes:
-        return f"the job takes {size(job_bytes)} of a host limit of {size(limit_bytes)}"
     stalled = _PRESSURE.search(files.system_text(root / "proc/pressure/memory"))
-    if stalled and float(stalled[1]) > _STALLED_PERCENT:
-        return (
-            f"every process waited for memory in {stalled[1]} % of the last 10 s"
-            " (/proc/pressure/memory)"
-        )
-    return None
+    percent = stalled[1] if stalled else "0"
+    signs = (
+        (free < (1 - fraction) * limit_bytes, f"{size(free)} of host RAM is left ({why})"),
+        (
+            job_bytes > fraction * limit_bytes,
+            f"the job takes {size(job_bytes)} of a host limit of {size(limit_bytes)}",
+        ),
+        (
+            float(percent) > _STALLED_PERCENT,
+            f"every process waited for memory in {percent} % of the last 10 s"
+            " (/proc/pressure/memory)",
+        ),
+    )
+    return next((sign for is_there, sign in signs if is_there), None)
