@@ -43,9 +43,14 @@ def end_on_stop_signals() -> None:
             os.write(2, f"error: {stopped_by(number)}\n".encode())
             os._exit(130 if number == signal.SIGINT else 75)
 
-    for number in (*STOPS, signal.SIGUSR2):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
-            signal.signal(number, end)
+    for number in handled_signals():
+        signal.signal(number, end)
+
+
+def handled_signals() -> list[signal.Signals]:
+    """Stop signals and SIGUSR2, without a SIGHUP that nohup has switched off."""
+    by_nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    return [number for number in (*STOPS, signal.SIGUSR2) if number not in by_nohup]
 
 
 def ignore_stop_signals() -> None:

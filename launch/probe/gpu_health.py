@@ -47,16 +47,17 @@ def slowdown(pynvml: Any, handle: Any) -> str:
     causes = causes or [text for bit, text in _HEAT_OR_POWER.items() if bits & bit]
     if not causes:
         return ""
-    facts = [", ".join(causes)]
     clock, highest = (
         ask(pynvml, name, handle, pynvml.NVML_CLOCK_SM)
         for name in ("nvmlDeviceGetClockInfo", "nvmlDeviceGetMaxClockInfo")
     )
-    if clock and highest:
-        facts.append(f"{clock} of {highest} MHz")
-    if celsius := ask(pynvml, "nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU):
-        facts.append(f"{celsius} °C")
-    return "; ".join(facts)
+    celsius = ask(pynvml, "nvmlDeviceGetTemperature", handle, pynvml.NVML_TEMPERATURE_GPU)
+    facts = (
+        (causes, ", ".join(causes)),
+        (clock and highest, f"{clock} of {highest} MHz"),
+        (celsius, f"{celsius} °C"),
+    )
+    return "; ".join(text for is_known, text in facts if is_known)
 
 
 def ask(pynvml: Any, name: str, *arguments: Any) -> Any:

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from launch.base.errors import Interrupted
-from launch.base.interpreter import STOPS
+from launch.base.interpreter import handled_signals
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -95,10 +95,7 @@ def _is_under_way() -> bool:
 def signals() -> Iterator[StopSignals]:
     """Collect signals instead of dying from them; SIGHUP that nohup has switched off stays off."""
     received = StopSignals()
-    numbers = [*STOPS, signal.SIGUSR2]
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        numbers.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, received.receive) for number in numbers}
+    before = {number: signal.signal(number, received.receive) for number in handled_signals()}
     before[signal.SIGALRM] = signal.signal(signal.SIGALRM, received.interrupt)
     try:
         yield received
