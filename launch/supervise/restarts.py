@@ -64,7 +64,7 @@ def decide(
         return _Next("plan")
     has_progress = failure.kind in _AFTER_PROGRESS and reached > began
     obstacles = (
-        (not (failure.kind in PASSING or is_memory or has_progress), ""),
+        (not (failure.kind in PASSING or is_memory or has_progress), ""),  # it would come again
         (
             (failure.kind, reached) in history.ends and reached > 0,
             f"step {reached} ended in the same failure before ({failure.kind}): no further restart",

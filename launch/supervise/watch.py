@@ -207,8 +207,9 @@ class RankWatcher:
         self._signalled.clear()
         self._screen.say(f"{silent}; stacks of all ranks: {self._attempt.root}/ranks/*/stacks.txt")
         for beat in beats:
-            processes.send(beat.pid, signal.SIGQUIT)  # it writes its stacks,
-            processes.send(beat.pid, signal.SIGCONT)  # if it was stopped, only now
+            processes.send(beat.pid, signal.SIGQUIT)
+            # a rank that was stopped writes its stacks only now
+            processes.send(beat.pid, signal.SIGCONT)
         return False
 
     def _is_alone(self, child: subprocess.Popen[bytes], beats: list[Beat], now_s: float) -> bool:
