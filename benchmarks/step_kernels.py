@@ -26,8 +26,9 @@ from launch.predict.time import operators, rates, timing
 from launch.schema.plan import DataFormat, MemoryEstimate, Plan, Strategy
 from launch.schema.recorded_step import BATCH, Layer, Operator
 from training.compat import torch_private
+from training.compat.levers_private import replaced
 from training.trace import step
-from training.trace.cuda_semantics import Target, replaced
+from training.trace.cuda_semantics import Target
 from training.trace.recorder import Recorder
 
 RESULT = "step_kernels"

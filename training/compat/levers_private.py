@@ -1,11 +1,13 @@
-"""The private names of torch (2.11 to 2.13) and transformers (5.0 to 5.23) that levers use, and the
-loading of weights of 4 bits."""
+"""The private names of torch (2.11 to 2.13), transformers (5.0 to 5.23) and Accelerate (1.15) that
+levers use, and those for loading weights of 4 bits and sharing them out."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import accelerator
 from torch.nn.parallel import DistributedDataParallel
 from transformers import core_model_loading, modeling_utils
 from transformers.integrations import sdpa_attention
@@ -21,6 +23,22 @@ class Compiled(NamedTuple):
     graphs: int
     breaks: int  # places between two graphs where Python runs
     eager: int  # pieces of code that were not compiled: too many kinds of inputs, or no graph
+
+
+@contextmanager
+def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Give attributes another value inside: (owner, name, value) each."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def supports(network: Network, attention: str) -> bool:
+    """True if transformers says that a model's class can compute attention by `sdpa`, or by
+    `flash_attn`."""
+    return bool(getattr(network, f"_supports_{attention}"))
 
 
 def operand_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -67,11 +85,10 @@ def compiled() -> Compiled:
     )
 
 
-@contextmanager
 def each_packed(
     visit: Callable[[Network, str, Any], None],
     is_on_host: Callable[[str], bool] = lambda name: False,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, from_pretrained() loads one parameter after another and calls `visit(model, name,
     weight)` once a weight of 4 bits is in its module, leaves those on the host whose names are said
     to be there, and reserves no block of the whole model's size on a card."""
@@ -91,13 +108,27 @@ def each_packed(
         # threads would bring packed weights to the card before they are asked for
         return materialize(None, *args, **kwargs)
 
-    with ExitStack() as replaced:
-        for owner, name, function in (
+    return replaced(
+        [
             (core_model_loading, "set_param_for_module", place_and_visit),
             (core_model_loading, "get_device", device_of),
             (core_model_loading, "spawn_materialize", materialize_later),
             (modeling_utils, "caching_allocator_warmup", lambda *args, **kwargs: None),
-        ):
-            replaced.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, function)
-        yield
+        ]
+    )
+
+
+def around_division(
+    divided_by: accelerator.Accelerator,
+    divide: Callable[[Callable[[Network], Network], Network], Network],
+) -> None:
+    """Have `divide(library, network)` share out this accelerator's model, where `library` is
+    Accelerate's own way to do it."""
+    library = accelerator.fsdp2_prepare_model
+
+    def prepare(asked_by: accelerator.Accelerator, network: Network) -> Network:
+        if asked_by is not divided_by:
+            return library(asked_by, network)
+        return divide(partial(library, asked_by), network)
+
+    accelerator.fsdp2_prepare_model = prepare

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from launch.base.errors import ConfigError
 from launch.schema.model_sections import QuantizationSection
-from training.compat import bitsandbytes_private, fsdp2_private, transformers_private
+from training.compat import bitsandbytes_private, levers_private, transformers_private
 from training.compat.transformers_private import Network
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
@@ -92,7 +92,7 @@ def divide(accelerator: Accelerator) -> None:
         _place_rows(rows, accelerator.device)
         return network
 
-    fsdp2_private.around_division(accelerator, divided)
+    levers_private.around_division(accelerator, divided)
 
 
 _Rows = dict[tuple[torch.nn.Module, str], torch.Tensor]  # (module, its parameter) -> rows

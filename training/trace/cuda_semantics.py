@@ -13,7 +13,7 @@ native/transformers/attention.cpp, native/Dropout.cpp, native/SoftMax.cpp, autoc
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -55,16 +55,6 @@ class Target:
 
 
 @contextmanager
-def replaced(changes: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Give attributes another value inside: (owner, name, value) each."""
-    with ExitStack() as stack:
-        for owner, name, value in changes:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
-        yield
-
-
-@contextmanager
 def cuda_semantics(
     target: Target, fp16: bool = False, keeps_shapes: bool = False
 ) -> Iterator[None]:
@@ -95,7 +85,7 @@ def cuda_semantics(
             *([accelerate_private.fp16_on_cpu()] if fp16 else []),
             (torch, "is_autocast_enabled", _is_autocast_enabled),
         ]
-        stack.enter_context(replaced(changes))
+        stack.enter_context(levers_private.replaced(changes))
         norm = aten.native_layer_norm.default
         stack.callback(op_implementations_dict.update, {norm: op_implementations_dict[norm]})
         op_implementations_dict[norm] = _native_layer_norm

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from training.compat import experts_private
 from training.compat.torch_private import FakeTensorMode, op_implementations_dict
 
+aten = torch.ops.aten
+_GROUPED_MM = aten._grouped_mm.default
 _ALIGNMENT_BYTES = 16  # alignment of the rows that a kernel of CUDA writes
 
 
 @contextmanager
 def grouped_products(on_nvidia: bool) -> Iterator[None]:
     """Inside, experts of any type of weights can be traced."""
-    operator = experts_private.grouped_mm()
 
     def grouped_mm(
         fake_mode: FakeTensorMode,
@@ -38,15 +38,11 @@ def grouped_products(on_nvidia: bool) -> Iterator[None]:
         with fake_mode:
             return torch.empty_strided((*rows, width), strides, dtype=dtype, device=mat_a.device)
 
-    replaced = op_implementations_dict.get(operator)
-    op_implementations_dict[operator] = grouped_mm
+    op_implementations_dict[_GROUPED_MM] = grouped_mm
     try:
         yield
     finally:
-        if replaced is None:
-            del op_implementations_dict[operator]
-        else:
-            op_implementations_dict[operator] = replaced
+        del op_implementations_dict[_GROUPED_MM]
 
 
 def _output_sides(

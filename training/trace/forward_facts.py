@@ -11,10 +11,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_outputs import BaseModelOutput
 
 from launch.schema.plan import ForwardFacts, HeadResult
-from training.compat import forward_private, torch_private, transformers_private
+from training.compat import levers_private, torch_private, transformers_private
+from training.compat.levers_private import replaced
 from training.levers import norms, tiled_mlp
 from training.trace import layer_stacks
-from training.trace.cuda_semantics import replaced
 
 # Two numbers that no model's width has, so that a dimension says what it counts
 ROWS, LENGTH = 3, 5
@@ -36,7 +36,7 @@ def read(model: PreTrainedModel) -> ForwardFacts:
     return ForwardFacts(
         head_result(model),
         tiles_mlp(model),
-        forward_private.supports(model, "sdpa"),
+        levers_private.supports(model, "sdpa"),
         flattens,
         any(norms.norms(model)),
         dropout,
@@ -75,7 +75,7 @@ def flattened_attention(model: PreTrainedModel) -> tuple[bool, float]:
     no other module mixes positions."""
     if (
         model.config.is_encoder_decoder
-        or not forward_private.supports(model, "flash_attn")
+        or not levers_private.supports(model, "flash_attn")
         or any(isinstance(module, torch.nn.Conv1d) for module in model.modules())
     ):
         return False, 0.0
@@ -259,7 +259,7 @@ class _Follower(torch_private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         tensors = [
-            each for each in forward_private.tree_leaves((args, kwargs)) if torch.is_tensor(each)
+            each for each in torch_private.tree_iter((args, kwargs)) if torch.is_tensor(each)
         ]
         followed = [each for each in tensors if self.has(each)]
         self.num_operators += bool(followed)

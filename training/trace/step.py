@@ -47,6 +47,7 @@ from training.compat import (
     transformers_private,
 )
 from training.compat.bitsandbytes_private import is_paged
+from training.compat.levers_private import replaced
 from training.compat.torch_private import FakeTensorMode, unset_fake_temporarily
 from training.data.batches import TARGET_TENSORS
 from training.data.sample_order import SampleOrder
@@ -56,7 +57,7 @@ from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit
 from training.trace import layer_stacks, precision, triton_kernels
-from training.trace.cuda_semantics import Target, cuda_semantics, replaced
+from training.trace.cuda_semantics import Target, cuda_semantics
 from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
 from training.trace.experts import grouped_products
 from training.trace.offloading import RecordedOffloading, RecordedStreaming

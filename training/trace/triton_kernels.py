@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from training.compat import liger_private
-from training.trace.cuda_semantics import Target, replaced
+from training.compat.levers_private import replaced
+from training.trace.cuda_semantics import Target
 from training.trace.cuda_workspace import MULTIPROCESSORS
 from training.trace.recorder import Recorder
 

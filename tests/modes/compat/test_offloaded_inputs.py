@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests import real_steps
 from tests.builders import plan, recipe_of
+from training.compat.levers_private import replaced
 from training.levers.offloading import SAVE_ON_CPU, LayerInput, Offloading
 from training.loop.trainer import LowMemTrainer
-from training.trace.cuda_semantics import replaced
 
 LENGTH, STEPS, LAYERS = 32, 3, 2
 CPU = torch.device("cpu")

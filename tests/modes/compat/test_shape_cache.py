@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from launch.schema.recorded_step import BATCH, Log
 from tests.modes.trace.test_trace import recipe_of, whole_step
 from training.compat import fake_private
-from training.trace.cuda_semantics import Target, replaced
+from training.compat.levers_private import replaced
+from training.trace.cuda_semantics import Target
 from training.trace.recorder import Recorder
 
 LENGTH = 32
