@@ -56,11 +56,9 @@ from training.loop import arguments
 from training.loop.callbacks import StepMeter
 from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit
-from training.trace import layer_stacks, precision, triton_kernels
+from training.trace import layer_stacks, stand_ins
 from training.trace.cuda_semantics import Target, cuda_semantics
 from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
-from training.trace.experts import grouped_products
-from training.trace.offloading import RecordedOffloading, RecordedStreaming
 from training.trace.recorder import Recorder
 
 # aten::linear: of weights that were dequantised inside an operator
@@ -105,8 +103,8 @@ class _Tracer(LowMemTrainer):
         self._micro = 0
         super().__init__(**kwargs)
 
-    def host_copies(self) -> RecordedOffloading:
-        return RecordedOffloading(self.recorder)
+    def host_copies(self) -> stand_ins.RecordedOffloading:
+        return stand_ins.RecordedOffloading(self.recorder)
 
     def get_train_dataloader(self) -> Any:
         return _Batches(self, self.args.gradient_accumulation_steps)
@@ -269,8 +267,8 @@ def step(
         else replaced([transformers_private.REAL_MASKS]),
         replaced(fake_private.short_cache()),
         replaced([(*SAVE_ON_CPU, getattr(*SAVE_ON_CPU))]),  # a lever may change it within
-        grouped_products(on_nvidia=target is not None and target.capability is not None),
-        triton_kernels.counted(recorder, target) if has_liger else nullcontext(),
+        stand_ins.grouped_products(on_nvidia=target is not None and target.capability is not None),
+        stand_ins.liger_kernels(recorder, target) if has_liger else nullcontext(),
     ):
         if recipe.quantization is not None:
             recorder.decompositions = four_bit.decompositions(on_cuda=target is not None)
@@ -326,7 +324,7 @@ def _tracer(
         quantization = recipe.quantized(plan.strategy.mixed_precision)
         of_model = recipe.model, plan.shape, recipe.lora, plan.lora_targets, quantization
         network = build.without_weights(*of_model, strategy.levers.attn_implementation)
-        computed = precision.as_computed(network, plan.strategy).mixed_precision
+        computed = stand_ins.as_computed(network, plan.strategy).mixed_precision
     if computed == "no":
         strategy = replace(strategy, mixed_precision="no")
     batch, steps = strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
@@ -346,7 +344,9 @@ def _tracer(
     }
     recorder.mark("start:weights")
     levers = strategy.levers
-    streaming = RecordedStreaming(recorder, network, levers) if levers.streamed_layers else None
+    streaming = (
+        stand_ins.RecordedStreaming(recorder, network, levers) if levers.streamed_layers else None
+    )
     if streaming is not None:  # a step without it is recorded, but for tests
         recorder.hold((("weights", slot, None) for slot in streaming.slots), SLOT)
     for name, parameter in network.named_parameters():

@@ -34,7 +34,7 @@ def shard_step(
     turn: Turn = "steady",
 ) -> Log:
     """The same step on one rank's device, from the log of a model that
-    training.trace.precision has cast.
+    training.trace.stand_ins has cast.
 
     `tied`: the output layer is the input embedding. `bucket_elements`: the size of DeepSpeed's
     reduce bucket. Work is not changed. Blocks that outlive a step have the same numbers in each

@@ -29,10 +29,9 @@ from tests.builders import machine, plan, recipe_of
 from tests.modes.trace.test_trace import peak_bytes, real_peak_bytes
 from training.compat.torch_private import FakeTensorMode
 from training.levers import liger
-from training.trace.experts import grouped_products
 from training.trace.recorder import Recorder
+from training.trace.stand_ins import grouped_products, liger_kernels
 from training.trace.step import step
-from training.trace.triton_kernels import counted
 
 LENGTH, BATCH = 4, 1
 kernels: Counter[str] = Counter()
@@ -113,7 +112,7 @@ def compared(name: str, steps: int, folder: Path) -> dict[str, Any]:
     assert not kernels
     on = trained(recipe, with_liger, steps)
     ran = dict(kernels)
-    with FakeTensorMode(), grouped_products(on_nvidia=False), counted(Recorder(), None):
+    with FakeTensorMode(), grouped_products(on_nvidia=False), liger_kernels(Recorder(), None):
         recorded_bytes = saved_bytes(name)
     log = step(recipe, with_liger, (LENGTH, LENGTH), True, BATCH)
     return {

@@ -15,7 +15,7 @@ from launch.predict.step.zero3_gather import MAX_REUSE, PERSISTENT
 from launch.schema.plan import Strategy
 from launch.schema.recorded_step import FROZEN, PACKED, SCALES, UNUSED, Block, Event, Layer, Log
 from tests.builders import recipe_of
-from training.trace.precision import as_computed
+from training.trace.stand_ins import as_computed
 
 MIB = 1 << 20
 LAYER, EMBEDDING, NORM = 8 * MIB, 4 * MIB, 1 << 10  # bytes of float32 parameters

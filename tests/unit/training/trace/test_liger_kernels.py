@@ -13,7 +13,7 @@ from launch.schema.recorded_step import BATCH, Log
 from training.compat.torch_private import FakeTensorMode
 from training.trace.cuda_semantics import Target
 from training.trace.recorder import Recorder
-from training.trace.triton_kernels import counted
+from training.trace.stand_ins import liger_kernels
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 
@@ -25,7 +25,7 @@ def recorded(function: str, *shapes: tuple[int, ...], more: tuple[Any, ...] = ()
     from liger_kernel import ops
 
     recorder = Recorder()
-    with FakeTensorMode(), counted(recorder, Target("9.0")):
+    with FakeTensorMode(), liger_kernels(recorder, Target("9.0")):
         inputs = [torch.ones(shape, requires_grad=True) for shape in shapes]
         with recorder:
             recorder.mark("forward:0")
