@@ -3,7 +3,7 @@ and the way from its output head to its logits. They are found by its modules an
 its layers, not by the name of its type."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -218,18 +218,16 @@ def _logits(model: PreTrainedModel, result: torch.Tensor) -> Any:
     return logits
 
 
-@contextmanager
-def _without_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Let the models inside a model give hidden states of the head's width without computing
+def _without_layers(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Inside, the models inside a model give hidden states of the head's width without computing
     them."""
     head = _head(model)
     hidden = torch.zeros(ROWS, LENGTH, head.weight.shape[1], device="meta")
     # Some forward() calls a model inside its model
     inner = [module for module in _models(model) if head not in set(module.modules())]
-    with replaced(
+    return replaced(
         (module, "forward", lambda *_, **__: _Hidden(last_hidden_state=hidden)) for module in inner
-    ):
-        yield
+    )
 
 
 def _models(model: PreTrainedModel) -> list[PreTrainedModel]:

@@ -13,7 +13,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby, zip_longest
 from typing import Any, cast
@@ -35,6 +35,8 @@ from launch.schema.recorded_step import (
     Sum,
 )
 from training.compat import torch_private
+from training.trace.cuda_semantics import Target
+from training.trace.cuda_workspace import summed, workspace
 
 aten = torch.ops.aten
 _DEVICE, _UNSAFE_VIEW = torch.ops.prim.device.default, aten._unsafe_view.default
@@ -58,12 +60,7 @@ class Recorder(torch_private.TorchDispatchMode):
         # a row of the batch is shorter than the longest, so that masks are kept
         self.padded = True
         self.vocabulary: int | None = None  # tensors with this last size are logits or their loss
-        # (name, args, kwargs, out) -> sizes that a kernel allocates inside, and the same where each
-        # row has a document more
-        self.kernel_workspace: Any = None
-        self.documents_workspace: Any = None
-        # (name, args) -> (rows, columns, multiprocessors, threads) of a sum with a buffer, or None
-        self.kernel_sum: Any = None
+        self.target: Target | None = None  # card whose kernels have buffers; None: the CPU
         self.decompositions: Mapping[Any, Any] = {}  # operator -> its kernel, made of operators
         self._ids: dict[int, int] = {}  # storage -> block
         self._deaths: dict[int, weakref.ref[Any]] = {}  # block -> its storage, while it lives
@@ -182,18 +179,24 @@ class Recorder(torch_private.TorchDispatchMode):
             return
         number = len(self.log.blocks)
         self._ids[key] = number
-        fixed, sample, target, all_targets = map(int, self.log.split(self._size(tensor)))
+        block = self._block(self._size(tensor), kind, op, layer)
         is_wide = tensor.dim() > 1 and tensor.shape[-1] == self.vocabulary
-        kind = kind or ("logits" if is_wide and sample + target + all_targets > 0 else "")
-        self.log.blocks.append(
-            Block(
-                *(fixed, sample, kind, op, self.phase, layer),
-                target_bytes=target,
-                all_target_bytes=all_targets,
-            )
-        )
+        if is_wide and not kind and (not block.is_fixed or block.all_target_bytes):
+            block.kind = "logits"
+        self.log.blocks.append(block)
         self.log.events.append(Event(number, True, self.phase, layer))
         self._deaths[number] = weakref.ref(storage, partial(self._free, key, number))
+
+    def _block(
+        self, size: int, kind: str, op: str, layer: Layer | None, document_bytes: int = 0
+    ) -> Block:
+        fixed, sample, target, all_targets = map(int, self.log.split(size))
+        return Block(
+            *(fixed, sample, kind, op, self.phase, layer),
+            target_bytes=target,
+            document_bytes=document_bytes,
+            all_target_bytes=all_targets,
+        )
 
     def _size(self, tensor: torch.Tensor) -> int:
         """Bytes of a tensor's storage. A fake storage ends with the last visible element. If the
@@ -266,14 +269,24 @@ class Recorder(torch_private.TorchDispatchMode):
         if is_sum and len(self.log.blocks) == before + 1:
             self._accumulated.append((before, gradient))
         self._count(operator, args, kwargs, out, outputs, layer)
-        if self.kernel_workspace is not None:
-            call = name, args, kwargs, out
-            if sizes := self.kernel_workspace(*call):
-                more = self.documents_workspace(*call) if self.documents_workspace else sizes
-                self._transient(sizes, more, name, layer)
-        if self.kernel_sum is not None and (size := self.kernel_sum(name, args)) is not None:
-            self._buffer_of_sum(size, name, layer)
+        if self.target is not None:
+            self._add_buffers(self.target, (name, args, kwargs, out), layer)
         return out
+
+    def _add_buffers(
+        self, target: Target, call: tuple[str, Any, Any, Any], layer: Layer | None
+    ) -> None:
+        """Add what the kernel of a call (name, args, kwargs, out) allocates inside."""
+        name, args, *_ = call
+        if sizes := workspace(target, *call):
+            documents = target.documents and target.documents + 1
+            more = workspace(replace(target, documents=documents), *call)
+            self._transient(sizes, more, name, layer)
+        if (size := summed(target, name, args)) is not None:
+            rows, *of_card = size
+            fixed, sample, of_target, _ = map(int, self.log.split(rows))
+            buffer = Sum(fixed, sample, of_target, *of_card)
+            self._pass([Block(0, 0, "workspace", name, self.phase, layer, sum=buffer)], layer)
 
     def _value_of(self, tensor: torch.Tensor) -> Any:
         """The value that code sees in a tensor: of a mask, that it masks nothing unless the batch
@@ -291,26 +304,11 @@ class Recorder(torch_private.TorchDispatchMode):
         self, sizes: Sequence[int], more: Sequence[int], name: str, layer: Layer | None
     ) -> None:
         """`more`: of a document more in each row."""
-        blocks = []
-        for size, size_of_more in zip(sizes, more, strict=True):
-            fixed, sample, target, all_targets = map(int, self.log.split(size))
-            blocks.append(
-                Block(
-                    *(fixed, sample, "workspace", name, self.phase, layer),
-                    target_bytes=target,
-                    document_bytes=(size_of_more - size) // self.log.batch,
-                    all_target_bytes=all_targets,
-                )
-            )
+        blocks = [
+            self._block(size, "workspace", name, layer, (with_one_more - size) // self.log.batch)
+            for size, with_one_more in zip(sizes, more, strict=True)
+        ]
         self._pass(blocks, layer)
-
-    def _buffer_of_sum(
-        self, size: tuple[int, int, int, int], name: str, layer: Layer | None
-    ) -> None:
-        rows, columns, multiprocessors, threads = size
-        fixed, sample, target, _ = map(int, self.log.split(rows))
-        buffer = Sum(fixed, sample, target, columns, multiprocessors, threads)
-        self._pass([Block(0, 0, "workspace", name, self.phase, layer, sum=buffer)], layer)
 
     def _pass(self, blocks: Iterable[Block], layer: Layer | None) -> None:
         """Add blocks that are freed before the next event."""

@@ -13,7 +13,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +57,7 @@ from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit
 from training.trace import layer_stacks, stand_ins
 from training.trace.cuda_semantics import Target, cuda_semantics
-from training.trace.cuda_workspace import cublas_workspace_bytes, summed, workspace
+from training.trace.cuda_workspace import cublas_workspace_bytes
 from training.trace.recorder import Recorder
 
 # aten::linear: of weights that were dequantised inside an operator
@@ -258,6 +257,7 @@ def step(
     )
     recorder = Recorder(batch)
     recorder.padded, recorder.vocabulary = padded, plan.shape.config["vocab_size"]
+    recorder.target = target
     fp16 = planned.mixed_precision == "fp16"
     collects = gc.isenabled()
     with (
@@ -272,13 +272,6 @@ def step(
     ):
         if recipe.quantization is not None:
             recorder.decompositions = four_bit.decompositions(on_cuda=target is not None)
-        if target:
-            recorder.kernel_workspace = partial(workspace, target)
-            if target.documents:
-                recorder.documents_workspace = partial(
-                    workspace, replace(target, documents=target.documents + 1)
-                )
-            recorder.kernel_sum = partial(summed, target)
         with FakeTensorMode():
             tracer = _tracer(recorder, recipe, plan, strategy, lengths)
             if parts_apart and strategy.levers.num_output_chunks > 1:

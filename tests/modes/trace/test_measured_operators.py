@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from transformers.models.llama import modeling_llama as llama
 from launch.predict.memory.allocator import FREED, replay_parts
 from tests import builders
 from training.trace.cuda_semantics import Target, cuda_semantics
-from training.trace.cuda_workspace import cublas_workspace_bytes, workspace
+from training.trace.cuda_workspace import cublas_workspace_bytes
 from training.trace.recorder import Recorder
 
 FILE = builders.CODE / "tests" / "data" / "gpu" / "measured.json"
@@ -120,7 +119,7 @@ def made(case: dict[str, Any]) -> Step:
 def peak_bytes(case: dict[str, Any]) -> int:
     """torch.cuda.max_memory_allocated() of the last round."""
     recorder = Recorder(batch=(1 << 31) - 1)  # divides no size
-    recorder.kernel_workspace = partial(workspace, A100)
+    recorder.target = A100
     with cuda_semantics(A100), FakeTensorMode(), recorder:
         recorder.mark("forward")
         step = made(case)
