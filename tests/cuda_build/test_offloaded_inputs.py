@@ -50,7 +50,7 @@ for step in range(4):
     peaks.append(torch.cuda.max_memory_allocated())
 print(json.dumps({
     "streams": streams,
-    "side": offloading.stream.cuda_stream if offloading else None,
+    "side": offloading.copies.stream.cuda_stream if offloading else None,
     "segments": sorted({segment["stream"] for segment in torch.cuda.memory_snapshot()}),
     "peaks": peaks[1:],
 }))

@@ -132,7 +132,7 @@ for step in range(4):
         (network(input_ids=tokens).logits * labels).sum().backward()
 print(json.dumps({
     "streams": streams,
-    "side": streaming._stream.cuda_stream if streaming else None,
+    "side": streaming._copies.stream.cuda_stream if streaming else None,
     "segments": sorted({segment["stream"] for segment in torch.cuda.memory_snapshot()}),
     "peak": torch.cuda.max_memory_allocated(),
     "saved": streaming.bytes_not_held if streaming else 0,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +28,30 @@ from training.compat import levers_private
 SAVE_ON_CPU = (modeling_utils, "save_on_cpu")
 
 Event = Any  # CUDA event; None: copies end before they return, on a CPU
+
+
+class CopyStream:
+    """Copies between host and device beside the kernels that compute. They follow one another."""
+
+    def __init__(self, device: torch.device) -> None:
+        # None on a CPU, where a copy ends before it returns
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copied(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        """Begin a copy behind the kernels that were launched so far."""
+        if self.stream is None:
+            target.copy_(source)
+            return None
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+    def wait(self, copied: Event) -> None:
+        """Let kernels that are launched from now on run behind a copy; the host does not wait."""
+        if copied is not None:
+            assert self.stream is not None
+            torch.cuda.current_stream(self.stream.device).wait_event(copied)
 
 
 class LayerInput:
@@ -45,7 +68,7 @@ class LayerInput:
         """Its part of the graph is used up, or given up while the input was on its way."""
         if not sys.is_finalizing():
             if self.on_device is not None:
-                self._owner.wait(self.copied)
+                self._owner.copies.wait(self.copied)
             self._owner.take_back(self._buffer)
 
 
@@ -89,8 +112,8 @@ class Offloading:
     """The host memory and the copies of a model's layers."""
 
     def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pin_memory = pin_memory and self.stream is not None
+        self.copies = CopyStream(device)
+        self._pin_memory = pin_memory and self.copies.stream is not None
         self._free: list[torch.Tensor] = []  # host memory that no input is in
         self._sending: list[LayerInput] = []  # inputs of the layer that ran last in forward
         # hooks of the layer that ran last in forward
@@ -103,7 +126,7 @@ class Offloading:
     def enter(self, layer: _InputHooks) -> weakref.ref[_InputHooks] | None:
         """Give the memory of the input of the layer before back. Returns that layer."""
         for layer_input in self._sending:
-            self.wait(layer_input.copied)
+            self.copies.wait(layer_input.copied)
             layer_input.on_device = None
         self._sending = []
         before, self._last = self._last, weakref.ref(layer)
@@ -116,7 +139,7 @@ class Offloading:
     def sent(self, tensor: torch.Tensor) -> LayerInput:
         """An input whose copy to the host has begun."""
         layer_input = LayerInput(self, self.buffer(tensor.nbytes), tensor)
-        layer_input.copied = self._copied(layer_input.host, tensor)
+        layer_input.copied = self.copies.copied(layer_input.host, tensor)
         self._sending.append(layer_input)
         return layer_input
 
@@ -124,7 +147,7 @@ class Offloading:
         """Begin to copy an input to the device, unless it is there."""
         if layer_input.on_device is None:
             layer_input.on_device = self.empty_on_device(layer_input)
-            layer_input.copied = self._copied(layer_input.on_device, layer_input.host)
+            layer_input.copied = self.copies.copied(layer_input.on_device, layer_input.host)
 
     def empty_on_device(self, layer_input: LayerInput) -> torch.Tensor:
         """Memory of the stream that computes."""
@@ -132,7 +155,7 @@ class Offloading:
 
     def received(self, layer_input: LayerInput) -> torch.Tensor:
         """The input on the device, for the kernels that are launched from now on."""
-        self.wait(layer_input.copied)
+        self.copies.wait(layer_input.copied)
         tensor, layer_input.on_device = layer_input.on_device, None
         assert tensor is not None
         return tensor
@@ -145,7 +168,7 @@ class Offloading:
             smallest = min(fitting, key=len)
             self._free[:] = [buffer for buffer in self._free if buffer is not smallest]
             return smallest
-        if self._free and self.stream is not None:
+        if self._free and self.copies.stream is not None:
             self._free.clear()
             _empty_host_cache()
         power_of_two = 1 << (size_bytes - 1).bit_length()  # PyTorch pins no other sizes
@@ -154,23 +177,6 @@ class Offloading:
     def take_back(self, buffer: torch.Tensor) -> None:
         """Let another input have this host memory. Its copy follows those of the last one."""
         self._free.append(buffer)
-
-    def _copied(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        """Begin a copy behind the kernels that were launched so far. Copies follow one another."""
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with self._beside():
-            target.copy_(source, non_blocking=True)
-            return self.stream.record_event() if self.stream is not None else None
-
-    def _beside(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
-    def wait(self, copied: Event) -> None:
-        """Let kernels that are launched from now on run behind a copy; the host does not wait."""
-        if copied is not None:
-            assert self.stream is not None
-            torch.cuda.current_stream(self.stream.device).wait_event(copied)
 
 
 def apply(trainer: Any, levers: Levers) -> None:

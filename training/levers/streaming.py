@@ -20,7 +20,6 @@ saved (bitsandbytes' MatMul4Bit)."""
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +28,7 @@ import torch
 from launch.base.text import size
 from launch.schema.levers import SLOTS, Levers, aligned_bytes
 from training.compat import torch_private
+from training.levers.offloading import CopyStream, Event
 from training.model import build
 
 # the original beside a copy that is trained (lora.modules_to_save)
@@ -81,15 +81,15 @@ class Streaming:
         after another, and all else of these layers to the device. So many `ranks` of this machine
         share the buffer, which `local_rank` 0 fills; the others drop their weights."""
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pins = pin_memory and self._stream is not None
+        self._copies = CopyStream(device)
+        self._pins = pin_memory and self._copies.stream is not None
         self._layers = [_Layer(module) for module in build.streamed_layers(network, levers)]
         self.bytes = sum(layer.bytes for layer in self._layers)  # on the host
         self.slots = self._empty_slots(max(layer.bytes for layer in self._layers))
         buffer = self._moved(local_rank, ranks)
         self._on_host = buffer.split([layer.bytes for layer in self._layers])
         self._places = [-1] * SLOTS  # the layer in each slot, or on its way there
-        self._copied: list[Any] = [None] * SLOTS  # CUDA event of a slot's last copy
+        self._copied: list[Event] = [None] * SLOTS  # of a slot's last copy
         self._entered = -1  # the layer that has begun last
         self._hooks: list[Any] = []
 
@@ -116,7 +116,7 @@ class Streaming:
                 view.copy_(weight.data)
             begin += layer.bytes
             layer.point_to(self.slots[place % SLOTS])
-            if self._stream is not None:
+            if self._copies.stream is not None:
                 layer.module.to(self._device)
         if is_shared:
             store = torch_private.default_store()
@@ -171,24 +171,12 @@ class Streaming:
             if 0 <= wanted < len(self._layers) and self._places[wanted % SLOTS] != wanted:
                 self._places[wanted % SLOTS] = wanted
                 self.copy(wanted)
-        self._wait(self._copied[place % SLOTS])
+        self._copies.wait(self._copied[place % SLOTS])
 
     def copy(self, place: int) -> None:
         """Begin to copy a layer to its slot, behind the kernels that were launched so far."""
         target = self.slots[place % SLOTS][: self._layers[place].bytes]
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with self._beside():
-            target.copy_(self._on_host[place], non_blocking=True)
-            if self._stream is not None:
-                self._copied[place % SLOTS] = self._stream.record_event()
-
-    def _beside(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _wait(self, copied: Any) -> None:
-        if copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(copied)
+        self._copied[place % SLOTS] = self._copies.copied(target, self._on_host[place])
 
 
 def apply(trainer: Any, levers: Levers) -> None:
