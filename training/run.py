@@ -44,14 +44,13 @@ from training.loop import (
     arguments,
     evaluate,
     export,
-    export_run,
     nan_guard,
     sample_answers,
     trackers,
 )
 from training.loop.callbacks import Reporter, StepMeter
 from training.loop.last_step import EarlyStopping, LastStep, NothingLeft
-from training.loop.memory_peaks import MemoryPeaks
+from training.loop.rank_memory import MemoryPeaks
 from training.loop.trainer import LowMemTrainer, empty_cache
 from training.model import build, four_bit
 
@@ -372,10 +371,10 @@ def _attempt(
         if is_complete:
             parts.heartbeat.beat("export")
             questions = [question for question, _ in pairs]
-            collected = export_run.collect(start, trainer, tokens, questions)
+            collected = export.collect(start, trainer, tokens, questions)
     if collected is not None:
         host, deferred = parts.reporter.host, parts.control.deferred
-        checked = export_run.write(start, run.run_id, trainer, collected, host, deferred)
+        checked = export.write(start, run.run_id, trainer, *collected, host, deferred)
         outcome = replace(outcome, export_check=checked)
     for folder in _outcome_folders(start, attempt, args):
         seconds, host_bytes = time.monotonic() - began, parts.reporter.host.highest()

@@ -36,7 +36,7 @@ from pathlib import Path
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from launch.run_folder.layout import AttemptDir
 from training.loop import callbacks
-from training.loop.memory_peaks import MemoryPeaks
+from training.loop.rank_memory import MemoryPeaks
 device = torch.device("cuda", 0)
 attempt, peaks = AttemptDir(Path({str(one_card.folder)!r})), MemoryPeaks(device)
 reporter = callbacks.Reporter(

@@ -62,8 +62,7 @@ def rows_at_once(row_bytes: int, free_bytes: int, num_rows: int, file: str) -> i
 def mean_loss(work: Work) -> tuple[float, int]:
     """(mean loss over the target tokens, their number)."""
     from training.data.batches import Collator, TokenRows
-    from training.levers.logits import target_loss_sum
-    from training.model import evaluation
+    from training.levers.logits import summed_loss, target_loss_sum
 
     is_pair, count = work.tokens.model.is_encoder_decoder, work.rows_at_once
     rows = TokenRows(*token_files(work.tokens.folder, "train"))
@@ -83,7 +82,7 @@ def mean_loss(work: Work) -> tuple[float, int]:
         with work.autocast():
             # with a cache, transformers keeps packed documents not apart
             batch["use_cache"] = False
-            totals[0] += evaluation.summed_loss(work.model, batch, loss_sum)
+            totals[0] += summed_loss(work.model, batch, loss_sum)
         totals[1] += (labels != IGNORED).sum()
     return (totals[0] / totals[1]).item(), int(totals[1])
 

@@ -1,9 +1,10 @@
 """Compute the loss from the logits of the positions that have a target, all at once or in chunks: a
-chunk's logits at a time, and again in backward. The same sum needs less memory."""
+chunk's logits at a time, and again in backward. The same sum needs less memory. An evaluation adds
+up the losses of a batch from them too."""
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from launch.data.rows import IGNORED
 from launch.schema.levers import Levers
+from training.compat import transformers_private
 from training.compat.transformers_private import Network
 from training.data.batches import TARGET_IDS, TARGET_POSITIONS
 
@@ -123,3 +125,20 @@ def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
     following = labels.roll(-1, dims=1)
     following[:, -1] = IGNORED
     return following
+
+
+def known_masks(inputs: dict[str, Any]) -> AbstractContextManager[None]:
+    """Tell transformers what the collator knows of the mask; a trace has no collator."""
+    is_padded = inputs.pop("is_padded", None)
+    return nullcontext() if is_padded is None else transformers_private.known_padding(is_padded)
+
+
+@torch.no_grad()
+def summed_loss(
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    loss_sum: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """The sum of the targets' losses. The logits are freed before the next batch's are computed."""
+    with known_masks(inputs):
+        return loss_sum(model(**inputs).logits)

@@ -18,7 +18,7 @@ from launch.run_folder.layout import AttemptDir
 from launch.schema.result import HeldOut, PhasePeaks, SecondStep, StepEvent
 from training.engines.setup import local_bytes
 from training.log import logger
-from training.loop.memory_peaks import MemoryPeaks, Part
+from training.loop.rank_memory import MemoryPeaks, Part
 
 _STEADY_STEP = 2  # the first step has no optimizer states yet
 LONG_WAIT_S = 60.0  # wait until a log line: the remaining time is logged before

@@ -1,11 +1,12 @@
-"""Export of the trained model as an ordinary Hugging Face folder with tokenizer and model card. It
-replaces the previous folder in one step."""
+"""Export of a run that is complete: the model is collected from all ranks; then rank 0 writes it as
+an ordinary Hugging Face folder with tokenizer and model card, which replaces the previous folder in
+one step, and checks it."""
 
 import itertools
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -16,19 +17,98 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from launch.base import files
+from launch.base.errors import ExportError
+from launch.data.conversation import Conversation
 from launch.run_folder import layout
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
 from launch.schema.result import ExportedModel
+from training.compat import deepspeed_private
 from training.compat.transformers_private import Network
 from training.data import tokenizer as data_tokenizer
+from training.engines import setup
 from training.log import logger
-from training.loop import exported_files, nan_guard
+from training.loop import export_check, exported_files, nan_guard
+from training.loop.callbacks import HostMemory
 from training.loop.trainer import LowMemTrainer
 from training.model import build, four_bit, merging
 
 
+def collect(
+    start: layout.RankStart, trainer: LowMemTrainer, tokens: Path, questions: Sequence[Conversation]
+) -> tuple[Network, export_check.Trained] | None:
+    """Collect what rank 0 exports: the model with all its weights (the trainer's own, or a copy on
+    the host), and what its folder must compute. None on another rank. Collective."""
+    expected = export_check.trained(start, trainer, tokens, questions)
+    network: Network = trainer.accelerator.unwrap_model(trainer.model)
+    if start.plan.strategy.launch_mode.shards_parameters:
+        network = _gathered(start, trainer, network)
+    return (network, expected) if trainer.args.process_index == 0 else None
+
+
+def _gathered(start: layout.RankStart, trainer: LowMemTrainer, trained: Network) -> Network | None:
+    """The model on rank 0's host, with the weights of all ranks, gathered one at a time. Another
+    rank's has no values. Collective."""
+    recipe, plan, is_first = start.recipe, start.plan, trainer.args.process_index == 0
+    quantization = recipe.quantized(plan.strategy.mixed_precision)
+    if quantization and recipe.model.path is not None:  # the folder has the weights of 4 bits
+        four_bit.gather_trained(trained, is_first)
+        return trained
+    network, copies = None, {}
+    if is_first:
+        with setup.whole_weights(plan.strategy):
+            network = build.build(
+                *(recipe.model, plan.shape, recipe.lora, plan.lora_targets),
+                *(trainer.processing_class, recipe.training.seed, quantization),
+                keeps_ids=recipe.keeps_ids,
+            )
+        copies = dict(four_bit.named_numbers(network))
+    # weights of 4 bits are those of the same seed
+    for name, parameter in four_bit.named_numbers(trained):
+        with deepspeed_private.gathered([parameter]), torch.no_grad():
+            full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+            if is_first:
+                copies.pop(name).copy_(full)
+    assert not copies, f"not gathered: {sorted(copies)}"
+    return network
+
+
 def write(
+    start: layout.RankStart,
+    run_id: str,
+    trainer: LowMemTrainer,
+    network: Network,
+    expected: export_check.Trained,
+    host: HostMemory,
+    uninterrupted: Callable[[], AbstractContextManager[None]],
+) -> str:
+    """Write the model's folder on rank 0 and check it; a sentence on what was compared. The folder
+    takes its name `uninterrupted`. Raises ExportError."""
+    recipe, plan = start.recipe, start.plan
+    folder = Path(recipe.output_dir)
+    if trainer.streaming is not None and recipe.model.path is None:
+        trainer.streaming.give_back()  # the adapter is merged
+        network.to("cpu")
+    content = _write_folder(network, trainer, recipe, plan, run_id, uninterrupted)
+    logger.info("model: %s (%s)", folder, content)
+    free_bytes = export_check.close_engine(trainer, plan.estimate.host_bytes, host.read())
+    try:
+        with setup.whole_weights(plan.strategy):
+            checked = export_check.check(
+                *(folder, recipe, trainer.accelerator, network, expected, free_bytes)
+            )
+    except ExportError as error:
+        _write_check(folder, f"{layout.NOT_CHECKED}: {error}")
+        error.fix = (
+            "do not use this folder; the same line again exports the last step, and checks it again"
+        )
+        raise
+    _write_check(folder, checked)
+    logger.info("checked: %s", checked)
+    return checked
+
+
+def _write_folder(
     network: Network,
     trainer: LowMemTrainer,
     recipe: Recipe,
@@ -74,7 +154,7 @@ def write(
     return content
 
 
-def write_check(folder: Path, check: str) -> None:
+def _write_check(folder: Path, check: str) -> None:
     """Write into an exported folder how its check has ended."""
     facts = files.read(folder / "lowmem.json", ExportedModel)
     assert facts is not None

@@ -30,14 +30,12 @@ from training.data.batches import TARGET_TENSORS, EpochLoader, TokenRows
 from training.data.sample_order import SampleOrder
 from training.engines import setup
 from training.levers.compile import eagerly
-from training.levers.logits import LossHead, target_loss_sum
+from training.levers.logits import LossHead, known_masks, summed_loss, target_loss_sum
 from training.levers.offloading import Offloading
 from training.levers.streaming import Streaming
 from training.log import logger
-from training.loop import data_worker_memory, nan_guard
+from training.loop import nan_guard, rank_memory
 from training.loop.callbacks import StepMeter
-from training.loop.memory_peaks import MemoryPeaks
-from training.model import evaluation
 
 # accelerate calls the CPU of a rank cpu:0, and Trainer loads an optimizer there. torch 2.11 knows
 # only "cpu".
@@ -71,7 +69,7 @@ class LowMemTrainer(OpenTrainer):
         stop_callback: StopCallback | None = None,
         levers: Levers = PLAIN,
         strategy: Strategy | None = None,
-        peaks: MemoryPeaks | None = None,
+        peaks: rank_memory.MemoryPeaks | None = None,
         keeps_best: bool = False,  # training.load_best_model_at_end
         streaming: Streaming | None = None,  # layers whose weights have been placed on the host
         **kwargs: Any,
@@ -83,7 +81,7 @@ class LowMemTrainer(OpenTrainer):
         self.verified: set[str] = set()
         self.is_converted = False  # convert.py has converted the checkpoint to resume from
         self.save_s = 0.0
-        self.peaks = peaks or MemoryPeaks(torch.device("cpu"))
+        self.peaks = peaks or rank_memory.MemoryPeaks(torch.device("cpu"))
         self._strategy = strategy
         self._keeps_best, self.streaming = keeps_best, streaming
         # called at the end of each evaluation, by every rank
@@ -118,7 +116,7 @@ class LowMemTrainer(OpenTrainer):
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         targets = self._targets(inputs, inputs["labels"], self.args.label_smoothing_factor)
-        with targets, evaluation.known_masks(inputs):
+        with targets, known_masks(inputs):
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _targets(
@@ -255,7 +253,7 @@ class LowMemTrainer(OpenTrainer):
             loss_sum = partial(self._loss_sum, labels=labels)
             with eagerly(self.args), self.compute_loss_context_manager():
                 with self._targets(batch, labels):
-                    sums.append(evaluation.summed_loss(model, batch, loss_sum))
+                    sums.append(summed_loss(model, batch, loss_sum))
                 totals[0] += sums[-1]
             totals[1] += (labels != IGNORED).sum()
         if torch.distributed.is_initialized():
@@ -313,7 +311,7 @@ class LowMemTrainer(OpenTrainer):
                 *(without[0], len(without) - 1),
             )
         if self.args.dataloader_num_workers:  # they are forked after this
-            data_worker_memory.exclude_from_forks(data_worker_memory.state_tensors(self))
+            rank_memory.exclude_from_forks(rank_memory.state_tensors(self))
         return prepared
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

@@ -13,12 +13,12 @@ MIB = 1 << 20
 FORKS = r"""
 import os, re
 import torch
-from training.loop import data_worker_memory
+from training.loop import rank_memory
 
 for is_excluded in (False, True):
     state, rows = (torch.ones(size << 20, dtype=torch.uint8) for size in (64, 2))
     if is_excluded:
-        data_worker_memory.exclude_from_forks([state[1:], torch.ones(3)])
+        rank_memory.exclude_from_forks([state[1:], torch.ones(3)])
     reads, writes = os.pipe()
     child = os.fork()
     if not child:

@@ -17,7 +17,7 @@ from launch.run_folder.layout import AttemptDir
 from training.data.sample_order import SampleOrder
 from training.loop import callbacks
 from training.loop.callbacks import Reporter, StepMeter
-from training.loop.memory_peaks import MemoryPeaks
+from training.loop.rank_memory import MemoryPeaks
 
 SLOW_S = 0.05
 LONG_S = 0.5  # longer than a step here that a busy machine holds up
