@@ -264,7 +264,8 @@ class Lever:
     `mode_refusal` why a mode cannot, by the value."""
 
     name: str  # the field of Levers
-    # module of training/levers/ that applies it; None: it decides which rows a trainer gets at once
+    # module of training/levers/ that applies it; None: transformers applies it (loop/arguments.py),
+    # or it decides which rows a trainer gets at once
     module: str | None
     switch: str  # its name in the list of a plan's kernels
     key: str  # dotted key of the recipe
@@ -459,7 +460,7 @@ LEVERS = (
     ),
     Lever(
         name="every_n_layers",
-        module="checkpointing",
+        module=None,
         switch="recompute",
         key="training.activation_checkpointing",
         exactness="bit-equal",
@@ -593,7 +594,7 @@ LEVERS = (
     ),
     Lever(
         name="optim",
-        module="optimizer",
+        module=None,
         switch="optimizer",
         key="training.optim",
         exactness="other function",

@@ -11,18 +11,10 @@ from accelerate.utils import DynamoBackend
 from transformers import TrainerCallback, TrainingArguments
 
 from launch.schema.levers import Levers
-from launch.schema.training_section import COMPILE_KEYS, TrainingSection
 from training.compat import levers_private, transformers_private
 from training.compat.transformers_private import Network
 
 logger = logging.getLogger("lowmem")
-
-
-def arguments(training: TrainingSection, levers: Levers, values: dict[str, Any]) -> None:
-    values["torch_compile"] = levers.torch_compile
-    if not levers.torch_compile:
-        for key in COMPILE_KEYS:
-            values.pop(key, None)
 
 
 def apply(trainer: Any, levers: Levers) -> None:

@@ -7,10 +7,10 @@ import torch
 from accelerate import PartialState
 from transformers import TrainingArguments
 
+from launch.schema.levers import Levers
 from launch.schema.plan import Plan, Strategy
 from launch.schema.recipe import Recipe
-from launch.schema.training_section import TENSORBOARD, TrainingSection
-from training import levers
+from launch.schema.training_section import COMPILE_KEYS, TENSORBOARD, TrainingSection
 from training.compat import transformers_private
 
 
@@ -76,7 +76,8 @@ def timeout_s(training: TrainingSection) -> float:
 
 
 def _extras(training: TrainingSection, strategy: Strategy, evaluates: bool) -> dict[str, Any]:
-    """The recipe's other fields over our defaults. Our models use all their parameters."""
+    """The recipe's other fields over our defaults, and levers. Our models use all their
+    parameters."""
     defaults = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True}
     # Fields that make_arguments() sets; the only save_strategy of a recipe is steps
     left_out = ["tf32", "save_strategy"]
@@ -84,6 +85,22 @@ def _extras(training: TrainingSection, strategy: Strategy, evaluates: bool) -> d
         left_out.append("eval_on_start")
     if not strategy.dataloader_num_workers:  # transformers refuses it without workers
         left_out.append("dataloader_prefetch_factor")
-    extras = {k: v for k, v in {**defaults, **training.extras}.items() if k not in left_out}
-    levers.arguments(training, strategy.levers, extras)
-    return extras
+    if not strategy.levers.torch_compile:  # each of them turns it on
+        left_out += COMPILE_KEYS
+    extras = {**defaults, **training.extras, **_levers(training, strategy.levers)}
+    return {name: value for name, value in extras.items() if name not in left_out}
+
+
+def _levers(training: TrainingSection, levers: Levers) -> dict[str, Any]:
+    """The levers that transformers applies by itself."""
+    checkpointing = training.activation_checkpointing_kwargs.arguments
+    if levers.every_n_layers > 1:
+        checkpointing["every_n_layers"] = levers.every_n_layers
+    if levers.activation_offloading:
+        checkpointing["offload"] = True
+    return {
+        "optim": levers.optim,
+        "torch_compile": levers.torch_compile,
+        "activation_checkpointing": levers.every_n_layers > 0,
+        "activation_checkpointing_kwargs": checkpointing or None,
+    }
