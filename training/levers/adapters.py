@@ -31,7 +31,7 @@ def fuse(network: torch.nn.Module) -> None:
 
     for parent in network.modules():
         fused = [
-            FusedForward(module)
+            _FusedForward(module)
             for module in parent.children()
             if isinstance(module, LoraLayer)
             and isinstance(module.get_base_layer(), torch.nn.Linear)
@@ -40,7 +40,7 @@ def fuse(network: torch.nn.Module) -> None:
             parent.register_forward_pre_hook(partial(_cast_weights, fused))
 
 
-def _cast_weights(fused: Sequence[FusedForward], parent: torch.nn.Module, args: Any) -> None:
+def _cast_weights(fused: Sequence[_FusedForward], parent: torch.nn.Module, args: Any) -> None:
     """Cast the adapters' weights of all layers of a module at once."""
     weights = [weight for each in fused for weight in each.weights()]
     device, dtype = weights[0].device.type, weights[0].dtype
@@ -54,7 +54,7 @@ def _cast_weights(fused: Sequence[FusedForward], parent: torch.nn.Module, args: 
         each.casts = down, up
 
 
-class FusedForward:
+class _FusedForward:
     """The forward method of a layer with an adapter, for products under autocast."""
 
     def __init__(self, layer: Any) -> None:

@@ -1,7 +1,8 @@
 """RMS norms by PyTorch's kernel, which reads the hidden states once, computes in float32 and rounds
 once. The modules of transformers cast them to float32, and write each part of the norm."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -15,7 +16,7 @@ aten = torch.ops.aten
 def apply(trainer: Any, levers: Levers) -> None:
     if levers.fused_norms:
         for norm in norms(trainer.model):
-            norm.forward = FusedForward(norm)
+            norm.forward = partial(fused_forward, norm, norm.forward)
 
 
 def norms(network: torch.nn.Module) -> Iterator[Any]:
@@ -33,15 +34,12 @@ def _instructions(code: CodeType | None) -> tuple[Any, ...]:
     return (code.co_code, code.co_consts, code.co_names) if code else ()
 
 
-class FusedForward:
-    """The forward method of a norm. The kernel takes hidden states of the weight's type."""
-
-    def __init__(self, norm: Any) -> None:
-        self._norm, self._plain = norm, norm.forward
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self._norm.weight
-        if hidden.dtype is not weight.dtype:
-            return self._plain(hidden)
-        eps = self._norm.variance_epsilon
-        return aten._fused_rms_norm(hidden, hidden.shape[-1:], weight, eps)[0]
+def fused_forward(
+    norm: Any, plain: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+) -> torch.Tensor:
+    """The forward method of a norm, `plain` before. The kernel takes hidden states of the weight's
+    type."""
+    if hidden.dtype is not norm.weight.dtype:
+        return plain(hidden)
+    shape, eps = hidden.shape[-1:], norm.variance_epsilon
+    return aten._fused_rms_norm(hidden, shape, norm.weight, eps)[0]

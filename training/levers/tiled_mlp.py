@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def tile(network: torch.nn.Module, num_shards: int) -> None:
     modules = list(mlps(network))
     assert modules, "launch.schema.levers.TILED lists a type without such an MLP"
     for mlp in modules:
-        mlp.forward = _TiledForward(mlp, num_shards)
+        mlp.forward = partial(_tiled_forward, mlp, mlp.forward, num_shards)
 
 
 def mlps(network: torch.nn.Module) -> Iterator[Any]:
@@ -48,26 +49,26 @@ def mlps(network: torch.nn.Module) -> Iterator[Any]:
             yield module
 
 
-class _TiledForward:
-    """The forward method of an MLP, in parts."""
-
-    def __init__(self, mlp: torch.nn.Module, num_shards: int) -> None:
-        self._mlp, self._compute, self._num_shards = mlp, mlp.forward, num_shards
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden (..., features): the tokens of all rows follow one another."""
-        tokens = hidden.reshape(1, -1, hidden.size(-1))
-        size = math.ceil(tokens.size(1) / self._num_shards)
-        if size == tokens.size(1):  # a single token, or none
-            return self._compute(hidden)
-        if torch.is_grad_enabled():
-            saved: Any = _Saved.apply(tokens.new_empty(0, requires_grad=True), tokens)
-            trained = [each for each in self._mlp.parameters() if each.requires_grad]
-            tiles = _Tiles(self._compute, size, trained, self._mlp.training, saved)
-            out: Any = _Tiled.apply(tiles, tokens, *trained)
-        else:
-            out = _joined(self._compute, tokens, size)
-        return out.view(*hidden.shape[:-1], out.size(-1))
+def _tiled_forward(
+    mlp: torch.nn.Module,
+    compute: Callable[[torch.Tensor], torch.Tensor],
+    num_shards: int,
+    hidden: torch.Tensor,
+) -> torch.Tensor:
+    """The forward method of an MLP, `compute` before, in parts. hidden (..., features): the tokens
+    of all rows follow one another."""
+    tokens = hidden.reshape(1, -1, hidden.size(-1))
+    size = math.ceil(tokens.size(1) / num_shards)
+    if size == tokens.size(1):  # a single token, or none
+        return compute(hidden)
+    if torch.is_grad_enabled():
+        saved: Any = _Saved.apply(tokens.new_empty(0, requires_grad=True), tokens)
+        trained = [each for each in mlp.parameters() if each.requires_grad]
+        tiles = _Tiles(compute, size, trained, mlp.training, saved)
+        out: Any = _Tiled.apply(tiles, tokens, *trained)
+    else:
+        out = _joined(compute, tokens, size)
+    return out.view(*hidden.shape[:-1], out.size(-1))
 
 
 class _Tiles:
