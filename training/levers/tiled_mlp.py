@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from launch.schema.levers import Levers
 
@@ -86,33 +87,28 @@ class _Tiles:
         self._saved: Any = saved  # not its grad_fn alone, which keeps nothing with torch 2.11
         self.draws = draws  # dropout may draw random numbers
 
-    def before(self, device: torch.device) -> None:
+    def before(self, tokens: torch.Tensor) -> None:
         """Note the random numbers and the precision of forward, before it computes."""
-        kind = device.type
+        kind = tokens.device.type
         self.autocast = {
             "device_type": kind,
             "dtype": torch.get_autocast_dtype(kind),
             "enabled": torch.is_autocast_enabled(kind),
         }
-        self._states = []  # states of the random number generators, by device
-        if self.draws:
-            self._on_host = torch.get_rng_state()
-            if kind != "cpu":
-                self._states.append((device, torch.get_device_module(kind).get_rng_state(device)))
+        self._on_host = torch.get_rng_state()
+        self._devices, self._on_devices = get_device_states(tokens)
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Random numbers and precision of forward."""
         kind = self.autocast["device_type"]
-        devices = [device for device, _ in self._states]
         with (
-            torch.random.fork_rng(devices, self.draws, device_type=kind),
+            torch.random.fork_rng(self._devices, self.draws, device_type=kind),
             torch.autocast(**self.autocast),
         ):
             if self.draws:
                 torch.set_rng_state(self._on_host)
-                for device, state in self._states:
-                    torch.get_device_module(kind).set_rng_state(state, device)
+                set_device_states(self._devices, self._on_devices, device_type=kind)
             yield
 
     def input(self) -> torch.Tensor:
@@ -144,7 +140,7 @@ class _Tiled(torch.autograd.Function):
         ctx: Any, tiles: _Tiles, tokens: torch.Tensor, *trained: torch.Tensor
     ) -> torch.Tensor:
         ctx.tiles = tiles
-        tiles.before(tokens.device)
+        tiles.before(tokens)
         return _joined(tiles.compute, tokens, tiles.size)
 
     @staticmethod
