@@ -278,15 +278,14 @@ class NanGuard(TrainerCallback):
         named = [
             (name, parameter.data) for name, parameter in four_bit.named_numbers(trainer.model)
         ]
+        optimizer = trainer.optimizer
         if trainer.is_deepspeed_enabled:
             zero = deepspeed_private.optimizer(trainer)
             named += [("the fp32 copy", flat) for flat in deepspeed_private.master_slices(zero)]
-            states = zero.optimizer.state
-        else:
-            states = trainer.optimizer.state
+            optimizer = zero.optimizer
         named += [
             (f"optimizer's {key}", value)
-            for state in states.values()
+            for state in optimizer.state.values()
             for key, value in state.items()
         ]
         # no kernel before the host's tensors were read, as all_finite() says

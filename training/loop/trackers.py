@@ -22,6 +22,7 @@ from launch.run_folder.layout import RunDir
 from launch.schema.training_section import TENSORBOARD, Tracker
 from training.log import logger
 
+_MLFLOW_FILE = "mlflow_run_id"  # with the id that MLflow gave a run, in its folder
 _FINISH_S = 60.0  # time for what has not been sent when training ends
 # Variables with which a tracker works without its service, and the line that sends its figures
 # later
@@ -34,7 +35,7 @@ _OFFLINE: Mapping[Tracker, tuple[dict[str, str], str]] = {
 def settings(run: RunDir, workspace: Path) -> dict[str, str]:
     """Variables of all trackers that the user has not set: where their files are, which run goes
     on, how long they may keep rank 0 waiting, and nothing sent but the run's figures."""
-    mlflow_id = _mlflow_file(run)
+    mlflow_id = run.root / _MLFLOW_FILE
     return {
         "WANDB_DIR": str(run.root),
         "WANDB_RUN_ID": run.run_id,
@@ -49,11 +50,6 @@ def settings(run: RunDir, workspace: Path) -> dict[str, str]:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "SWANLAB_LOG_DIR": str(run.root / "swanlog"),
     }
-
-
-def _mlflow_file(run: RunDir) -> Path:
-    """The file with the id that MLflow gave this run."""
-    return run.root / "mlflow_run_id"
 
 
 class _TrackerCallback(TrainerCallback):
@@ -76,7 +72,7 @@ class _TrackerCallback(TrainerCallback):
             self._callback = callback
             if self._name == "mlflow":
                 active = import_module("mlflow").active_run()
-                _mlflow_file(self._run).write_text(active.info.run_id, encoding="utf-8")
+                (self._run.root / _MLFLOW_FILE).write_text(active.info.run_id, encoding="utf-8")
 
         variables, later = _OFFLINE.get(self._name, ({}, ""))
         is_offline = variables.items() <= os.environ.items()

@@ -49,7 +49,7 @@ def tiles_mlp(model: PreTrainedModel) -> bool:
     return 0 < num_layers <= len(list(tiled_mlp.mlps(model)))
 
 
-def head_result(model: PreTrainedModel) -> HeadResult:
+def head_result(model: transformers_private.Network) -> HeadResult:
     """The logits that forward() returns, by the way from the output head to them."""
     # A forward pass of each type fails in its own way: such a type has no lever on its head
     with suppress(Exception):
@@ -59,7 +59,7 @@ def head_result(model: PreTrainedModel) -> HeadResult:
         if returned is total and not follower.num_operators:
             return "unchanged"
     with suppress(Exception):
-        vocabulary = _head(model).weight.shape[0]
+        vocabulary = model.get_output_embeddings().weight.shape[0]
         logits = torch.zeros(ROWS, LENGTH, vocabulary, device="meta")
         with _Follower(logits) as follower:
             returned = _logits(model, logits)
@@ -194,11 +194,7 @@ def _recording(model: Any, attention: _Attention, masked: _Masked) -> Iterator[N
         model.to(dtype).train(is_training)
 
 
-def _head(model: PreTrainedModel) -> Any:
-    return model.get_output_embeddings()
-
-
-def _logits(model: PreTrainedModel, result: torch.Tensor) -> Any:
+def _logits(model: transformers_private.Network, result: torch.Tensor) -> Any:
     """The logits of a forward pass whose output head gives a result. Raises ValueError for a model
     whose head is not called once, with every position."""
     calls: list[tuple[int, ...]] = []
@@ -211,17 +207,21 @@ def _logits(model: PreTrainedModel, result: torch.Tensor) -> Any:
     inputs: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
-    with replaced([(_head(model), "forward", project)]), _without_layers(model), torch.no_grad():
+    with (
+        replaced([(model.get_output_embeddings(), "forward", project)]),
+        _without_layers(model),
+        torch.no_grad(),
+    ):
         logits = model(**inputs, use_cache=False).logits
     if calls != [(ROWS, LENGTH)]:
         raise ValueError(f"the head was called with {calls}")
     return logits
 
 
-def _without_layers(model: PreTrainedModel) -> AbstractContextManager[None]:
+def _without_layers(model: transformers_private.Network) -> AbstractContextManager[None]:
     """Inside, the models inside a model give hidden states of the head's width without computing
     them."""
-    head = _head(model)
+    head = model.get_output_embeddings()
     hidden = torch.zeros(ROWS, LENGTH, head.weight.shape[1], device="meta")
     # Some forward() calls a model inside its model
     inner = [module for module in _models(model) if head not in set(module.modules())]

@@ -3,13 +3,13 @@ to pinned host memory, and the precision in which an engine computes."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from launch.schema.levers import Levers
 from launch.schema.plan import Strategy
+from launch.schema.training_section import Precision
 from training.compat import (
     accelerate_private,
     liger_private,
@@ -159,9 +159,9 @@ class RecordedStreaming(Streaming):
 # ---- precision of an engine
 
 
-def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
+def as_computed(network: torch.nn.Module, strategy: Strategy) -> Precision:
     """Cast a model without weights to the precision in which the engine computes, and return the
-    strategy for its trace.
+    mixed precision of its trace.
 
     Under mixed precision DeepSpeed casts the whole model and leaves autocast out. FSDP2 gathers
     every parameter in that precision, inside autocast, and casts the outputs of its groups to
@@ -169,16 +169,16 @@ def as_computed(network: torch.nn.Module, strategy: Strategy) -> Strategy:
     Source: deepspeed 0.19 engine.py _configure_distributed_model; accelerate 1.15
     fsdp2_prepare_model."""
     if strategy.mixed_precision == "no" or strategy.launch_mode.is_whole:
-        return strategy
+        return strategy.mixed_precision
     dtype = torch.bfloat16 if strategy.mixed_precision == "bf16" else torch.float16
     if strategy.launch_mode.engine == "deepspeed":
         network.to(dtype)
-        return replace(strategy, mixed_precision="no")
+        return "no"
     for _, parameter in four_bit.named_numbers(network):
         parameter.data = parameter.data.to(dtype)
     for module in _fsdp2_modules(network):
         module.register_forward_hook(_float32_output)
-    return strategy
+    return strategy.mixed_precision
 
 
 def _fsdp2_modules(network: transformers_private.Network) -> list[torch.nn.Module]:

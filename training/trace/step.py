@@ -317,9 +317,8 @@ def _tracer(
         quantization = recipe.quantized(plan.strategy.mixed_precision)
         of_model = recipe.model, plan.shape, recipe.lora, plan.lora_targets, quantization
         network = build.without_weights(*of_model, strategy.levers.attn_implementation)
-        computed = stand_ins.as_computed(network, plan.strategy).mixed_precision
-    if computed == "no":
-        strategy = replace(strategy, mixed_precision="no")
+        if stand_ins.as_computed(network, plan.strategy) == "no":
+            strategy = replace(strategy, mixed_precision="no")
     batch, steps = strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
     args = arguments.make_arguments(
         recipe, replace(plan, strategy=strategy), batch * steps, False, {"ddp_backend": None}

@@ -568,7 +568,7 @@ def test_a_model_is_cast_to_what_its_engine_computes_with():
     def cast(mode: str) -> tuple[torch.dtype, str]:
         network = torch.nn.Linear(2, 2, device="meta")
         traced = as_computed(network, strategy(mode, mixed_precision="bf16"))
-        return network.weight.dtype, traced.mixed_precision
+        return network.weight.dtype, traced
 
     assert cast("multi_cpu") == (torch.float32, "bf16")
     assert cast("fsdp2") == (torch.bfloat16, "bf16")
