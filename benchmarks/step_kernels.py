@@ -140,7 +140,7 @@ def kind_of(operator: Operator, phase: str) -> str:
         return "casts and copies"
     if name in FILLS:
         return "fills"
-    named = (kind for part, kind in operators.NAMED.items() if part in operator.name)
+    named = (kind for part, kind in rates.NAMED.items() if part in operator.name)
     return next(named, "elementwise")
 
 

@@ -1,5 +1,5 @@
 """Measure what this machine's cores do in PyTorch: the rates by which seconds of trainings on CPUs
-are predicted (launch/predict/time/cores.py)."""
+are predicted (launch/predict/time/rates.py)."""
 
 import math
 import time

@@ -64,7 +64,7 @@ class CoreFigures:
     # FLOP/s by dtype, behind "attention " those of fused attention
     flops_per_s: Mapping[str, float]
     call_s: Mapping[str, float]  # by the same keys: seconds of a call, beside its FLOPs
-    bytes_per_s: Mapping[str, float]  # by kind of kernel (launch.predict.time.cores)
+    bytes_per_s: Mapping[str, float]  # by kind of kernel (launch.predict.time.rates)
     operator_s: float  # a call of any other operator, forward or backward
     view_s: float
     module_s: float  # a call of an empty module

@@ -1,17 +1,12 @@
 """Seconds of an operator on its device and on its host. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from launch.predict.time.rates import NAMED, Cores, HostPace
 from launch.predict.time.timeline import Cost
 from launch.schema.recorded_step import Operator, Parts, Passes
-
-if TYPE_CHECKING:
-    from launch.predict.time.cores import Cores
 
 # Seconds that a product takes beyond its work: 512^3 takes 8.5 us on an A800, 5.7 us on an RTX
 # 4090, and at their rates 1 and 2 (github.com/mli/transformers-benchmarks issue 4)
@@ -47,43 +42,6 @@ _READ: Mapping[str, Callable[[float, float, float, float], Parts]] = {
     "aten::embedding": lambda fixed, sample, target, all_targets: (0, sample, target, all_targets),
     "aten::nll_loss_forward": lambda fixed, *_: (fixed, 0, 0, 0),
 }
-# parts of a name, of which the first decides; other kernels go by their form
-NAMED = {
-    "softmax": "softmax",
-    "nll_loss": "softmax",
-    "cross_entropy": "softmax",
-    "layer_norm": "norm",
-    "rms_norm": "norm",
-    "group_norm": "norm",
-    "aten::sum": "reduction",
-    "aten::mean": "reduction",
-    "vector_norm": "reduction",
-    "aten::cumsum": "reduction",
-    "embedding": "gather",
-    "aten::index": "gather",
-    "aten::gather": "gather",
-    "aten::scatter": "gather",
-    "update_8bit": "8-bit update",
-}
-
-
-@dataclass(frozen=True)
-class HostPace:
-    """Seconds of the host for an operator in eager PyTorch, with its dispatch, autograd and launch;
-    for a product, whose kernel cuBLAS chooses; for a view; for a module's call."""
-
-    operator_s: float
-    product_s: float
-    view_s: float
-    module_s: float
-
-
-# LoRA of Qwen-1.8B and 7B stays at 1.0 and 1.2 s per 8 micro-steps below 512 tokens (QwenLM/Qwen
-# README, fine-tuning, A100)
-ASSUMED_HOST = HostPace(operator_s=14e-6, product_s=21e-6, view_s=2e-6, module_s=8e-6)
-# Measured paces, by architecture: beside an H200, medians of trainings that wait for their host, of
-# 507 and of 892 products (benchmarks/results/gpu_speed.md, c1 and c2)
-HOSTS = {"9.0": HostPace(operator_s=32e-6, product_s=47e-6, view_s=4e-6, module_s=20e-6)}
 # operators that the host calls in the time of a call of one of Liger's functions: 192 us, by the
 # profile of c1-lowmem-grouped-liger (benchmarks/results/gpu_speed.md), beside 32 us
 TRITON, TRITON_OPERATORS = "triton::", 192 / 32
@@ -116,12 +74,10 @@ def cost_of(
 
     def cost(operator: Operator) -> Cost:
         host_s = least_share * _host_s(operator, pace.host)
-        moved_bytes = operator.bytes
-        if operator.name in _READ:
-            moved_bytes = _READ[operator.name](*moved_bytes)
+        read = _READ.get(operator.name, lambda *parts: parts)
         flops, moved = (
             bytes_share * (fixed + rows * sample + targets * target)
-            for fixed, sample, target, _ in (operator.flops, moved_bytes)
+            for fixed, sample, target, _ in (operator.flops, read(*operator.bytes))
         )
         is_product = operator.kind in ("product", "attention")
         device_s = 0.0
@@ -185,10 +141,9 @@ def _is_fixed(operator: Operator) -> bool:
 
 
 def _host_s(operator: Operator, host: HostPace) -> float:
-    if operator.kind in ("view", "module"):
-        return host.view_s if operator.kind == "view" else host.module_s
-    if operator.kind == "product":
-        return host.product_s
+    by_kind = {"view": host.view_s, "module": host.module_s, "product": host.product_s}
+    if operator.kind in by_kind:
+        return by_kind[operator.kind]
     if operator.form == "list":
         return LIST_VIEWS * operator.launches * host.view_s
     return host.operator_s * (TRITON_OPERATORS if operator.name.startswith(TRITON) else 1)

@@ -96,8 +96,13 @@ def mean_split(
         levers=Levers(batch_by_tokens=by_tokens),
         dataloader_num_workers=0,
     )
-    rows = counts["rows"] if data.group_by_length else None
-    return _mean_split(tuple(map(tuple, lengths)), rows, alike, multiple, max_lengths)
+    return _mean_split(
+        tuple(map(tuple, lengths)),
+        counts["rows"] if data.group_by_length else None,
+        alike,
+        multiple,
+        max_lengths,
+    )
 
 
 @lru_cache(maxsize=64)
@@ -108,10 +113,11 @@ def _mean_split(
     multiple: int,
     max_lengths: tuple[int, int],
 ) -> StepSplit:
-    if grouped_rows is None:
-        steps = _drawn(lengths, strategy, _DRAWN // 4)
-    else:
-        steps = _grouped(lengths, grouped_rows, strategy)
+    steps = (
+        _drawn(lengths, strategy, _DRAWN // 4)
+        if grouped_rows is None
+        else _grouped(lengths, grouped_rows, strategy)
+    )
     splitter = _by_rows(strategy)
     if strategy.levers.batch_by_tokens:
         splitter = _by_tokens(strategy, multiple, max_lengths)

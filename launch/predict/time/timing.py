@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from launch.predict.time import operators, timeline
-from launch.predict.time.operators import HostPace, Pace
+from launch.predict.time.operators import Pace
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.rates import Rates
 from launch.schema.levers import SLOTS
@@ -139,10 +139,7 @@ def estimate(
     passes = work.passes
     if strategy.levers.torch_compile:
         passes = operators.compiled(passes, batch, targets)
-    hooks_s, update_hooks_s = _hooks_s(strategy, model, speed.pace.host)
-    if rates.cores:
-        micro_step_s, step_s = rates.cores.trainer_s
-        hooks_s, update_hooks_s = hooks_s + micro_step_s, update_hooks_s + step_s
+    hooks_s, update_hooks_s = _hooks_s(strategy, model, speed.pace)
     if strategy.launch_mode.offloads:
         passes = replace(passes, update=())
     # a rank's slice; of a recorded model that is cast to 16 bits it is in float32
@@ -164,22 +161,29 @@ def estimate(
     )
     moved = _offloaded_bytes(strategy, model, full_copy, steps)
     copy_s = activations / speed.host_device_bytes_per_s
-    offload_s = moved / speed.host_device_bytes_per_s
-    offload_s += steps * _exposed_copies_s(copy_s, busy_s, strategy)
-    offload_s += steps * _exposed_layers_s(work.streamed, busy_s, strategy, speed)
+    offload_s = (
+        moved / speed.host_device_bytes_per_s
+        + steps * _exposed_copies_s(copy_s, busy_s, strategy)
+        + steps * _exposed_layers_s(work.streamed, busy_s, strategy, speed)
+    )
     optimizer_s = seconds.update_s + _host_update_s(strategy, model, full_copy, speed)
     parts = (compute_s, memory_s, launch_s, optimizer_s, communication_s, offload_s)
     return TimeEstimate(sum(parts), *parts, strategy.effective_batch_size, speed.reason)
 
 
-def _hooks_s(strategy: Strategy, model: ModelSize, host: HostPace) -> tuple[float, float]:
-    """Seconds that an engine's hooks take of the host in a micro-step, and in an update. FSDP2
-    calls none where a checkpointed layer computes again."""
+def _hooks_s(strategy: Strategy, model: ModelSize, pace: Pace) -> tuple[float, float]:
+    """Seconds that an engine's hooks, and on a CPU the Trainer, take of the host in a micro-step,
+    and in an update. FSDP2 calls none where a checkpointed layer computes again."""
     mode = strategy.launch_mode
     each_pass, gradient, update = _HOOK_OPERATORS.get(mode.zero_stage or mode.engine, (0, 0, 0))
     again = 0.0 if mode.engine == "fsdp2" else strategy.levers.checkpointed_share
     micro_step = (2 + again) * each_pass * model.tensors + gradient * model.trained_tensors
-    return host.operator_s * micro_step, host.operator_s * update * model.trained_tensors
+    trainer_micro_step_s, trainer_step_s = pace.cores.trainer_s if pace.cores else (0.0, 0.0)
+    operator_s = pace.host.operator_s
+    return (
+        operator_s * micro_step + trainer_micro_step_s,
+        operator_s * update * model.trained_tensors + trainer_step_s,
+    )
 
 
 def speed_of(

@@ -12,10 +12,10 @@ from pydantic import TypeAdapter
 
 from launch.data.worker import WORKER, MeasureCores, WorkerEnded
 from launch.predict.history import core_figures
-from launch.predict.time import cores
+from launch.predict.time import rates
 from launch.schema.machine import CoreFigures
 
-ONE, BOTH = (replace(each, call_s={}) for each in vars(cores.of_rank((), 2, 1)).values())
+ONE, BOTH = (replace(each, call_s={}) for each in vars(rates.cores_of_rank((), 2, 1)).values())
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *figures: CoreFigures) -> list[MeasureCores]:

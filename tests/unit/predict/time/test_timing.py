@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.predict.time import cores, operators, rates, timing
+from launch.predict.time import operators, rates, timing
 from launch.predict.time.operators import RAMP_S
 from launch.predict.time.rates import Rates
 from launch.predict.time.timing import StepWork, TimeEstimate
@@ -303,7 +303,7 @@ def test_ranks_on_one_cpu_share_its_cores_and_its_memory():
 def test_cores_count():
     two, eight = rates.cpu(2), rates.cpu(8)
     assert eight.flops_per_s["float32"] == 4 * two.flops_per_s["float32"]
-    assert eight.is_assumed
+    assert eight.source.startswith("assumed")
 
 
 def test_the_parts_add_up_and_say_where_they_are_from():
@@ -731,7 +731,6 @@ def test_a_card_that_no_row_names_is_taken_for_the_nearest_of_its_architecture(
     name, gib, architecture, like
 ):
     found = rates.card(card(name, gib, architecture))
-    assert found.is_assumed
     assert found.name == name
     assert found.source.startswith(f"assumed: like {like}, ")
 
@@ -759,7 +758,7 @@ def test_the_slowest_card_of_those_used_decides():
 
 
 def test_the_memory_of_the_host_is_as_fast_as_was_measured_here():
-    both = cores.of_rank((), 8, 1)
+    both = rates.cores_of_rank((), 8, 1)
     on = replace(
         machine(cards=(card("NVIDIA GeForce RTX 3080", 10, "8.6"),)), cores=(both.single, both.rank)
     )
