@@ -92,8 +92,11 @@ def beside(machine: Machine, leased: Leased) -> Machine:
         replace(gpu, free_bytes=max(gpu.free_bytes - leased.card_untaken_bytes.get(gpu.key, 0), 0))
         for gpu in machine.gpus
     )
-    host_bytes = max(machine.host_available_bytes - leased.host_untaken_bytes, 0)
-    return replace(machine, gpus=gpus, host_available_bytes=host_bytes)
+    return replace(
+        machine,
+        gpus=gpus,
+        host_available_bytes=max(machine.host_available_bytes - leased.host_untaken_bytes, 0),
+    )
 
 
 def by_free_memory(machine: Machine) -> Machine:

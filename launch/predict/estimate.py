@@ -251,8 +251,14 @@ def _judged(
         budgets.host_budget_bytes(facts.recipe, facts.machine), 1
     )
     of_device = memory.device_bytes / max(budget, 1) if candidate.device == "cuda" else 0.0
-    misses = budgets.misses(facts, candidate, memory, budget)
-    return Judged(candidate, memory, time, budget, misses, max(of_device, of_host))
+    return Judged(
+        candidate,
+        memory,
+        time,
+        budget,
+        budgets.misses(facts, candidate, memory, budget),
+        max(of_device, of_host),
+    )
 
 
 def _states(facts: Facts, candidate: Strategy) -> MemoryEstimate:

@@ -192,15 +192,14 @@ class Facts:
         if candidate.device == "cpu":
             return Question(candidate, (source, target), is_padded)
         card = self.machine.gpus[0]
-        is_fused = architectures.look_up(card).attention != "math"
         return Question(
             candidate,
             (source, target),
             is_padded,
             card.architecture,
-            is_fused,
-            self._documents(candidate, source),
-            self.few_shapes,
+            fused_attention=architectures.look_up(card).attention != "math",
+            documents=self._documents(candidate, source),
+            few_shapes=self.few_shapes,
         )
 
     def _documents(self, candidate: Strategy, length: int) -> int:
@@ -219,25 +218,30 @@ class Facts:
 
     def no_order(self, candidate: Strategy) -> str | None:
         """The reason why the micro-batches of the run are not known before it; None: they are."""
-        data, training = self.recipe.data, self.recipe.training
-        if data.streaming:
-            return "a stream's rows are not counted"
-        if self.rows.counts is None or self.rows.largest_batches is None:
-            return "the rows are not tokenised yet"
-        if self.traces is None:
-            return "nothing is traced"
-        if candidate.levers.batch_by_tokens:
-            return "data.batch_by_tokens divides each step by its own rows"
-        if self.history.continues_another:
-            return "a run that continues another has the rows that remain"
-        epochs = (
-            training.max_steps * candidate.effective_batch_size / self.rows.counts["rows"]
-            if training.max_steps > 0
-            else training.num_train_epochs
+        training = self.recipe.training
+        counts, batches = self.rows.counts, self.rows.largest_batches
+        num_rows = counts["rows"] * training.num_train_epochs if counts else 0
+        if training.max_steps > 0:
+            num_rows = training.max_steps * candidate.effective_batch_size
+        obstacles = (
+            (self.recipe.data.streaming, "a stream's rows are not counted"),
+            (counts is None or batches is None, "the rows are not tokenised yet"),
+            (self.traces is None, "nothing is traced"),
+            (
+                candidate.levers.batch_by_tokens,
+                "data.batch_by_tokens divides each step by its own rows",
+            ),
+            (
+                self.history.continues_another,
+                "a run that continues another has the rows that remain",
+            ),
+            (
+                num_rows > _MOST_ORDERED,
+                f"an order of more than {_MOST_ORDERED:,} rows is not made in advance",
+            ),
         )
-        if self.rows.counts["rows"] * epochs > _MOST_ORDERED:
-            return f"an order of more than {_MOST_ORDERED:,} rows is not made in advance"
-        return self.rows.largest_batches.failure
+        obstacle = next((text for is_met, text in obstacles if is_met), None)
+        return obstacle or (batches.failure if batches is not None else None)
 
     @property
     def has_one_length(self) -> bool:
@@ -271,7 +275,6 @@ class Facts:
         ones, of which a plan may choose one; none if the order of rows is not known."""
         if self.no_order(candidate) is not None:
             return []
-        assert self.rows.counts is not None
         training, data = self.recipe.training, self.recipe.data
         trained = Division(
             "train",
@@ -284,21 +287,10 @@ class Facts:
             training.seed,
             self.num_steps(candidate),
         )
-        divisions = [trained]
+        evaluated = replace(trained, part="validation", accumulation=1, seed=0, num_steps=0)
         count = candidate.per_device_eval_batch_size if self.rows.eval_counts else 0
-        while count:
-            divisions.append(
-                replace(
-                    trained,
-                    part="validation",
-                    micro_batch=count,
-                    accumulation=1,
-                    seed=0,
-                    num_steps=0,
-                )
-            )
-            count //= 2
-        return divisions
+        halves = (count >> times for times in range(count.bit_length()))
+        return [trained, *(replace(evaluated, micro_batch=half) for half in halves)]
 
     def order(self, candidates: Iterable[Strategy]) -> None:
         """Have the largest micro-batches of these candidates found, unless they are stored."""
@@ -309,9 +301,8 @@ class Facts:
     def largest(self, candidate: Strategy) -> LargestMicroBatches:
         """The largest micro-batches of a training; without sizes if they are not known."""
         divisions, batches = self._divisions(candidate), self.rows.largest_batches
-        largest = batches.get(divisions[0]) if divisions and batches is not None else None
-        if largest is None:
-            return LargestMicroBatches()
+        stored = batches.get(divisions[0]) if divisions and batches is not None else None
+        largest = stored or LargestMicroBatches()
         return LargestMicroBatches(
             self._counted(candidate, largest.sizes), self._counted(candidate, largest.first_step)
         )
@@ -322,9 +313,11 @@ class Facts:
         """Micro-batches with the targets that count."""
         if self.rows.counts_targets:
             return [*sizes]
-        flattens = candidate.levers.flattens
         return [
-            replace(each, targets=each.tokens if flattens else each.rows * each.target)
+            replace(
+                each,
+                targets=each.tokens if candidate.levers.flattens else each.rows * each.target,
+            )
             for each in sizes
         ]
 

@@ -64,8 +64,10 @@ class OomEvent:
         if self.of == "device" and self.section in WRITING:
             if states_bytes < CLEARLY_BELOW * self.predicted_bytes:
                 return None
-            states = f"model states of {size(states_bytes)}, and {size(self.predicted_bytes)}"
-            return f"{states} ran out of memory in {self.section}"
+            return (
+                f"model states of {size(states_bytes)}, and {size(self.predicted_bytes)} ran out of"
+                f" memory in {self.section}"
+            )
         if self.section == "evaluation" and self.candidate.per_device_eval_batch_size > 1:
             if candidate.per_device_eval_batch_size < self.candidate.per_device_eval_batch_size:
                 return None
@@ -93,8 +95,10 @@ class OomEvent:
             return None
         where = MEMORIES.get(self.of, "memory")
         if self.measured_bytes:
-            took = f"took {size(self.measured_bytes)} of {where}, which is too much"
-            return f"{size(needed_bytes)}, and a plan of {size(self.predicted_bytes)} {took}"
+            return (
+                f"{size(needed_bytes)}, and a plan of {size(self.predicted_bytes)} took"
+                f" {size(self.measured_bytes)} of {where}, which is too much"
+            )
         return (
             f"{size(needed_bytes)}, and a plan of {size(self.predicted_bytes)} ran out of {where}"
             f" in {self.section}"

@@ -6,7 +6,7 @@ from functools import partial
 
 from launch.base.errors import ConfigError
 from launch.base.text import nearest
-from launch.predict.parameters import Shape, Shapes, total_elements
+from launch.predict.parameters import Shape, Shapes
 from launch.predict.trained_parameters import COPY, trainable_shapes
 from launch.schema.model_sections import DTYPE_BYTES, LoraSection, QuantizationSection
 from launch.schema.plan import MemoryEstimate, ModelFamily
@@ -30,10 +30,12 @@ _BNB_4BIT_CODE_BYTES = 16 * 4  # the values of nf4 or fp4, a table for every wei
 _OptimizerBytes = Callable[[str, Shape, int], int]
 
 
-def _torch_states(num_states: int) -> _OptimizerBytes:
-    """torch.optim: states are zeros_like(parameter), so in its dtype. The scalar step counters are
-    left out."""
-    return lambda name, shape, element_bytes: num_states * math.prod(shape) * element_bytes
+def _states(num_states: int, state_bytes: int | None = None) -> _OptimizerBytes:
+    """States of `state_bytes` an element; None: zeros_like(parameter), as torch.optim makes them,
+    so in its dtype. The scalar step counters are left out."""
+    return lambda name, shape, element_bytes: (
+        num_states * math.prod(shape) * (state_bytes or element_bytes)
+    )
 
 
 def _adafactor(name: str, shape: Shape, element_bytes: int) -> int:
@@ -42,10 +44,6 @@ def _adafactor(name: str, shape: Shape, element_bytes: int) -> int:
     if len(shape) < 2:
         return 4 * math.prod(shape)
     return 4 * (math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1])
-
-
-def _bnb_32bit(num_states: int) -> _OptimizerBytes:
-    return lambda name, shape, element_bytes: num_states * math.prod(shape) * 4
 
 
 def _bnb_8bit(num_states: int, name: str, shape: Shape, element_bytes: int) -> int:
@@ -70,24 +68,20 @@ _8BIT = {
     "rmsprop_bnb_8bit": 1,
 }
 
-_32BIT = {
-    "paged_adamw_32bit": 2,
-    "lion_32bit": 1,
-    "paged_lion_32bit": 1,
-    "rmsprop_bnb": 1,
-    "rmsprop_bnb_32bit": 1,
-}
-
 # TrainingArguments.optim -> its states; only what a test has measured
 OPTIMIZERS: dict[str, _OptimizerBytes] = {
-    "adamw_torch": _torch_states(2),
-    "adamw_torch_fused": _torch_states(2),
+    "adamw_torch": _states(2),
+    "adamw_torch_fused": _states(2),
     "adafactor": _adafactor,
-    "sgd": _torch_states(0),
-    "adagrad": _torch_states(1),
-    "rmsprop": _torch_states(1),
+    "sgd": _states(0),
+    "adagrad": _states(1),
+    "rmsprop": _states(1),
     **{name: partial(_bnb_8bit, num_states) for name, num_states in _8BIT.items()},
-    **{name: _bnb_32bit(num_states) for name, num_states in _32BIT.items()},
+    "paged_adamw_32bit": _states(2, 4),
+    "lion_32bit": _states(1, 4),
+    "paged_lion_32bit": _states(1, 4),
+    "rmsprop_bnb": _states(1, 4),
+    "rmsprop_bnb_32bit": _states(1, 4),
 }
 
 
@@ -114,21 +108,22 @@ def has_4_bits(name: str, family: ModelFamily) -> bool:
     return name.rpartition(".")[0].rpartition(".")[2] in (family.quantizable or ())
 
 
-def _quantized_bytes(
-    tensor_shapes: Shapes, section: QuantizationSection, family: ModelFamily, element_bytes: int
+def held_bytes(
+    name: str,
+    shape: Shape,
+    section: QuantizationSection | None,
+    family: ModelFamily,
+    element_bytes: int,
 ) -> int:
-    """Weights of which the linear layers that transformers would quantise have 4 bits. Without
-    LoRA's."""
+    """Bytes of a parameter, of which the linear layers that transformers would quantise have 4
+    bits, without scales. `section` is Recipe.quantized()."""
+    if section is None or not has_4_bits(name, family):
+        return math.prod(shape) * element_bytes
+    if name.endswith(".weight"):
+        return math.ceil(math.prod(shape) / 2)
     assert section.bnb_4bit_compute_dtype is not None
-    total = 0
-    for name, shape in tensor_shapes.items():
-        if not has_4_bits(name, family):
-            total += math.prod(shape) * element_bytes
-        elif name.endswith(".weight"):
-            total += _four_bit_bytes(math.prod(shape), section.bnb_4bit_use_double_quant)
-        else:  # a bias has the type of what it is added to
-            total += math.prod(shape) * DTYPE_BYTES[section.bnb_4bit_compute_dtype]
-    return total
+    # a bias has the type of what it is added to
+    return math.prod(shape) * DTYPE_BYTES[section.bnb_4bit_compute_dtype]
 
 
 def scales_bytes(
@@ -193,11 +188,12 @@ def model_state(
         for name, shape in trainable.items()
     ):
         optimizer_bytes += _8BIT[optim] * _BNB_MAP_BYTES
-    base_bytes = total_elements(tensor_shapes) * element_bytes
-    if quantization is not None:
-        if reason := unquantizable(trainable, family):
-            raise ConfigError(f"quantization: {reason}")
-        base_bytes = _quantized_bytes(tensor_shapes, quantization, family, element_bytes)
+    if quantization is not None and (reason := unquantizable(trainable, family)):
+        raise ConfigError(f"quantization: {reason}")
+    base_bytes = scales_bytes(tensor_shapes, quantization, family) + sum(
+        held_bytes(name, shape, quantization, family, element_bytes)
+        for name, shape in tensor_shapes.items()
+    )
     gradients_bytes = trained_bytes(trainable, lora, dtype, quantization, family)
     return MemoryEstimate(
         weights_bytes=base_bytes + (0 if lora is None else gradients_bytes),

@@ -133,12 +133,8 @@ def parameters_by_name(config: Mapping[str, Any]) -> Shapes:
             f"model_type {model_type!r} cannot be counted from its config; known:"
             f" {', '.join(sorted(_DEFAULTS))}"
         )
-    values = _values(config, model_type)
-    if model_type == "t5":
-        return _t5(values)
-    if model_type == "gpt2":
-        return _gpt2(values)
-    return _llama(values, model_type)
+    builders = {"t5": _t5, "gpt2": _gpt2}
+    return builders.get(model_type, _llama)(_values(config, model_type))
 
 
 def _values(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
@@ -148,7 +144,7 @@ def _values(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     values_by_key = dict(config) | {
         aliases[key]: value for key, value in config.items() if key in aliases
     }
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"model_type": model_type}
     for key, default in _DEFAULTS[model_type].items():
         value = values_by_key.get(key, default)
         if isinstance(default, bool):
@@ -261,8 +257,10 @@ def _gpt2(values: dict[str, Any]) -> Shapes:
     return tensor_shapes
 
 
-def _llama(values: dict[str, Any], model_type: str) -> Shapes:
-    width, heads = values["hidden_size"], values["num_attention_heads"]
+def _llama(values: dict[str, Any]) -> Shapes:
+    model_type, width, heads = (
+        values[key] for key in ("model_type", "hidden_size", "num_attention_heads")
+    )
     head_dim = values["head_dim"]
     # llama refuses such a config even where head_dim is given
     if head_dim is None or model_type == "llama":

@@ -55,13 +55,15 @@ def of_cards(gpus: Sequence[Gpu], is_compiled: bool = False) -> SecondsMargin | 
     plain = _table().get(name)
     if not is_compiled:
         return plain
-    others = plain and replace(plain, cards=f"{name}, not compiled")
-    return _table().get(name + COMPILED) or others
+    compiled = _table().get(name + COMPILED)
+    return compiled or (plain and replace(plain, cards=f"{name}, not compiled"))
 
 
 @cache
 def _table() -> Mapping[str, SecondsMargin]:
     import yaml
 
-    content = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return {name: SecondsMargin(name, **figures) for name, figures in content.items()}
+    return {
+        name: SecondsMargin(name, **figures)
+        for name, figures in yaml.safe_load(FILE.read_text(encoding="utf-8")).items()
+    }
