@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 STEP = ".step"  # suffix of the files of recorded steps
 BATCH = 1009  # a prime that divides no usual width, vocabulary or length
@@ -33,6 +33,8 @@ Runs = Sequence[tuple[int, int]]  # (number of a run, times that it is repeated)
 # differences between the tensors of a kernel without products: dtype alone, shape, strides. A list:
 # tensors of one layer in a kernel on lists of tensors, whose launch is another operator
 Form = Literal["", "cast", "broadcast", "strided", "list"]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Block:
 
     fixed_bytes: int
     sample_bytes: int
-    kind: str  # "": decided from its phases (launch.predict.step.peaks)
+    kind: str  # "": decided from its phases (launch.predict.step.reduced)
     op: str
     born: str  # phase
     layer: Layer | None
@@ -104,6 +106,10 @@ class Operator:
     bytes: Parts = (0, 0, 0, 0)  # memory that it reads and writes
     launches: int = 0  # number of kernel launches; of tensors in a list
     form: Form = ""
+
+    def with_parts(self, change: Callable[[float, float, float, float], Parts]) -> Operator:
+        """The operator whose FLOPs and bytes are changed alike."""
+        return replace(self, flops=change(*self.flops), bytes=change(*self.bytes))
 
 
 @dataclass(frozen=True)
@@ -178,6 +184,14 @@ class RecordedStep:
     log: Log
     depths: tuple[int, ...] = ()  # layers of each of its stacks
     period: int = 0  # layers of a unit, of which four were recorded; 0: all layers were
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """The values of each key, in their order; keys in that of their first values."""
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def dumped(step: RecordedStep) -> str:

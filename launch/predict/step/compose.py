@@ -86,7 +86,12 @@ class Composer:
                 else:
                     self._layer(*step)
         self._check_ends()
-        calls = list(self._calls())
+        calls = [
+            Call(number, phase, _moved(call.layer, run.layer, layer))
+            for phase in self.outer.calls
+            for run, layer, numbers in self.runs(phase)
+            for call, number in zip(run.items, numbers, strict=True)
+        ]
         return Log(self.blocks, self.events, list(self.operators), calls, self.outer.log.batch)
 
     def steps(self, phase: str) -> Iterator[Event | _Frees | tuple[Run[Event], Layer, Recorded]]:
@@ -126,28 +131,20 @@ class Composer:
         recorded step that it is from: the middle unit's once per copy, in the direction in which
         the phase goes through the layers."""
         outer = of(self.outer)[phase]
-        is_pass = phase.startswith(PASSES)
-        indexed: dict[int, dict[tuple[Layer | None, int], Run[Item]]] = {}
 
         def of_layer(run: Run[Item], layer: Layer) -> tuple[Run[Item], Layer, Recorded]:
-            source = self.way_of(layer) if is_pass and layer[0] != LOSS else self.outer
+            source, _ = self._source_of(phase, layer)
             if source is self.outer:
                 return run, layer, source
-            if id(source) not in indexed:
-                indexed[id(source)] = {
-                    (each.layer, each.time): each for each in of(source).get(phase, [])
-                }
-            twin = indexed[id(source)].get((run.layer, run.time))
-            if twin is None:
-                raise NotComposed(f"{phase}: layer {run.layer} has no such events")
-            return twin, layer, source
+            for twin in of(source).get(phase, []):
+                if (twin.layer, twin.time) == (run.layer, run.time):
+                    return twin, layer, source
+            raise NotComposed(f"{phase}: layer {run.layer} has no such events")
 
         def unit_of(run: Run[Item]) -> tuple[int, int] | None:
             return run.layer and (run.layer[0], self.stacks[run.layer[0]].unit(run.layer[1]))
 
-        first: dict[tuple[int, int] | None, int] = {}
-        for index, run in enumerate(outer):
-            first.setdefault(unit_of(run), index)
+        units = [*map(unit_of, outer)]
         for unit, group in groupby(outer, unit_of):
             runs = list(group)
             if unit is None:
@@ -155,8 +152,9 @@ class Composer:
                 continue
             layers = [self.layers_of(run.layer) for run in runs]
             copies = range(max(map(len, layers)))
-            after = first.get((unit[0], UNITS - 1), len(outer))
-            for copy in copies if first[unit] < after else reversed(copies):
+            last = unit[0], UNITS - 1
+            is_ahead = last not in units or units.index(unit) < units.index(last)
+            for copy in copies if is_ahead else reversed(copies):
                 for run, of_run in zip(runs, layers, strict=True):
                     if copy < len(of_run):
                         yield of_layer(run, of_run[copy])
@@ -194,8 +192,6 @@ class Composer:
             return
         block = source.log.blocks[event.block]
         row = block.of_layer(_moved(block.layer, run.layer, layer))
-        if phase == "optimizer":
-            self._one_a_parameter(row)
         if layer[0] == LOSS and self.sizes is not None:
             self.sizes.of_part(row, event.block, layer[1] == self.parts - 1)
         self._born(row, (phase, layer, source.place[event.block][2]), moved)
@@ -212,7 +208,11 @@ class Composer:
             owners = [(owner[0], index) for index in indices]
         elif len(owners) != 1:
             raise NotComposed(f"{phase}: layer {layer} frees a block of layer {owner}")
-        places = (self._of_layer(block, source, each) for each in owners)
+        return self._of_layers(block, source, owners)
+
+    def _of_layers(self, block: int, source: Recorded, layers: Sequence[Layer]) -> list[int]:
+        """The blocks of these layers that a recorded block stands for."""
+        places = (self._of_layer(block, source, each) for each in layers)
         return [self._number_of(place) for place in places if place is not None]
 
     def _of_layer(self, block: int, source: Recorded, layer: Layer) -> Place | None:
@@ -233,10 +233,9 @@ class Composer:
         ):
             return None
         if len(theirs) != len(ours):
-            operator = source.log.blocks[block].op
             raise NotComposed(
                 f"{phase}: layers {owner} and {recorded} make {len(theirs)} and {len(ours)} blocks"
-                f" of {operator} for {reader}"
+                f" of {source.log.blocks[block].op} for {reader}"
             )
         return phase, layer, way.place[ours[theirs.index(block)]][2]
 
@@ -276,8 +275,7 @@ class Composer:
         way = self.way_of(first)
         if way is self.outer or way.reader(self._in_way(block, way)) == "layer":
             return first
-        period = stack.period or 1
-        alike = range(first[1], stack.layers, period)
+        alike = range(first[1], stack.layers, stack.period or 1)
         layers = ((owner[0], index) for index in alike)
         return next((layer for layer in layers if self.way_of(layer) is self.outer), None)
 
@@ -293,13 +291,10 @@ class Composer:
     def _births_before(source: Recorded, block: int) -> int:
         """The births of the layer that frees a block, before it does."""
         phase, owner = source.freed[block]
-        count = 0
-        for run in source.events[phase]:
-            for event in run.items if run.layer == owner else ():
-                if event.block == block and not event.birth:
-                    return count
-                count += event.birth
-        raise AssertionError(block)
+        runs = (run for run in source.events[phase] if run.layer == owner)
+        events = [event for run in runs for event in run.items]
+        is_end = [event.block == block and not event.birth for event in events]
+        return sum(event.birth for event in events[: is_end.index(True)])
 
     def _only_handed_on(self, layer: Layer) -> Iterator[tuple[str, Layer, _Free]]:
         """Yield the ends of blocks that a layer hands on to the next one, of another way, which
@@ -323,35 +318,16 @@ class Composer:
     # ---- outside of layers
 
     def _outside(self, event: Event) -> None:
-        outer, phase = self.outer, event.phase
-        if event.birth:
-            row = outer.log.blocks[event.block].of_layer(event.layer)
-            if self.sizes is not None:
-                self.sizes.outside(row)
-            if phase == "optimizer":
-                self._one_a_parameter(row)
-            self._born(row, outer.place[event.block], event.layer)
+        if not event.birth:
+            self._free([(self.outer, event.block)], event.phase, event.layer)
             return
-        birth, owner, _ = outer.place[event.block]
-        if owner is None:
-            self._died(self._number_of(outer.place[event.block]), phase, event.layer)
-            return
-        for layer in self.layers_of(owner):
-            way, _ = self._source_of(birth, layer)
-            if way is outer or not phase.startswith(PASSES):
-                self._of_layer_died(event.block, outer, layer, phase, event.layer)
-
-    def _of_layer_died(
-        self, block: int, source: Recorded, layer: Layer, phase: str, attribute: Layer | None
-    ) -> None:
-        place = self._of_layer(block, source, layer)
-        if place is not None:
-            self._died(self._number_of(place), phase, attribute)
+        row = self.outer.log.blocks[event.block].of_layer(event.layer)
+        if self.sizes is not None:
+            self.sizes.outside(row)
+        self._born(row, self.outer.place[event.block], event.layer)
 
     def _one_a_parameter(self, row: Block) -> None:
         """Change a list of the norms of all gradients, or their addresses."""
-        if row.op not in NORMS:
-            return
         recorded, composed = self._trained
         if recorded and row.fixed_bytes and not row.fixed_bytes % recorded:
             row.fixed_bytes = row.fixed_bytes // recorded * composed
@@ -391,22 +367,26 @@ class Composer:
         assert freed_by is not None
         return self._holder(ours, freed_by) is None
 
-    def _free(self, blocks: _Frees, phase: str) -> None:
+    def _free(self, blocks: _Frees, phase: str, attribute: Layer | None = None) -> None:
+        """End blocks that are freed outside of layers; in place of a layer's block that of each
+        layer, in a pass of those of its way."""
         for source, block in blocks:
-            owner = source.place[block][1]
+            birth, owner, _ = source.place[block]
             if owner is None:
-                self._died(self._outer_block(block, source), phase, None)
+                self._died(self._outer_block(block, source), phase, attribute)
                 continue
-            for layer in self.layers_of(owner):
-                if self.way_of(layer) is source:
-                    self._of_layer_died(block, source, layer, phase, None)
+            layers = self.layers_of(owner)
+            if phase.startswith(PASSES):
+                layers = [each for each in layers if self._source_of(birth, each)[0] is source]
+            for number in self._of_layers(block, source, layers):
+                self._died(number, phase, attribute)
 
     def _outer_block(self, block: int, source: Recorded) -> int:
         """The block outside of layers that stands for this one."""
         ours = self._in_outer(block, source)
         if ours is None:
-            phase, operator = source.place[block][0], source.log.blocks[block].op
-            raise NotComposed(f"{phase}: a layer frees {operator} of the loss")
+            operator = source.log.blocks[block].op
+            raise NotComposed(f"{source.place[block][0]}: a layer frees {operator} of the loss")
         return self._number_of(self.outer.place[ours])
 
     def _in_outer(self, block: int, source: Recorded) -> int | None:
@@ -438,9 +418,7 @@ class Composer:
     def _end_of_autocast(self, phase: str, area: int) -> int | None:
         """The number of births in an area behind which casts of layers are freed."""
         count, log = 0, self.outer.log
-        for event_area, event in self.outer.outside(phase):
-            if event_area != area:
-                continue
+        for event in (event for number, event in self.outer.outside(phase) if number == area):
             if event is None or event.birth:
                 count += 1
             elif log.blocks[event.block].op == _CAST and self.outer.place[event.block][1]:
@@ -468,6 +446,8 @@ class Composer:
 
     def _born(self, block: Block, place: Place, layer: Layer | None) -> None:
         number = self.made[place] = len(self.blocks)
+        if place[0] == "optimizer" and block.op in NORMS:
+            self._one_a_parameter(block)
         self.blocks.append(block)
         self.events.append(Event(number, True, place[0], layer))
 
@@ -479,10 +459,9 @@ class Composer:
 
     def _check_ends(self) -> None:
         """Raises NotComposed unless each block lives as long as in its recorded step."""
-        for place, number in self.made.items():
-            phase, layer, _ = place
+        for (phase, layer, index), number in self.made.items():
             source, owner = (self.outer, None) if layer is None else self._source_of(phase, layer)
-            recorded = source.births[phase, owner][place[2]]
+            recorded = source.births[phase, owner][index]
             if (recorded in source.freed) == (number not in self.freed):
                 raise NotComposed(
                     f"{phase}: {self.blocks[number].op} of {layer} is freed in one way only"
@@ -495,8 +474,9 @@ class Composer:
             is_last = layer is not None and layer == (LOSS, self.parts - 1)
             key = id(run), is_last
             if key not in self._numbers:
-                numbers = (self._number(call, run, layer, source) for call in run.items)
-                self._numbers[key] = tuple(numbers)
+                self._numbers[key] = tuple(
+                    self._number(call, run, layer, source) for call in run.items
+                )
             yield run, layer, self._numbers[key]
 
     def _number(self, call: Call, run: Run[Call], layer: Layer | None, source: Recorded) -> int:
@@ -504,12 +484,6 @@ class Composer:
         if self.sizes is not None:
             operator = self.sizes.operator(operator, call, run.layer, layer)
         return self.operators.setdefault(operator, len(self.operators))
-
-    def _calls(self) -> Iterator[Call]:
-        for phase in self.outer.calls:
-            for run, layer, numbers in self.runs(phase):
-                for call, number in zip(run.items, numbers, strict=True):
-                    yield Call(number, phase, _moved(call.layer, run.layer, layer))
 
 
 def _frees_in_area(frees: dict[tuple[int, int], _Frees], area: int) -> Iterator[_Frees]:

@@ -46,7 +46,6 @@ class _Groups:
     layers: dict[Layer, Group]
     embedding: Group  # empty if it is tied
     outer: Group
-    tied: bool
 
 
 class Ranks:
@@ -154,8 +153,9 @@ class Ranks:
         stream: int = 0,
         kind: str = "communication",
     ) -> int:
-        stream = stream if self.has_streams else 0
-        return self.rewriting.born(size, kind, op, position, group.layer, stream)
+        return self.rewriting.born(
+            size, kind, op, position, group.layer, stream if self.has_streams else 0
+        )
 
     def release(self, use: str, position: int) -> None:
         """Free the block of this use that has outlived it, if there is such a block."""
@@ -226,7 +226,7 @@ def _shards(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: St
 
 
 def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> _Groups:
-    groups = _Groups({}, Group(None), Group(None), marks.tied)
+    groups = _Groups({}, Group(None), Group(None))
     of_embedding = None if marks.tied else embedding_gradient(marks)
     embedding = input_embedding(marks).block  # the copy comes behind the original
     for weight in marks.weights:
@@ -247,7 +247,9 @@ def _groups(marks: Landmarks, recipe: Recipe, strategy: Strategy) -> _Groups:
 
 
 def _forward(ranks: Ranks, groups: _Groups, phase: range, spans: dict[Layer, range]) -> None:
-    ranks.unshard(groups.outer if groups.tied else groups.embedding, phase.start, forward=True)
+    ranks.unshard(
+        groups.embedding if groups.embedding.bytes else groups.outer, phase.start, forward=True
+    )
     end = phase.start  # end of the layers' forward pass
     for layer, span in spans.items():
         ranks.leave(groups.embedding, span.start)
@@ -274,7 +276,7 @@ def _backward(
     ranks.gather(order[-1], behind_logits(ranks.rewriting.log, loss, last=True))
     for layer, span in backwards.items():
         group = groups.layers[layer]
-        if not groups.tied:  # the gradient of the final norm's input is complete
+        if not marks.tied:  # the gradient of the final norm's input is complete
             ranks.leave_backward(groups.outer, span.start, phase, reduces)
         ranks.unshard(group, span.start, forward=False)
         ranks.gather(order[order.index(group) - 1], span.start)

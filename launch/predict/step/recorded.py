@@ -1,7 +1,7 @@
 """A recorded step, and where its blocks are made and freed. Pure."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cached_property
@@ -9,7 +9,16 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Generic, TypeVar
 
-from launch.schema.recorded_step import LOSS, UNITS, Call, Event, Layer, Operator, RecordedStep
+from launch.schema.recorded_step import (
+    LOSS,
+    UNITS,
+    Call,
+    Event,
+    Layer,
+    Operator,
+    RecordedStep,
+    grouped,
+)
 
 PASSES = ("forward", "backward")  # phases that a layer's way decides
 _THROUGH_LAYERS = (*PASSES, "evaluation")
@@ -31,6 +40,7 @@ class _Stack:
     layers: int
     recorded: int
     period: int  # layers of a unit; 0: all were recorded
+    middle = MIDDLE  # the unit that is repeated
 
     @cached_property
     def source_of(self) -> list[int]:
@@ -45,15 +55,7 @@ class _Stack:
     @cached_property
     def layers_of(self) -> dict[int, list[int]]:
         """The layers of each recorded layer."""
-        layers: dict[int, list[int]] = defaultdict(list)
-        for layer, recorded in enumerate(self.source_of):
-            layers[recorded].append(layer)
-        return layers
-
-    @property
-    def middle(self) -> int:
-        """The unit that is repeated."""
-        return MIDDLE
+        return grouped((recorded, layer) for layer, recorded in enumerate(self.source_of))
 
     def unit(self, recorded: int) -> int:
         return min(recorded // (self.period or 1), UNITS - 1)
@@ -83,6 +85,8 @@ class _LossParts(_Stack):
     """The parts of the logits, as the layers of a stack. Backward goes through the last one first,
     and the one before it makes the sum of gradients that the others are added to."""
 
+    middle = 1
+
     @cached_property
     def source_of(self) -> list[int]:
         if self.layers == self.recorded:
@@ -91,10 +95,6 @@ class _LossParts(_Stack):
             raise NotComposed(f"{self.layers} parts of the logits")
         middle = [1] * (self.layers - UNITS + 1)
         return [0, *middle, self.recorded - 2, self.recorded - 1]
-
-    @property
-    def middle(self) -> int:
-        return 1
 
     def unit(self, recorded: int) -> int:
         return max(min(recorded, 1), recorded - self.recorded + UNITS)
@@ -154,8 +154,10 @@ class Recorded:
     def __init__(self, step: RecordedStep) -> None:
         log = step.log
         self.log, self.depths, self.period = log, step.depths, step.period
-        self.events = {phase: _runs(events) for phase, events in _by_phase(log.events)}
-        self.calls = {phase: _runs(calls) for phase, calls in _by_phase(log.calls)}
+        events = grouped((event.phase, event) for event in log.events)
+        calls = grouped((call.phase, call) for call in log.calls)
+        self.events = {phase: _runs(of_phase) for phase, of_phase in events.items()}
+        self.calls = {phase: _runs(of_phase) for phase, of_phase in calls.items()}
         self.place: dict[int, Place] = {}  # block -> its birth
         self.births: dict[tuple[str, Layer | None], list[int]] = defaultdict(list)
         self.freed: dict[int, tuple[str, Layer | None]] = {}  # block -> phase and owner
@@ -173,22 +175,18 @@ class Recorded:
     @cached_property
     def recorded_layers(self) -> dict[int, int]:
         """The number of recorded layers of each stack."""
-        layers: dict[int, int] = defaultdict(int)
-        for _, layer in self.births:
-            if layer is not None:
-                layers[layer[0]] = max(layers[layer[0]], layer[1] + 1)
-        return dict(layers)
+        layers = sorted(layer for _, layer in self.births if layer is not None)
+        return {stack: index + 1 for stack, index in layers}  # that of its last layer
 
     def stacks(self, parts: int) -> dict[int, _Stack]:
         """The stacks of the model, and the parts of the logits as one."""
-        stacks: dict[int, _Stack] = {}
-        for stack, recorded in self.recorded_layers.items():
-            if stack == LOSS:
-                stacks[stack] = _LossParts(parts, recorded, 1)
-            else:
-                layers = self.depths[stack] if self.period else recorded
-                stacks[stack] = _Stack(layers, recorded, self.period)
-        return stacks
+        depths = self.depths if self.period else self.recorded_layers
+        return {
+            stack: _LossParts(parts, recorded, 1)
+            if stack == LOSS
+            else _Stack(depths[stack], recorded, self.period)
+            for stack, recorded in self.recorded_layers.items()
+        }
 
     def size(self, block: int) -> tuple[object, ...]:
         """The size and operator of a block, by which it stands for another."""
@@ -241,12 +239,12 @@ class Recorded:
     @cached_property
     def areas(self) -> dict[tuple[str, int], list[int]]:
         """The blocks that are made in each area of each phase, and _PARTS_HERE."""
-        blocks: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for phase in self.events:
-            for area, event in self.outside(phase):
-                if event is None or event.birth:
-                    blocks[phase, area].append(_PARTS_HERE if event is None else event.block)
-        return blocks
+        return grouped(
+            ((phase, area), _PARTS_HERE if event is None else event.block)
+            for phase in self.events
+            for area, event in self.outside(phase)
+            if event is None or event.birth
+        )
 
     @cached_property
     def area_of(self) -> dict[int, tuple[str, int, int]]:
@@ -261,32 +259,41 @@ class Recorded:
     def twins(self) -> dict[int, int]:
         """Each block of the last part of the logits, and of the others, and the block of the other
         kind."""
-        twins: dict[int, int] = {}
-        for (phase, layer), births in self.births.items():
-            if layer is None or layer[0] != LOSS:
-                continue
-            twin_births = self.births.get((phase, self._other_part(layer)), [])
-            twins |= dict(_pairs(births, twin_births, lambda block: self.log.blocks[block].op))
-        return twins
+        births = {
+            (phase, layer): blocks
+            for (phase, layer), blocks in self.births.items()
+            if layer is not None and layer[0] == LOSS
+        }
+        pairs = self._twins(births, lambda block: self.log.blocks[block].op)
+        return {block: twin for _, _, block, twin in pairs}
 
     @cached_property
     def twin_operators(self) -> dict[tuple[str, Layer, int], Operator]:
         """By phase, part and number of an operator, that of the last part, or of the others."""
-        calls: dict[tuple[str, Layer], list[int]] = defaultdict(list)
-        for phase, runs in self.calls.items():
-            for run in runs:
-                if run.layer is not None and run.layer[0] == LOSS:
-                    calls[phase, run.layer] += [call.operator for call in run.items]
-        operators, twins = self.log.operators, dict[tuple[str, Layer, int], Operator]()
-        for (phase, layer), numbers in calls.items():
-            twin_numbers = calls.get((phase, self._other_part(layer)), [])
-            for number, other in _pairs(numbers, twin_numbers, lambda each: operators[each].name):
-                twins[phase, layer, number] = operators[other]
-        return twins
+        calls = grouped(
+            ((phase, run.layer), call.operator)
+            for phase, runs in self.calls.items()
+            for run in runs
+            if run.layer is not None and run.layer[0] == LOSS
+            for call in run.items
+        )
+        operators = self.log.operators
+        pairs = self._twins(calls, lambda number: operators[number].name)
+        return {(phase, part, number): operators[twin] for phase, part, number, twin in pairs}
 
-    def _other_part(self, layer: Layer) -> Layer:
+    def _twins(
+        self, of_parts: Mapping[tuple[str, Layer], Sequence[int]], name_of: Callable[[int], str]
+    ) -> Iterator[tuple[str, Layer, int, int]]:
+        """Pairs of numbers of the same name, of a part and of the last one, or of another, in runs
+        that are as long as possible."""
         last = self.recorded_layers[LOSS] - 1
-        return LOSS, 1 if layer[1] == last else last
+        for (phase, part), numbers in of_parts.items():
+            other_part = LOSS, 1 if part[1] == last else last
+            twins = of_parts.get((phase, other_part), [])
+            names, twin_names = [*map(name_of, numbers)], [*map(name_of, twins)]
+            for run in SequenceMatcher(None, names, twin_names, False).get_matching_blocks():
+                for index in range(run.size):
+                    yield phase, part, numbers[run.a + index], twins[run.b + index]
 
     def _check(self) -> None:
         """Raises NotComposed unless the layers of the two middle units make the same blocks."""
@@ -298,19 +305,3 @@ class Recorded:
             before = self.births.get((phase, (layer[0], layer[1] - self.period)), [])
             if list(map(self.size, births)) != list(map(self.size, before[: len(births)])):
                 raise NotComposed(f"{phase}: layers {layer} and the one before differ")
-
-
-def _by_phase(items: Sequence[Item]) -> Iterator[tuple[str, list[Item]]]:
-    phases: dict[str, list[Item]] = {}
-    for item in items:
-        phases.setdefault(item.phase, []).append(item)
-    yield from phases.items()
-
-
-def _pairs(
-    numbers: Sequence[int], other_numbers: Sequence[int], name_of: Callable[[int], str]
-) -> Iterator[tuple[int, int]]:
-    """Pairs of the same name, in runs that are as long as possible."""
-    names, other_names = [*map(name_of, numbers)], [*map(name_of, other_numbers)]
-    for run in SequenceMatcher(None, names, other_names, False).get_matching_blocks():
-        yield from zip(numbers[run.a : run.a + run.size], other_numbers[run.b :], strict=False)

@@ -6,7 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.schema.recorded_step import PACKED, SCALES, TRAINED, UNUSED, Block, Event, Layer, Log
+from launch.schema.recorded_step import (
+    PACKED,
+    SCALES,
+    TRAINED,
+    UNUSED,
+    Block,
+    Event,
+    Layer,
+    Log,
+    grouped,
+)
 
 # ops of ZeRO's blocks: the weights that are trained, this rank's float32 part of them, and stage
 # 3's gradients of that part
@@ -128,9 +138,7 @@ class Rewriting:
 
 def landmarks(log: Log, tied: bool) -> Landmarks:
     """The step's phases, layers, weights and gradients."""
-    positions: dict[str, list[int]] = defaultdict(list)
-    for position, event in enumerate(log.events):
-        positions[event.phase].append(position)
+    positions = grouped((event.phase, position) for position, event in enumerate(log.events))
     phases = {phase: range(inside[0], inside[-1] + 1) for phase, inside in positions.items()}
     names = [phase.partition(":")[2] for phase in phases if phase.startswith("backward")]
     end = phases[f"backward:{names[-1]}"].stop
@@ -153,7 +161,7 @@ def landmarks(log: Log, tied: bool) -> Landmarks:
             (_spans(log, positions[f"forward:{name}"]), _spans(log, positions[f"backward:{name}"]))
             for name in names
         ],
-        (phases.get("evaluation", range(0)), _spans(log, positions["evaluation"])),
+        (phases.get("evaluation", range(0)), _spans(log, positions.get("evaluation", []))),
         tied,
     )
 
@@ -161,11 +169,12 @@ def landmarks(log: Log, tied: bool) -> Landmarks:
 def _spans(log: Log, positions: Sequence[int]) -> dict[Layer, range]:
     """The range from a layer's first event to its last, in the order in which layers are
     entered."""
-    inside: dict[Layer, list[int]] = defaultdict(list)
-    for position in positions:
-        if (layer := log.events[position].layer) is not None:
-            inside[layer].append(position)
-    return {layer: range(of_layer[0], of_layer[-1] + 1) for layer, of_layer in inside.items()}
+    inside = grouped((log.events[position].layer, position) for position in positions)
+    return {
+        layer: range(of_layer[0], of_layer[-1] + 1)
+        for layer, of_layer in inside.items()
+        if layer is not None
+    }
 
 
 def _gradients(log: Log, end: int) -> list[Gradient]:
@@ -178,9 +187,14 @@ def _gradients(log: Log, end: int) -> list[Gradient]:
         for position, event in enumerate(events)
         if event.birth and event.phase.startswith("backward") and dies.get(event.block, end) >= end
     )
-    last = len(events)
     return [
-        Gradient(event.block, event.layer, block.fixed_bytes, position, dies.get(event.block, last))
+        Gradient(
+            event.block,
+            event.layer,
+            block.fixed_bytes,
+            position,
+            dies.get(event.block, len(events)),
+        )
         for position, event in lasting
         for block in [blocks[event.block]]
         if block.is_fixed and block.fixed_bytes > SCALAR_BYTES and block.kind != "workspace"

@@ -39,17 +39,15 @@ def shard_step(
     `tied`: the output layer is the input embedding. `bucket_elements`: the size of DeepSpeed's
     reduce bucket. Work is not changed. Blocks that outlive a step have the same numbers in each
     `turn`."""
-    if strategy.launch_mode.engine not in ("ddp", "fsdp2", "deepspeed"):
-        return stream(log, strategy.levers)
     rewriting, marks = Rewriting(log), landmarks(log, tied)
-    if strategy.launch_mode.engine == "ddp":
+    engine = strategy.launch_mode.engine
+    if engine == "ddp":
         _ddp(rewriting, marks)
-        return stream(rewriting.result(), strategy.levers)
-    if strategy.launch_mode.engine == "fsdp2":
+    elif engine == "fsdp2":
         fsdp2.rewrite(rewriting, marks, recipe, strategy, turn == "after evaluation")
-    else:
+    elif engine == "deepspeed":
         zero.rewrite(rewriting, marks, strategy, bucket_elements, turn == "first")
-    return rewriting.result()
+    return stream(rewriting.result(), strategy.levers)
 
 
 def _ddp(rewriting: Rewriting, marks: Landmarks) -> None:

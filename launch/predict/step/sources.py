@@ -90,8 +90,8 @@ class Sources:
 
 def alone(question: Question, why: str = "", all_layers: bool = False) -> Sources:
     """The step from a record of its own."""
-    documents = min(question.documents, 1)  # more of them change sizes alone
-    base = replace(question, documents=documents, all_layers=all_layers)
+    # more documents change sizes alone
+    base = replace(question, documents=min(question.documents, 1), all_layers=all_layers)
     return Sources(base, why_whole=why)
 
 
@@ -114,12 +114,22 @@ def choose_sources(
         )
     divides_evenly = levers.flattens and positions > 0  # lengths are multiples of the parts
     is_repeated = parts >= LEAST_PARTS
-    if is_repeated and (not recorded_parts or divides_evenly):
-        return alone(question, f"logits in {parts} parts are not composed")
-    if every > 1 and has_encoder:
-        return alone(question, "layers of an encoder and a decoder in turns are not composed")
-    if every > 1 and levers.activation_offloading:
-        return alone(question, "layers in turns with inputs on the host are not composed")
+    obstacles = (
+        (
+            is_repeated and (not recorded_parts or divides_evenly),
+            f"logits in {parts} parts are not composed",
+        ),
+        (
+            every > 1 and has_encoder,
+            "layers of an encoder and a decoder in turns are not composed",
+        ),
+        (
+            every > 1 and levers.activation_offloading,
+            "layers in turns with inputs on the host are not composed",
+        ),
+    )
+    if why := next((text for is_met, text in obstacles if is_met), ""):
+        return alone(question, why)
 
     def base(every_n_layers: int, num_parts: int) -> Question:
         strategy = base_question.strategy.with_levers(

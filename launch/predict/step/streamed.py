@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
-from launch.predict.optimizers import has_4_bits
+from launch.predict.optimizers import has_4_bits, held_bytes
 from launch.predict.parameters import Shapes
 from launch.predict.step.rewrite_log import Rewriting
 from launch.predict.trained_parameters import COPY, trainable_shapes
@@ -14,7 +14,7 @@ from launch.schema.levers import SLOTS, Levers, aligned_bytes
 from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.plan import ModelFamily
 from launch.schema.recipe import Recipe
-from launch.schema.recorded_step import FROZEN, PACKED, SLOT, Log
+from launch.schema.recorded_step import FROZEN, PACKED, SLOT, Log, grouped
 
 _IN_LAYER = re.compile(r"(.*?)\.(\d+)\.")  # the list that a parameter's layer is in, and its place
 
@@ -67,14 +67,10 @@ def frozen_layers(recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily) ->
         match = _IN_LAYER.match(name)
         if match is None or name in copied:
             continue
-        size_bytes, packed = math.prod(sides) * element_bytes, ()
-        if quantization is not None and has_4_bits(name, family):
-            if name.endswith(".weight"):
-                half = math.ceil(math.prod(sides) / 2)
-                size_bytes, packed = half, ((size_bytes, half),)
-            else:  # a bias
-                dtype = quantization.bnb_4bit_compute_dtype or recipe.model.dtype
-                size_bytes = math.prod(sides) * DTYPE_BYTES[dtype]
+        size_bytes = held_bytes(name, sides, quantization, family, element_bytes)
+        packed = ()
+        if quantization is not None and has_4_bits(name, family) and name.endswith(".weight"):
+            packed = ((math.prod(sides) * element_bytes, size_bytes),)
         layers, index = lists[match[1]], int(match[2])
         before = layers.get(index, LayerWeights((), ()))
         layers[index] = LayerWeights((*before.sizes, size_bytes), (*before.packed, *packed))
@@ -94,16 +90,18 @@ def stream(log: Log, levers: Levers) -> Log:
     place are there before all other weights. Work is not changed."""
     if not levers.streamed_layers:
         return log
-    layers: dict[int, list[int]] = defaultdict(list)  # frozen weights
-    for number in (event.block for event in log.events if event.birth):
-        block = log.blocks[number]
-        if block.born == "start:weights" and block.layer is not None and not block.layer[0]:
-            layers[block.layer[1]] += [number] if block.op in (FROZEN, PACKED) else []
+    layers = grouped(  # weights
+        (block.layer[1], event.block)
+        for event in log.events
+        for block in [log.blocks[event.block]]
+        if event.birth and block.born == "start:weights" and block.layer and not block.layer[0]
+    )
     rewriting, slot_bytes = Rewriting(log), 0
     for index in levers.streamed_of(len(layers)):
-        sizes = [log.blocks[number].fixed_bytes for number in layers[index]]
+        frozen = [each for each in layers[index] if log.blocks[each].op in (FROZEN, PACKED)]
+        sizes = [log.blocks[number].fixed_bytes for number in frozen]
         slot_bytes = max(slot_bytes, sum(map(aligned_bytes, sizes)))
-        for number in layers[index]:
+        for number in frozen:
             rewriting.drop(number)
     for _ in range(SLOTS):
         rewriting.born(slot_bytes, "weights", SLOT, 0)

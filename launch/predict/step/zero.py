@@ -7,7 +7,6 @@ stage3.py.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,7 +25,7 @@ from launch.predict.step.rewrite_log import (
     ready,
 )
 from launch.schema.plan import Strategy
-from launch.schema.recorded_step import Layer, Log
+from launch.schema.recorded_step import Log, grouped
 
 MASTER_BYTES = 4  # a float32 element of the slice that is trained
 _NORM_BYTES = 8  # a float64 element of the copy from which a gradient's norm is computed
@@ -68,12 +67,10 @@ class Share:
 def _share_of(marks: Landmarks, strategy: Strategy, bucket: int) -> Share:
     element_bytes = 4 if strategy.mixed_precision == "no" else 2
     offsets: dict[int, int] = {}
-    unmatched: dict[tuple[Layer | None, int], list[Gradient]] = defaultdict(list)
-    for gradient in marks.gradients:
-        unmatched[gradient.layer, gradient.bytes].append(gradient)
+    unmatched = grouped(((each.layer, each.bytes), each) for each in marks.gradients)
     offset = widest = 0
     for weight in (weight for weight in marks.weights if weight.trained):
-        if alike := unmatched[weight.layer, weight.bytes]:
+        if alike := unmatched.get((weight.layer, weight.bytes)):
             offsets[alike.pop().block] = offset
         offset += weight.bytes // element_bytes
         widest = max(widest, weight.bytes // element_bytes)
@@ -153,8 +150,7 @@ def _reduced(rewriting: Rewriting, marks: Landmarks, share: Share) -> list[int]:
             (ready(rewriting.log, marks, gradient, micro_step), index)
             for index, gradient in enumerate(marks.gradients)
         )
-        if bucket is None:
-            bucket = _Bucket(rewriting, share, order[0][0])
+        bucket = bucket or _Bucket(rewriting, share, order[0][0])
         if stage == 1 and micro_step < last:
             continue
         if stage == 1 and not share.overlaps:

@@ -34,7 +34,6 @@ class _Bundle:
 
     block: int
     weights: set[int]  # not used yet
-    arrived: bool = False
 
 
 class _Gathered:
@@ -82,7 +81,7 @@ class _Gathered:
                 self._fetch(weight, position)
             if queue and queue[0] <= index:
                 queue.popleft()
-                fetched_for[weight] = max(index, fetched_for.get(weight, -1))
+                fetched_for[weight] = index
             self._prefetch(uses, queue, fetched_for, position)
             later = (other.position for other in uses[index + 1 :] if other.position > position)
             if (
@@ -104,13 +103,12 @@ class _Gathered:
         if weight not in self.inflight:
             return
         bundle = self.inflight.pop(weight)
-        for arrived in () if bundle.arrived else sorted(bundle.weights):
+        for arrived in () if weight in self.gathered else sorted(bundle.weights):
             size = self.sizes[arrived] * self.element_bytes
             layer = self.weights[arrived].layer
             self.gathered[arrived] = self.rewriting.born(
                 size, "communication", "whole weights", position, layer, self.stream
             )
-        bundle.arrived = True
         bundle.weights.discard(weight)
         if not bundle.weights:
             self.rewriting.dies(bundle.block, position)
@@ -136,7 +134,7 @@ class _Gathered:
         block = self.rewriting.born(
             size, "communication", "gathered weights", position, layer, self.stream
         )
-        if self.strategy.backend == "gloo" and self.strategy.num_processes > 1:
+        if self.strategy.backend == "gloo":
             # ProcessGroupGloo gathers into its own tensor
             self.rewriting.passes(size, "gloo all-gather", position, layer)
         if len(weights) == 1:
@@ -155,7 +153,7 @@ class _Gathered:
         while queue and elements < most:
             index = queue.popleft()
             weight = uses[index].weight
-            fetched_for[weight] = max(index, fetched_for.get(weight, -1))
+            fetched_for[weight] = index
             if weight not in live and self.sizes[weight] > PERSISTENT:
                 ahead.append(weight)
                 live.add(weight)
