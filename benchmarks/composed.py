@@ -26,7 +26,7 @@ from benchmarks import recording
 from benchmarks.families import FAMILIES
 from launch.predict.memory import allocator
 from launch.predict.sharding import BUCKET_ELEMENTS
-from launch.predict.step import passes, peaks, sharded, sources
+from launch.predict.step import reduced, sharded, sources
 from launch.predict.step.price import Price
 from launch.predict.step.recorded import PASSES, NotComposed, Recorded
 from launch.predict.step.sources import Question
@@ -226,14 +226,14 @@ def logs_of(mixture: Mixture) -> tuple[Log, Log, Price]:
 def priced(composed: Log, price: Price) -> dict[str, Any]:
     """The bytes of a price over those of the composed step, the least and the most of its forward
     and backward passes at three sizes of a micro-batch; and whether its work is the same."""
-    moments, expected, ratios = price.moments(), peaks.peaks(composed), []
+    moments, expected, ratios = price.moments(), reduced.peaks(composed), []
     for rows, targets in ((1, 1), COUNTS, (64, 8)):
         for section in PASSES:
             ours = max(_at(top, rows, targets) for of, top in moments if of == section)
             parts = (each["parts"].values() for each in expected if each["section"] == section)
             theirs = max(sum(_at(sizes, rows, targets) for sizes in each) for each in parts)
             ratios.append(ours / theirs)
-    work, own = work_of(passes.of_log(composed)), work_of(price.passes())
+    work, own = work_of(reduced.passes_of_log(composed)), work_of(price.passes())
     is_same_work = own.keys() == work.keys() and all(
         math.isclose(ours, theirs, rel_tol=1e-6)
         for name, numbers in work.items()

@@ -109,8 +109,10 @@ def _scaled(trace: Trace, factor: int) -> Trace:
 
 def _longer_log(trace: Trace, factor: int) -> dict[str, Any]:
     log = trace.log()
-    blocks = [[fixed, factor * sample, *rest] for fixed, sample, *rest in log["blocks"]]
-    return {**log, "blocks": blocks}
+    return {
+        **log,
+        "blocks": [[fixed, factor * sample, *rest] for fixed, sample, *rest in log["blocks"]],
+    }
 
 
 def _of_longer(operator: Operator, factor: int) -> Operator:

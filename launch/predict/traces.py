@@ -29,7 +29,7 @@ from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
 from launch.predict.memory.loading import Births, Load
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.sharding import BUCKET_ELEMENTS
-from launch.predict.step import passes, peaks, sharded, sources, stored
+from launch.predict.step import reduced, sharded, sources
 from launch.predict.step.price import RecordedSteps
 from launch.predict.step.recorded import NotComposed
 from launch.predict.step.sources import Question, Sources
@@ -46,6 +46,7 @@ from launch.schema.recorded_step import (
     Passes,
     RecordedStep,
     content_of,
+    grouped,
     loaded,
     with_digest,
 )
@@ -86,7 +87,7 @@ class Trace:
     # share of the seconds beside products that the step takes at least, where the passes are
     # others'
     least_share: float = 1.0
-    # composes launch.predict.step.stored's content once more, which a replay needs
+    # composes the content of launch.predict.step.reduced once more, which a replay needs
     log: Callable[[], Mapping[str, Any]] = dict
     keeps_replays: bool = False  # replays are stored beside its file
 
@@ -99,19 +100,26 @@ class Trace:
 
     def peaks(self, num_samples: int, eval_samples: int | None) -> dict[str, Peak]:
         """The highest moment of each section that happens."""
-        peaks: dict[str, Peak] = {}
-        for moment in self.moments:
-            section = moment["section"]
-            count = eval_samples if section == "evaluation" else num_samples
-            if count is None:
-                continue
-            most = self.eval_targets if section == "evaluation" else self.targets
-            for batch in most.batches(count):
-                parts = {name: _grown(sizes, batch) for name, sizes in moment["parts"].items()}
-                peak = Peak(section, moment["op"], parts)
-                if section not in peaks or peak.allocated_bytes > peaks[section].allocated_bytes:
-                    peaks[section] = peak
-        return peaks
+
+        def peaks_of(moment: Mapping[str, Any]) -> list[Peak]:
+            in_evaluation = moment["section"] == "evaluation"
+            count = eval_samples if in_evaluation else num_samples
+            most = self.eval_targets if in_evaluation else self.targets
+            parts = moment["parts"].items()
+            return [
+                Peak(
+                    moment["section"],
+                    moment["op"],
+                    {name: _grown(sizes, batch) for name, sizes in parts},
+                )
+                for batch in (most.batches(count) if count is not None else ())
+            ]
+
+        peaks = grouped((peak.section, peak) for each in self.moments for peak in peaks_of(each))
+        return {
+            section: max(of_section, key=lambda peak: peak.allocated_bytes)
+            for section, of_section in peaks.items()
+        }
 
     def highest(self, batches: Sequence[BatchCounts], in_evaluation: bool = False) -> BatchCounts:
         """The micro-batch that takes the most memory."""
@@ -161,12 +169,11 @@ class Trace:
         stride = max(len(each["blocks"]) for each in (log, first, again))
         counts = self._counts(num_samples, eval_samples)
         opened = of_first.highest(of_first.targets.batches_of_first_step(num_samples))
-        turns = [
+        steady, opening, last = (
             _Turn(log, 0, counts),
             _Turn(first, stride, (opened, counts[1])),
             _Turn(again if evaluated else log, 2 * stride, counts),
-        ]
-        steady, opening, last = turns
+        )
         births = _births(opening, 3 * stride)
         evaluation = log["events"][_first_of_evaluation(log) :] if evaluated else []
         measured = [
@@ -353,10 +360,7 @@ class Traces:
 
     def record(self, question: Question) -> None:
         """Have the steps recorded that this one is composed of."""
-        bases = self._sources(question).questions
-        self._record(bases)
-        for base in bases:
-            self._recorded(base)
+        self._record(self._sources(question).questions)
 
     def price(self, question: Question) -> Trace | None:
         """The work of a step, and what it holds at least, by the steps that are recorded so far,
@@ -393,16 +397,13 @@ class Traces:
                 if why_not is None:
                     del waiting[name]
                     continue
-                strategy = question.strategy.with_levers(streamed_layers=0)
-                plain = replace(question, strategy=strategy)
+                plain = _on_the_device(question)
                 is_own = composed_of[name].outer == sources.alone(plain).outer
                 composed_of[name] = sources.alone(plain, why_not, all_layers=is_own)
 
     def _sources(self, question: Question) -> Sources:
-        # recorded steps have all weights on the device: launch.predict.step.streamed
-        strategy = question.strategy.with_levers(streamed_layers=0)
         return sources.choose_sources(
-            replace(question, strategy=strategy),
+            _on_the_device(question),
             self._model.is_encoder_decoder,
             lambda base: self._recorded(base) is not None,
         )
@@ -440,6 +441,8 @@ class Traces:
             )
         except (WorkerEnded, LaunchError) as reason:
             self.failure = str(reason)
+        for base in missing.values():
+            self._recorded(base)
 
     def _recorded(self, base: Question) -> RecordedStep | None:
         """The recorded step, if it is stored."""
@@ -471,12 +474,12 @@ class Traces:
         if question.documents > 1:
             log = log.of_documents(question.documents)
         of_rank = self._shared(question, log)
-        reduced = {
-            "peaks": peaks.peaks(of_rank),
-            "passes": passes.stored(passes.of_log(log)),
+        content = {
+            "peaks": reduced.peaks(of_rank),
+            "passes": reduced.stored_passes(reduced.passes_of_log(log)),
             "why_whole": composed_of.why_whole,
         }
-        files.write_atomic(self._folder / f"{name}.json", with_digest(json.dumps(reduced)))
+        files.write_atomic(self._folder / f"{name}.json", with_digest(json.dumps(content)))
         self._logs[name] = log
         while len(self._logs) > _LOGS_IN_RAM:
             del self._logs[next(iter(self._logs))]
@@ -505,7 +508,7 @@ class Traces:
             turn: self._shared(question, log, turn)
             for turn in sharded.special_turns(question.strategy)
         }
-        return stored.content(self._shared(question, log), of_turns)
+        return reduced.replay_content(self._shared(question, log), of_turns)
 
     def get(self, question: Question) -> Trace | None:
         """The trace, if it is stored."""
@@ -516,7 +519,7 @@ class Traces:
                 content = json.loads(content_of(files.regular_bytes(file).decode()))
                 self._cached[name] = Trace(
                     tuple(content["peaks"]),
-                    passes.read(content["passes"]),
+                    reduced.read_passes(content["passes"]),
                     file,
                     why_whole=str(content["why_whole"]),
                     log=partial(self._content, question),
@@ -588,13 +591,16 @@ def of_any_rows(question: Question) -> MostTargets:
     return MostTargets(target, parts=question.strategy.levers.num_output_chunks, source=source)
 
 
+def _on_the_device(question: Question) -> Question:
+    """The step with all weights on the device, as steps are recorded (streamed.stream)."""
+    return replace(question, strategy=question.strategy.with_levers(streamed_layers=0))
+
+
 def _of_each_sample(operator: Operator) -> Operator:
     """The work for each sample, of an operator in a step of one."""
-    flops, moved = (
-        (0, fixed + sample, target, of_all)
-        for fixed, sample, target, of_all in (operator.flops, operator.bytes)
+    return operator.with_parts(
+        lambda fixed, sample, target, of_all: (0, fixed + sample, target, of_all)
     )
-    return replace(operator, flops=flops, bytes=moved)
 
 
 @cache

@@ -12,12 +12,19 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from launch.predict.step import passes
 from launch.predict.step.compose import Composer
-from launch.predict.step.peaks import NOTHING, SECTIONS, Sizes, plus
 from launch.predict.step.recorded import PASSES, NotComposed, Recorded, Run
+from launch.predict.step.reduced import (
+    NOTHING,
+    OF_STEP,
+    SECTIONS,
+    PassRun,
+    Sizes,
+    passes_of_runs,
+    plus,
+)
 from launch.predict.step.sources import Question, Sources
-from launch.schema.recorded_step import LOSS, Event, Layer, Operator, Passes, RecordedStep
+from launch.schema.recorded_step import LOSS, Event, Layer, Passes, RecordedStep
 
 # Least share of a recorded step's seconds beside products that another step takes: where the
 # recorded one computes in another precision; where one of them makes its logits at once, the other
@@ -100,11 +107,9 @@ class Price:
         ]
 
     def _unit(self, run: Run[Event], layer: Layer, source: Recorded) -> Unit:
-        if layer[0] == LOSS and not self._has_loss:
-            return Unit(NOTHING, [])
         in_pass = layer[0] != LOSS and run.items[0].phase.startswith(PASSES)
         part = self._recorded(layer) if in_pass else "all"
-        if part == "nothing":
+        if part == "nothing" or (layer[0] == LOSS and not self._has_loss):
             return Unit(NOTHING, [])
         parts = self._composer.parts if layer[0] == LOSS else 0
         is_last = parts > 0 and layer[1] == parts - 1
@@ -174,12 +179,12 @@ class Price:
 
     def passes(self) -> Passes:
         """The operators of the composed step, without an evaluation's."""
-        return passes.of_runs(self._composer.operators, self._runs())
+        return passes_of_runs(self._composer.operators, self._runs())
 
-    def _runs(self) -> Iterator[passes.Run]:
+    def _runs(self) -> Iterator[PassRun]:
         # The record makes its logits in parts, once more in backward, and the step may not
         is_made_twice = not self._has_loss and self._composer.parts > 1
-        timed = (phase for phase in self._composer.outer.calls if phase.startswith(passes.OF_STEP))
+        timed = (phase for phase in self._composer.outer.calls if phase.startswith(OF_STEP))
         for phase in timed:
             for _, layer, numbers in self._composer.runs(phase):
                 self.num_looked_at += 1
@@ -273,7 +278,11 @@ class RecordedSteps:
         of_step = price.passes()
         if not has_loss:  # targets are those of a part
             times = question.strategy.levers.num_output_chunks / parts
-            of_step = of_step.with_operators(lambda operator: _of_parts(operator, times))
+            of_step = of_step.with_operators(
+                lambda operator: operator.with_parts(
+                    lambda fixed, sample, target, of_all: (fixed, sample, times * target, of_all)
+                )
+            )
         return Priced(moments, of_step, share, of_samples)
 
     def _alike(self, question: Question, sources: Sources) -> list[Question]:
@@ -299,15 +308,6 @@ class RecordedSteps:
         return kinds[min(kinds, key=unknown)] if kinds else []
 
 
-def _of_parts(operator: Operator, times: float) -> Operator:
-    """The work of an operator with so many times the targets of a part of the logits."""
-    flops, moved = (
-        (fixed, sample, times * target, of_all)
-        for fixed, sample, target, of_all in (operator.flops, operator.bytes)
-    )
-    return replace(operator, flops=flops, bytes=moved)
-
-
 def _has_others_kernels(question: Question, base: Question) -> bool:
     """True if a step has kernels that save time, and the record does not."""
     levers, recorded = question.strategy.levers.recorded, base.strategy.levers.recorded
@@ -327,8 +327,7 @@ def _recomputes(base: Question) -> bool:
 
 def _uncomposed(question: Question) -> dict[str, Any]:
     """The levers that are not composed."""
-    levers = question.strategy.levers
-    return replace(levers, every_n_layers=0, num_output_chunks=1).recorded
+    return replace(question.strategy.levers, every_n_layers=0, num_output_chunks=1).recorded
 
 
 def _undominated(tops: Iterable[Sizes]) -> Iterator[Sizes]:

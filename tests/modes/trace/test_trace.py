@@ -19,7 +19,7 @@ from launch.data.worker import WORKER
 from launch.plan import facts as plan_facts
 from launch.plan import planner
 from launch.predict.models import model_config
-from launch.predict.step import passes, peaks
+from launch.predict.step import reduced
 from launch.predict.step.compose import Composer
 from launch.predict.step.recorded import MIDDLE, NotComposed, Recorded
 from launch.predict.step.sources import Question
@@ -368,7 +368,7 @@ def whole_step(
 
 
 def work_of(log: Log) -> dict[str, list[float]]:
-    return composed.work_of(passes.of_log(log))
+    return composed.work_of(reduced.passes_of_log(log))
 
 
 def extends_to_the_whole_model(recipe: Recipe, plan: Plan) -> None:
@@ -444,10 +444,10 @@ def test_peaks_are_those_of_the_log_at_any_batch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe, plan = recipe_of("t5-tiny")
     log = trace_step.step(recipe, plan, (LENGTH, 32))
-    found = peaks.peaks(log)
+    found = reduced.peaks(log)
     for samples, targets in itertools.product((1, 2, 3, 8, 64, 1000), (1, 7, 32, 100, 3000)):
         counts = 1, samples, targets
-        for section in peaks.SECTIONS:
+        for section in reduced.SECTIONS:
             highest = max(
                 sum(np.dot(counts, sizes) for sizes in moment["parts"].values())
                 for moment in found
@@ -556,7 +556,7 @@ def test_flash_attention_is_traced_as_pytorchs_own_flash_kernel_without_masks(pa
         )
         moments = [
             {name: np.dot((1, 8, 8 * 128), sizes) for name, sizes in one["parts"].items()}
-            for one in peaks.peaks(log)
+            for one in reduced.peaks(log)
         ]
         return max(sum(parts.values()) for parts in moments), work_of(log)
 

@@ -20,7 +20,7 @@ from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, STREAM, replay_parts
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.memory.phases import Parts
-from launch.predict.step import passes
+from launch.predict.step import reduced
 from launch.predict.step.sources import Question
 from launch.predict.time import rates, timing
 from launch.predict.traces import Trace, Traces
@@ -48,7 +48,7 @@ def recorded_trace(file: Path, content: Mapping[str, Any]) -> Trace:
     def log() -> dict[str, Any]:
         return json.loads(file.with_suffix(".log").read_text(encoding="utf-8"))
 
-    return Trace(tuple(content["peaks"]), passes.read(content["passes"]), file, log=log)
+    return Trace(tuple(content["peaks"]), reduced.read_passes(content["passes"]), file, log=log)
 
 
 class Recorded(Traces):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from launch.predict.step import passes
+from launch.predict.step import reduced
 from launch.schema.recorded_step import Call, Log, Operator, Passes
 
 ADD = Operator("aten::add", "other", "float32", bytes=(0, 12, 0, 0), launches=1, form="broadcast")
@@ -39,7 +39,7 @@ STEP = log_of(
 
 
 def test_like_layers_are_one_run_and_each_micro_step_has_its_own():
-    of_step = passes.of_log(STEP)
+    of_step = reduced.passes_of_log(STEP)
     assert of_step.runs == [(1, 2), (0,), (1,), (3,), (4,)]
     assert of_step.micro_steps == [[(0, 3), (1, 1)], [(2, 2)]]
     assert of_step.offloaded == [COPY.bytes] * 3
@@ -48,8 +48,8 @@ def test_like_layers_are_one_run_and_each_micro_step_has_its_own():
 
 
 def test_passes_are_read_as_they_were_stored_without_operators_of_other_phases():
-    of_step = passes.of_log(STEP)
-    again = passes.read(json.loads(json.dumps(passes.stored(of_step))))
+    of_step = reduced.passes_of_log(STEP)
+    again = reduced.read_passes(json.loads(json.dumps(reduced.stored_passes(of_step))))
     assert [tuple(run) for run in again.runs] == of_step.runs
     assert again.micro_steps == of_step.micro_steps
     assert (again.update, again.evaluation) == (of_step.update, of_step.evaluation)
@@ -58,7 +58,9 @@ def test_passes_are_read_as_they_were_stored_without_operators_of_other_phases()
 
 
 def test_operators_are_changed_wherever_they_run():
-    doubled = passes.of_log(STEP).with_operators(lambda each: Operator(each.name + "!", each.kind))
+    doubled = reduced.passes_of_log(STEP).with_operators(
+        lambda each: Operator(each.name + "!", each.kind)
+    )
     assert [each.name for each in doubled.operators][:2] == ["aten::add!", "aten::mm!"]
-    assert doubled.runs == passes.of_log(STEP).runs
+    assert doubled.runs == reduced.passes_of_log(STEP).runs
     assert Passes([], [], [[]]).offloaded == []

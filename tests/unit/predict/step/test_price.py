@@ -9,11 +9,11 @@ from functools import cache
 import pytest
 
 from benchmarks import composed
-from launch.predict.step import passes, peaks, sources
+from launch.predict.step import reduced, sources
 from launch.predict.step.compose import Composer
-from launch.predict.step.peaks import Sizes
 from launch.predict.step.price import OTHER_CAST, OTHER_KERNELS, Price, Priced, RecordedSteps
 from launch.predict.step.recorded import Recorded
+from launch.predict.step.reduced import Sizes
 from launch.predict.step.sources import Question
 from launch.predict.traces import Traces
 from launch.schema.recorded_step import BATCH, Layer, Log, RecordedStep
@@ -78,7 +78,7 @@ def test_a_price_looks_at_units_and_not_at_the_events_of_all_layers():
         price, log = Price(composer), composer.log()
         moments = price.moments()
         assert highest(moments) == pytest.approx(_bytes(log), rel=1e-4)
-        own, work = composed.work_of(price.passes()), composed.work_of(passes.of_log(log))
+        own, work = composed.work_of(price.passes()), composed.work_of(reduced.passes_of_log(log))
         assert own.keys() == work.keys()
         assert all(own[name] == pytest.approx(work[name]) for name in work)
         numbers[layers] = price.num_looked_at, len(log.events)
@@ -89,7 +89,7 @@ def test_a_price_looks_at_units_and_not_at_the_events_of_all_layers():
 def _bytes(log: Log) -> int:
     return max(
         sum(fixed + 4 * sample + 8 * target for fixed, sample, target in moment["parts"].values())
-        for moment in peaks.peaks(log)
+        for moment in reduced.peaks(log)
         if moment["section"] != "evaluation"
     )
 

@@ -1,17 +1,32 @@
-"""Reduce a traced log to the few moments that are the peak of each section at any micro-batch."""
+"""Reduce a step to what is kept of it: the few moments that are the peak of each section at any
+micro-batch, the operators in runs that like layers share, and the log as a replay needs it. Pure.
+"""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
+from functools import cache
+from itertools import groupby
 from typing import Any
 
-from launch.schema.recorded_step import Log
+from launch.predict.step.recorded import PASSES
+from launch.predict.step.rewrite_log import FLAT, GRADIENTS, SLICE
+from launch.schema.plan import PAGED, Born
+from launch.schema.recorded_step import (
+    PACKED,
+    SCALES,
+    TRAINED,
+    UPDATE,
+    Block,
+    Log,
+    Operator,
+    Passes,
+    grouped,
+    operator_of,
+)
 
-SECTIONS = (
-    "forward",
-    "backward",
-    "optimizer",
-    "evaluation",
-)  # phases of the step, and the evaluation after it
+# phases of the step, and the evaluation after it
+SECTIONS = ("forward", "backward", "optimizer", "evaluation")
 # Fewest and most targets of a sample in a part of the logits; ratio up to which two numbers are as
 # many
 _TARGETS_A_SAMPLE, _AS_MANY = (2.0**-10, 2.0**20), 1.01
@@ -23,6 +38,14 @@ NOTHING: Sizes = (0, 0, 0)
 _BORN_IN = {"start:weights": "weights", "start:optimizer": "optimizer", "input": "input"}
 # kinds of blocks that outlive the phase in which they are born, by its section
 LASTING = {"forward": "activations", "backward": "gradients", "optimizer": "optimizer"}
+PassRun = tuple[str, tuple[int, ...]]  # phase, and numbers of operators
+# phases beside the passes -> their field of Passes
+_FIELDS = {"optimizer": "update", "zero": "update", "evaluation": "evaluation"}
+OF_STEP = (*PASSES, "optimizer", "zero")
+
+
+# ---- peaks
+# ---------------------------------------------------------------------------
 
 
 def kinds(log: Log) -> list[str]:
@@ -172,3 +195,120 @@ def _upper(lines: Sequence[tuple[float, float]]) -> Iterator[int]:
         if not steeper:
             return
         index = min(steeper)[2]
+
+
+# ---- operators
+# ---------------------------------------------------------------------------
+
+
+def passes_of_runs(operators: Iterable[Operator], runs: Iterable[PassRun]) -> Passes:
+    """The passes that are made of these runs, in their order; phases that take no time are left
+    out."""
+    numbers: dict[tuple[int, ...], int] = {}
+    sections: dict[str, list[int]] = {name: [] for name in _FIELDS.values()}
+    for phase, run in runs:
+        if phase.startswith((*PASSES, *_FIELDS)):
+            section = sections.setdefault(_FIELDS.get(phase, phase.partition(":")[2]), [])
+            section.append(numbers.setdefault(run, len(numbers)))
+    update, evaluation, *micro_steps = (
+        [(number, len([*alike])) for number, alike in groupby(section)]
+        for section in sections.values()
+    )
+    return Passes([*operators], [*numbers], micro_steps, update, evaluation)
+
+
+def passes_of_log(log: Log) -> Passes:
+    """The passes of a recorded or composed step."""
+    runs = (
+        (phase, tuple(call.operator for call in calls))
+        for (phase, _), calls in groupby(log.calls, lambda call: (call.phase, call.layer))
+    )
+    return passes_of_runs(log.operators, runs)
+
+
+def stored_passes(passes: Passes) -> dict[str, Any]:
+    """The passes as a file has them."""
+    used = {number for run in passes.runs for number in run}
+    operators = [
+        astuple(operator) if number in used else None
+        for number, operator in enumerate(passes.operators)
+    ]
+    return {**vars(passes), "operators": operators}
+
+
+def read_passes(content: Mapping[str, Any]) -> Passes:
+    """The passes of a file."""
+    rows: Sequence[Any] = content["operators"]
+    operators = [operator_of(row) if row else Operator("", "view") for row in rows]
+    sections = [*content["micro_steps"], content["update"], content["evaluation"]]
+    *micro_steps, update, evaluation = [[(run, n) for run, n in each] for each in sections]
+    return Passes(operators, content["runs"], micro_steps, update, evaluation)
+
+
+# ---- the log of a replay
+# ---------------------------------------------------------------------------
+
+
+def replay_content(log: Log, turns: Mapping[str, Log]) -> dict[str, Any]:
+    """The parts of a step's log, and of those of its special turns, that a replay needs."""
+    return _content(log) | {"turns": {turn: _content(turns[turn]) for turn in turns}}
+
+
+def _content(log: Log) -> dict[str, Any]:
+    """Reduce a log to the parts that a replay needs."""
+    ends = {event.block for event in log.events if not event.birth}
+    blocks = [_size_of(block, number in ends) for number, block in enumerate(log.blocks)]
+    events = [event.block if event.birth else ~event.block for event in log.events]
+    streams = {number: block.stream for number, block in enumerate(log.blocks) if block.stream}
+    # The first step makes the optimizer's states at its first update.
+    update = next(
+        (index for index, event in enumerate(log.events) if log.blocks[event.block].op == UPDATE),
+        len(events),
+    )
+    weights = grouped(
+        (block.layer, number)
+        for number, block in enumerate(log.blocks)
+        if block.kind == "weights" and block.layer is not None and block.born == "start:weights"
+    )
+    return {
+        "blocks": blocks,
+        "events": events,
+        "update": update,
+        "streams": streams,
+        "layers": [*weights.values()],  # the weights of each
+    }
+
+
+def _size_of(block: Block, ends: bool) -> list[Any]:
+    """A row of launch.predict.traces.LoggedBlock."""
+    born = _born(block.born, block.kind, block.op, ends)
+    if block.sum is None:
+        of_targets = [None, block.target_bytes] if block.target_bytes else []
+        return [block.fixed_bytes, block.sample_bytes, born, *of_targets]
+    fixed_rows, sample_rows, target_rows, *of_kernel = astuple(block.sum)
+    return [fixed_rows, sample_rows, born, of_kernel, target_rows]
+
+
+# op of a block that is there when the step starts -> the part that a replay needs
+_BY_OP: Mapping[str, Born] = {
+    GRADIENTS: "engine",
+    SLICE: "slice",
+    **dict.fromkeys((TRAINED, FLAT), "trained"),
+    PACKED: "packed",
+    SCALES: "scales",
+}
+
+
+@cache
+def _born(phase: str, kind: str, op: str, ends: bool) -> Born:
+    """The part of a phase that a replay needs, of a block. `ends`: it ends in the log."""
+    section, _, part = phase.partition(":")
+    if section == "start":
+        if kind == "communication" or op in _BY_OP:
+            return "engine" if kind == "communication" else _BY_OP[op]
+        if part == "optimizer":
+            return "paged" if kind == PAGED else "state"
+        return "workspace" if part == "workspace" else "start"
+    if section != "evaluation":
+        return "step"
+    return "evaluation" if ends or kind != "communication" else "kept"
