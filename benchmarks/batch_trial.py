@@ -33,7 +33,7 @@ def ours(recipe_file: str, batch: int) -> None:
     """Train under our launcher, whatever planning would have said of the batch."""
     from launch.base.workspace import Workspace
     from launch.plan.resolve import resolve
-    from launch.render import command as render_command
+    from launch.render import run_files
     from launch.run_folder import layout
     from launch.supervise import attempt as supervise_attempt
     from launch.supervise.screen import Screen
@@ -56,7 +56,7 @@ def ours(recipe_file: str, batch: int) -> None:
     machine = choice.machine
     with contextlib.redirect_stdout(io.StringIO()):
         run, attempt = builders.opened_run(choice)
-        command = render_command.command(choice.plan, machine, run, attempt, workspace, os.environ)
+        command = run_files.command(choice.plan, machine, run, attempt, workspace, os.environ)
         screen = Screen(layout.log_file(workspace.root, run))
         result = supervise_attempt.run(choice.recipe, machine, run, attempt, command, screen)
     if result.failure is not None:

@@ -38,7 +38,7 @@ from launch.plan.resolve import resolve
 from launch.predict import estimate
 from launch.predict.facts import Facts
 from launch.predict.memory import traced_steps
-from launch.render import command as render_command
+from launch.render import run_files
 from launch.run_folder import layout
 from launch.run_folder.layout import AttemptDir
 from launch.schema.plan import Command, Strategy
@@ -368,7 +368,7 @@ def counted(choice: Choice, counter: Path) -> AttemptDir:
     plan, machine, workspace = choice.plan, choice.machine, Workspace.here()
     with contextlib.redirect_stdout(io.StringIO()):
         run, attempt = builders.opened_run(choice)
-    command = render_command.command(plan, machine, run, attempt, workspace, os.environ)
+    command = run_files.command(plan, machine, run, attempt, workspace, os.environ)
     instead = {
         str(recording.CODE / "train_low_mem.py"): str(
             recording.CODE / "benchmarks" / "counted_rank.py"

@@ -30,7 +30,7 @@ from launch.plan.planner import Choice
 from launch.predict import optimizers, trained_parameters
 from launch.predict.facts import Facts
 from launch.predict.models import model_config
-from launch.render import write
+from launch.render import run_files
 from launch.run_folder import resume as run_resume
 from launch.run_folder.layout import DRY_RUN, AttemptDir, RunDir
 from launch.schema.machine import GIB, Gpu, Machine
@@ -205,7 +205,7 @@ def opened_run(choice: Choice, resume: str = "never") -> tuple[RunDir, AttemptDi
         with stop_signals.signals() as signals:
             tokenising.until_done(facts, run, print, signals)
     run.write_tokens(facts.rows.tokens)
-    return run, write.write_run(run, recipe, choice.machine, choice.plan, workspace)
+    return run, run_files.write_run(run, recipe, choice.machine, choice.plan, workspace)
 
 
 def weights(folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from launch.probe import architectures, gpus
 from launch.probe import machine as probe_machine
 from launch.recipe.guides.chatlm_flags import Request
 from launch.render import deepspeed
-from launch.render.write import write_run
+from launch.render.run_files import write_run
 from launch.report import first_screen, plan_lines
 from launch.run_folder import disk_space, layout
 from launch.run_folder import resume as run_resume

@@ -23,7 +23,7 @@ from launch.predict.oom_history import NO_OOM_HISTORY, OomEvent, OomHistory
 from launch.probe import network
 from launch.queue import admission
 from launch.recipe import load
-from launch.render import command, write
+from launch.render import run_files
 from launch.report import plan_lines
 from launch.run_folder import layout
 from launch.run_folder.layout import AttemptDir, RunDir
@@ -140,7 +140,7 @@ class LaunchContext:
         self, choice: Choice, run: RunDir, attempt: AttemptDir, resume: str = "auto"
     ) -> Command:
         """The command line that starts the ranks of an attempt."""
-        return command.command(
+        return run_files.command(
             choice.plan, choice.machine, run, attempt, self.workspace, os.environ, resume
         )
 
@@ -174,7 +174,7 @@ class Attempts:
         start, choice, run = self.start, self.choice, self.run
         first_step = run.last_step()
         recipe, machine, plan = choice.recipe, choice.machine, choice.plan
-        attempt = write.write_run(run, recipe, machine, plan, start.workspace)
+        attempt = run_files.write_run(run, recipe, machine, plan, start.workspace)
         assert choice.facts.rows.tokens is not None
         run.write_tokens(choice.facts.rows.tokens)
         start.lease.hold_plan(choice, run)

@@ -30,7 +30,7 @@ from launch.probe import network
 from launch.queue import admission, leases, starts
 from launch.recipe.guides import gpt2_variables
 from launch.recipe.strict_yaml import show
-from launch.render import write
+from launch.render import run_files
 from launch.report import first_screen, plan_lines, run_end
 from launch.run_folder import disk_space, layout, manifest
 from launch.run_folder import resume as run_resume
@@ -343,6 +343,6 @@ def _show_plan(
 def _finish_dry_run(start: LaunchContext, choice: Choice, folder: RunDir, resume: str) -> None:
     """Write the plan's files, and show the line that trains them in a run of their own."""
     recipe, machine, plan = choice.recipe, choice.machine, choice.plan
-    attempt = write.write_run(folder, recipe, machine, plan, start.workspace, resume=resume)
+    attempt = run_files.write_run(folder, recipe, machine, plan, start.workspace, resume=resume)
     command = start.command(choice, folder, attempt, resume)
     start.screen.say("dry run: this line trains", str(command))

@@ -43,8 +43,7 @@ from launch.predict.facts import Facts
 from launch.predict.history import cache_keys
 from launch.predict.history.ledger import Ledger, Tuned
 from launch.queue.admission import leased_now
-from launch.render import command as render_command
-from launch.render import write
+from launch.render import run_files
 from launch.run_folder import steps
 from launch.run_folder.layout import RunDir
 from launch.schema.plan import MemoryEstimate, Strategy
@@ -214,9 +213,9 @@ class _Trials:
             self._choice.plan, strategy=strategy, estimate=memory, recipe_name=trial.name
         )
         run = RunDir.create(self._place / "runs", trial.name, datetime.now())
-        attempt = write.write_run(run, trial, machine, plan, self._workspace)
+        attempt = run_files.write_run(run, trial, machine, plan, self._workspace)
         files.write_json(run.tokens_file, UsedTokens(self._rows))
-        command = render_command.command(plan, machine, run, attempt, self._workspace, os.environ)
+        command = run_files.command(plan, machine, run, attempt, self._workspace, os.environ)
         screen = Screen(stream=io.StringIO())
         with ExitStack() as locks:
             lease = RunLease(self._workspace.root, say, locks)

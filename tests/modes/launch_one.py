@@ -16,7 +16,7 @@ from launch.plan.resolve import resolve
 from launch.predict import sharding
 from launch.predict.parameters import Shapes
 from launch.probe import machine
-from launch.render import command as render_command
+from launch.render import run_files
 from launch.report import run_end
 from launch.run_folder import layout
 from launch.schema.plan import Command, Plan
@@ -65,7 +65,7 @@ def changed(
     recipe, workspace = choice.recipe, Workspace.here()
     run, attempt = builders.opened_run(choice, "auto")
     command = through_shim(
-        render_command.command(plan, choice.machine, run, attempt, workspace, os.environ),
+        run_files.command(plan, choice.machine, run, attempt, workspace, os.environ),
         shim,
     )
     screen = Screen(layout.log_file(workspace.root, run))

@@ -12,7 +12,7 @@ import torch
 
 from launch.base.workspace import Workspace
 from launch.plan.resolve import resolve
-from launch.render import write
+from launch.render import run_files
 from launch.run_folder.layout import RunDir
 from tests import builders
 from training.data.batches import FILLER_LENGTH, NumberedRows
@@ -44,7 +44,7 @@ def rendered(folder: Path, shape: str, cut: tuple[int, int, int], by_tokens: boo
     recipe = builders.recipe(folder, shape, training={**training, "max_grad_norm": 0.0}, data=data)
     choice = resolve(str(recipe), [f"--launch.num_processes={ranks}"], trace=False)
     run = RunDir.create(folder / "runs", "tiny", datetime.now())
-    write.write_run(run, choice.recipe, choice.machine, choice.plan, Workspace.here())
+    run_files.write_run(run, choice.recipe, choice.machine, choice.plan, Workspace.here())
     return run.root
 
 

@@ -18,8 +18,7 @@ import yaml
 from launch.base.text import HIDDEN, visible
 from launch.base.workspace import Workspace
 from launch.recipe import strict_yaml
-from launch.render import command as render_command
-from launch.render import write
+from launch.render import run_files
 from launch.report.run_end import html as report_page
 from launch.run_folder import layout
 from launch.schema.plan import Rendezvous
@@ -284,13 +283,13 @@ def test_what_is_rendered_holds_every_string_as_text(tmp_path, monkeypatch):
         plan = replace(plan, rendezvous=Rendezvous(0, text, 29500, text, 300))
         run = layout.RunDir.create(root / "runs", recipe.name, datetime(2026, 1, 1))
         workspace = Workspace.here()
-        attempt = write.write_run(run, recipe, machine, plan, workspace)
+        attempt = run_files.write_run(run, recipe, machine, plan, workspace)
         assert run.read_recipe() == recipe
         assert strict_yaml.read_yaml(run.recipe_yaml)[0]["data"]["train_file"] == str(
             root / "train.parquet"
         )
         assert yaml.safe_load(run.accelerate_file.read_text())["main_process_ip"] == text
-        command = render_command.command(
+        command = run_files.command(
             plan, machine, run, attempt, workspace, {"OMP_NUM_THREADS": text}
         )
         words = [

@@ -23,7 +23,7 @@ from launch.plan.resolve import resolve
 from launch.predict.step.compose import Composer
 from launch.predict.step.recorded import Recorded
 from launch.predict.step.streamed import stream
-from launch.render import write
+from launch.render import run_files
 from launch.run_folder.layout import RunDir
 from launch.schema.levers import Levers
 from launch.schema.recorded_step import SLOT, Log
@@ -59,7 +59,7 @@ def rendered(folder: Path, streamed: int, ranks: int, bf16: bool) -> Path:
     choice = resolve(recipe(folder), words, trace=False)
     assert choice.plan.strategy.levers.streamed_layers == streamed
     run = RunDir.create(folder / "runs", "tiny", datetime.now())
-    write.write_run(run, choice.recipe, choice.machine, choice.plan, Workspace.here())
+    run_files.write_run(run, choice.recipe, choice.machine, choice.plan, Workspace.here())
     return run.root
 
 

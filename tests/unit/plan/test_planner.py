@@ -19,7 +19,7 @@ from launch.predict.memory.allocator_config import EXPANDABLE, AllocatorConfig
 from launch.predict.oom_history import OomHistory
 from launch.probe import architectures, described
 from launch.probe.import_memory import ASSUMED
-from launch.render import command
+from launch.render import run_files
 from launch.report import plan_lines
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB, CardFigures, Link, Machine
@@ -212,7 +212,7 @@ def test_the_link_that_works_is_the_backend_and_its_variables_reach_the_ranks():
     assert (chosen.strategy.mode, chosen.link.env) == ("dual_gpu_nccl", {"NCCL_P2P_DISABLE": "1"})
     run = RunDir(Path("/workspace/runs/wish/1"))
     assert (
-        command.command(chosen, on, run, run.attempt(1), Workspace(Path("/workspace")), {}).env[
+        run_files.command(chosen, on, run, run.attempt(1), Workspace(Path("/workspace")), {}).env[
             "NCCL_P2P_DISABLE"
         ]
         == "1"

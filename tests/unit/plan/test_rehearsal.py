@@ -13,7 +13,7 @@ import pytest
 
 from launch.base.errors import LaunchError
 from launch.base.workspace import CODE, Workspace
-from launch.render import accelerate, command, deepspeed
+from launch.render import accelerate, deepspeed, run_files
 from launch.report import plan_lines
 from launch.run_folder.layout import RunDir
 from scripts import render_configs
@@ -43,7 +43,7 @@ def rehearsal(machine_name: str, overrides: list[str]) -> str:
     texts.append(accelerate.accelerate_config(plan, str(run.deepspeed_file)))
     if plan.strategy.launch_mode.engine == "deepspeed":
         texts.append(deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm))
-    line = command.command(plan, machine, run, run.attempt(1), Workspace(Path("/workspace")), {})
+    line = run_files.command(plan, machine, run, run.attempt(1), Workspace(Path("/workspace")), {})
     texts.append(f"{replace(line, argv=[without_places(word) for word in line.argv])}\n")
     return without_places("\n".join(texts))
 

@@ -14,7 +14,7 @@ import yaml
 from launch.base.errors import ConfigError
 from launch.base.workspace import Workspace
 from launch.probe import architectures
-from launch.render import command as render_command
+from launch.render import run_files
 from launch.report import plan_lines
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import CUDNN_LAST, Gpu, cudnn_is_last
@@ -138,7 +138,7 @@ def test_tf32_on_ampere_is_taken():
 def command(card: Gpu, environ: dict[str, str]) -> Command:
     on = machine(cards=(card,))
     run = RunDir(Path("/workspace/runs/wish/1"))
-    return render_command.command(
+    return run_files.command(
         plan(on=on), on, run, run.attempt(1), Workspace(Path("/workspace")), environ
     )
 
@@ -225,7 +225,7 @@ def test_nothing_of_it_is_done_or_said_on_the_cpu():
     on = machine(cards=(radeon("gfx1200"),))
     chosen = plan(recipe_of(launch={"mode": "cpu"}), on)
     run = RunDir(Path("/workspace/runs/wish/1"))
-    made = render_command.command(
+    made = run_files.command(
         chosen, on, run, run.attempt(1), Workspace(Path("/workspace")), os.environ
     )
     assert not any("attention" in line for line in chosen.why)

@@ -12,8 +12,7 @@ import yaml
 
 from launch.base.workspace import CODE, Workspace
 from launch.predict.memory import pinned_memory
-from launch.render import accelerate, deepspeed
-from launch.render import command as render_command
+from launch.render import accelerate, deepspeed, run_files
 from launch.run_folder.layout import RunDir
 from launch.schema.modes import LAUNCH_MODES
 from launch.schema.plan import Command
@@ -127,7 +126,7 @@ def test_several_machines_meet_where_the_recipe_says():
 
 def command(on, **launch) -> Command:
     run = RunDir(Path("/a 'b\" c/runs/wish/1"))
-    return render_command.command(
+    return run_files.command(
         plan(recipe_of(launch=launch), on),
         on,
         run,
@@ -164,7 +163,7 @@ def test_only_the_chosen_cards_are_visible_by_the_numbers_of_the_vendor():
 def test_the_users_settings_of_the_allocator_are_left_alone(users, added):
     chosen = replace(plan(recipe_of(), machine(1)), allocator_settings="expandable_segments:True")
     run, workspace = RunDir(Path("/runs/1")), Workspace(Path("/"))
-    made = render_command.command(chosen, machine(1), run, run.attempt(1), workspace, users)
+    made = run_files.command(chosen, machine(1), run, run.attempt(1), workspace, users)
     assert made.env.get("PYTORCH_ALLOC_CONF") == added
 
 
@@ -186,7 +185,7 @@ def test_pinned_blocks_of_offloaded_states_are_exact_beside_the_users_settings(
     chosen = plan(recipe_of(), machine(1), mode="deepspeed_zero2_offload")
     chosen = replace(chosen, allocator_settings="expandable_segments:True")
     run, workspace = RunDir(Path("/runs/1")), Workspace(Path("/"))
-    made = render_command.command(chosen, machine(1), run, run.attempt(1), workspace, users)
+    made = run_files.command(chosen, machine(1), run, run.attempt(1), workspace, users)
     assert {name: text for name, text in made.env.items() if "ALLOC_CONF" in name} == added
 
 

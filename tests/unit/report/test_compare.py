@@ -16,7 +16,7 @@ from launch.base import files
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.workspace import Workspace
 from launch.data import token_cache
-from launch.render import write as render_write
+from launch.render import run_files
 from launch.report import comparable, compare
 from launch.run_folder import manifest, steps
 from launch.run_folder.layout import AttemptDir, RunDir
@@ -58,7 +58,7 @@ def begun(
     machine = builders.machine()
     plan = builders.plan(recipe, machine)
     run = RunDir.create(workspace.runs, name, datetime(2026, 1, 1))
-    attempt = render_write.write_run(run, recipe, machine, plan, workspace)
+    attempt = run_files.write_run(run, recipe, machine, plan, workspace)
     tokens = token_cache.token_cache(workspace.cache, recipe, plan.shape, plan.data_format)
     run.write_tokens(tokens)
     return run, attempt

@@ -13,7 +13,7 @@ from launch.__main__ import main
 from launch.base import files, locks
 from launch.base.errors import ResourceError
 from launch.base.workspace import Workspace
-from launch.render import write as render_write
+from launch.render import run_files
 from launch.run_folder import cleanup, layout
 from launch.run_folder.layout import RunDir
 from launch.schema.result import AttemptEnd, Continues, ExportedModel, HeldOut, Outcome
@@ -34,7 +34,7 @@ def made(workspace: Workspace, day: int, is_complete: bool = True, name: str = "
     """A run of that day with two checkpoints, as a launcher and rank 0 write it."""
     recipe, on = builders.recipe_of(name=name), builders.machine()
     run = RunDir.create(workspace.runs, name, datetime(2026, 1, 1) + timedelta(days=day))
-    attempt = render_write.write_run(run, recipe, on, builders.plan(recipe, on), workspace)
+    attempt = run_files.write_run(run, recipe, on, builders.plan(recipe, on), workspace)
     for step in (4, 8):
         folder = run.checkpoints / f"checkpoint-{step:06d}"
         folder.mkdir()

@@ -18,7 +18,7 @@ from launch.base.errors import CheckpointError, LockHeld, ResourceError
 from launch.base.workspace import Workspace
 from launch.data import token_cache
 from launch.data.token_cache import TokenCache
-from launch.render import write
+from launch.render import run_files
 from launch.run_folder import layout, manifest, resume
 from launch.run_folder.layout import RunDir
 from launch.schema.data_section import DataSection
@@ -41,7 +41,7 @@ def trained(
 ) -> RunDir:
     """A run with a checkpoint that nobody could load, which names it in what decide() says."""
     run = RunDir.create(workspace / "runs", asked.name, datetime(2026, 11, day))
-    attempt = write.write_run(run, asked, machine(), plan(asked), Workspace(workspace))
+    attempt = run_files.write_run(run, asked, machine(), plan(asked), Workspace(workspace))
     (run.checkpoints / "checkpoint-000004").mkdir()
     (run.checkpoints / "checkpoint-000004" / "manifest.json").write_text("{}")
     ended = "complete" if is_complete else "preempted"

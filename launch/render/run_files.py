@@ -1,24 +1,51 @@
-"""The command line that starts the ranks of a plan."""
+"""Run folders of a plan: recipe, plan, configuration files, and the command line of the ranks."""
 
+import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 
+from launch.base import files
 from launch.base.workspace import CODE, Workspace
 from launch.predict.memory import malloc, pinned_memory
 from launch.predict.memory.allocator_config import VARIABLES
 from launch.probe import architectures
 from launch.probe.gpus import visible_devices
+from launch.recipe import load
+from launch.render import accelerate, deepspeed
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import Machine
 from launch.schema.plan import Command, Plan
+from launch.schema.recipe import Recipe
 
 
-def _launcher(plan: Plan) -> tuple[str, ...]:
-    """Run Accelerate's launcher; several ranks of a single machine connect over its loopback."""
-    strategy = plan.strategy
-    is_local = strategy.launch_mode.engine != "plain" and strategy.num_machines == 1
-    name = "on_loopback.py" if is_local else "accelerate_launch.py"
-    return (str(CODE / "training" / "children" / name),)
+def write_run(
+    run: RunDir,
+    recipe: Recipe,
+    machine: Machine,
+    plan: Plan,
+    workspace: Workspace,
+    resume: str = "auto",
+) -> AttemptDir:
+    """Render a plan into its run folder, for the attempt that has tokenised its rows or a new
+    attempt."""
+    attempt = run.unplanned_attempt()
+    run.write_plan(recipe, plan)
+    files.write_json(attempt.plan_file, asdict(plan))  # the run's own is that of its last attempt
+    files.write_json(attempt.machine_file, asdict(machine))
+    files.write_atomic(run.recipe_yaml, load.dump(recipe))
+    files.write_atomic(
+        run.accelerate_file, accelerate.accelerate_config(plan, str(run.deepspeed_file))
+    )
+    if plan.strategy.launch_mode.engine == "deepspeed":
+        files.write_atomic(
+            run.deepspeed_file, deepspeed.deepspeed_config(plan, recipe.training.max_grad_norm)
+        )
+    line = command(plan, machine, run, attempt, workspace, os.environ, resume)
+    files.write_atomic(
+        run.command_file, f"#!/bin/sh\n# attempt {attempt.number} of {run.run_id}\n{line}\n"
+    )
+    return attempt
 
 
 def command(
@@ -56,11 +83,14 @@ def command(
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         added |= dict.fromkeys(names, plan.rendezvous.network_interface)
     launches_ranks = strategy.launch_mode.engine != "plain"
+    # several ranks of a single machine connect over its loopback
+    is_local = launches_ranks and strategy.num_machines == 1
+    launcher = "on_loopback.py" if is_local else "accelerate_launch.py"
     return Command(
         argv=(
             sys.executable,
             "-P",  # a module of the same name in the user's folder is not ours
-            *_launcher(plan),
+            str(CODE / "training" / "children" / launcher),
             "--config_file",
             str(run.accelerate_file),
             # else torchrun makes a folder among the temporary files, and leaves it there
