@@ -14,7 +14,7 @@ from launch.base.errors import CheckpointError
 from launch.base.workspace import FILES, Workspace
 from launch.plan.planner import Choice
 from launch.predict import estimate
-from launch.predict.history import cache_keys, corrections
+from launch.predict.history import cache_keys, calibration
 from launch.predict.history.calibration import Figures, Measurement
 from launch.predict.history.ledger import Ledger
 from launch.report import run_end, run_figures
@@ -174,7 +174,7 @@ def _measurement(
             host_pss_bytes=result.host_peak_bytes or None,
             step_s=statistics.median(seconds) if seconds else None,
         ),
-        time_model=corrections.time_model(),
+        time_model=calibration.time_model(),
         correction=plan.seconds_correction.factor,
         waits_share=plan.waits_share,
         core_share=summary.get("core_share", 1.0),

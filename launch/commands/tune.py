@@ -153,7 +153,7 @@ def _tune(facts: Facts) -> None:
         why=f"fastest of {len(trials.done)} trial(s): {step_s:.3g} s a step",
         step_s=step_s,
     )
-    ledger.remember(tuned)
+    ledger.record(tuned)
     say(f"tuned: {describe(best)}, {tuned.why}; kept for later runs of this recipe here")
 
 

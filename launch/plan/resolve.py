@@ -20,7 +20,8 @@ from launch.plan import candidates, planner
 from launch.plan import facts as plan_facts
 from launch.predict import budgets
 from launch.predict.facts import Facts, History, Installed, Limits, Wishes
-from launch.predict.history import cache_keys, calibration, core_figures, corrections
+from launch.predict.history import cache_keys, calibration, core_figures
+from launch.predict.history.ledger import Ledger
 from launch.predict.memory import stored_weights
 from launch.predict.memory.allocator_config import AllocatorConfig, users_settings
 from launch.predict.models import model_config, new_tokens, weight_files
@@ -71,8 +72,7 @@ def resolve(
     if as_folder and facts.model.stored is None and (described or facts.recipe.lora):
         facts = plan_facts.as_folder(facts)
     if rows_of is not None:
-        rows = plan_facts.of_length(facts.rows, facts.recipe.data, rows_of)
-        facts = replace(facts, rows=rows)
+        facts = replace(facts, rows=plan_facts.of_length(facts.rows, facts.recipe.data, rows_of))
     planner.refuse_hopeless(facts)
     return planner.choose(facts)
 
@@ -117,8 +117,9 @@ def read(
     if is_here:
         packages.refuse_missing(recipe)
         if device == "cuda":
-            link = _link(recipe, machine, wishes, workspace, say, test_link)
-            installed = replace(installed, link=link)
+            installed = replace(
+                installed, link=_link(recipe, machine, wishes, workspace, say, test_link)
+            )
     facts = plan_facts.build(
         recipe, machine, model.config, model.parameters, model.family, data_format
     )
@@ -223,19 +224,20 @@ def _model(
             " --tokenizer.path=FOLDER"
         )
     model = new_tokens.with_tokens(recipe, config, parameters, family, workspace.cache)
-    notes = plan_facts.copied_modules(model.recipe, model.parameters, model.family)
-    if unread := dict.fromkeys(model_config.unread_keys(config)):
-        notes += (
-            f"private keys of config.json that transformers does not read: {', '.join(unread)}",
-        )
-    notes += plan_facts.exported_dtype(model.recipe, model.config)
-    notes += plan_facts.own_head(family, parameters)
+    unread = ", ".join(dict.fromkeys(model_config.unread_keys(config)))
+    foreign = f"private keys of config.json that transformers does not read: {unread}"
+    notes = (
+        *model.notes,
+        *plan_facts.copied_modules(model.recipe, model.parameters, model.family),
+        *([foreign] if unread else []),
+        *plan_facts.exported_dtype(model.recipe, model.config),
+        *plan_facts.own_head(family, parameters),
+    )
     stored = weight_files.stored_weights(Path(recipe.model.path)) if recipe.model.path else None
     if stored is not None:
         probe_machine.check_mapping(Path(str(recipe.model.path)), stored.largest_file_bytes)
-        grown = stored_weights.grown(parameters, model.parameters)
-        stored = replace(stored, grown=tuple(grown))
-    return replace(model, notes=(*model.notes, *notes)), stored
+        stored = replace(stored, grown=tuple(stored_weights.grown(parameters, model.parameters)))
+    return replace(model, notes=notes), stored
 
 
 def as_packed(recipe: Recipe) -> Recipe:
@@ -259,8 +261,7 @@ def as_packed(recipe: Recipe) -> Recipe:
                 f"quantization.{key}: {show(requested)}, but the weights in {folder} are packed"
                 f" with {show(value)}; leave it out"
             )
-    quantization = section.model_copy(update=asdict(packing))
-    return recipe.model_copy(update={"quantization": quantization})
+    return recipe.model_copy(update={"quantization": section.model_copy(update=asdict(packing))})
 
 
 def _rows(model: ModelFacts, workspace: Workspace) -> tuple[DataFormat, int | None]:
@@ -295,9 +296,11 @@ def _installed(
     if device == "cuda":
         settings = users_settings(os.environ)
         kernel = platform.release() if is_here else ""
-        expands = settings is None and architectures.expands_segments(machine.gpus, kernel)
-        allocator = AllocatorConfig.parse(settings or "")
-        installed = replace(installed, allocator=allocator, may_expand=expands)
+        installed = replace(
+            installed,
+            allocator=AllocatorConfig.parse(settings or ""),
+            may_expand=settings is None and architectures.expands_segments(machine.gpus, kernel),
+        )
     if is_here:
         return _with_packages(recipe, installed, workspace, device == "cuda")
     if machine.packages is None:
@@ -330,8 +333,12 @@ def _history(
 
 def with_memory_of_now(facts: Facts, leased: Leased, folder: Path) -> Facts:
     """The facts of a start with the memory that is free now, beside the leases of others."""
-    probed = probe_machine.with_memory_of_now(facts.machine, folder)
-    machine, limits = _available(facts.recipe, probed, facts.wishes, leased)
+    machine, limits = _available(
+        facts.recipe,
+        probe_machine.with_memory_of_now(facts.machine, folder),
+        facts.wishes,
+        leased,
+    )
     return replace(facts, machine=machine, limits=limits)
 
 
@@ -344,8 +351,11 @@ def _with_template(data_format: DataFormat, recipe: Recipe, is_pair: bool) -> Da
     template += (
         f"; {len(missing)} of its tags {'is no token' if len(missing) == 1 else 'are no tokens'}"
     )
-    notes = (*data_format.notes, chat_templates.tags_note(missing))
-    return replace(data_format, template=template, notes=notes)
+    return replace(
+        data_format,
+        template=template,
+        notes=(*data_format.notes, chat_templates.tags_note(missing)),
+    )
 
 
 def _with_packages(
@@ -404,18 +414,16 @@ def _past_runs(
 ) -> History:
     """The share by which measured memory exceeds a prediction on this machine as a rule, 0 until
     enough runs have been measured; and by how much seconds do."""
-    from launch.predict.history.ledger import Ledger
-
     runs, machine_key = (
         Ledger(workspace.ledger_file, say).measurements(),
         cache_keys.machine_key(machine),
     )
     margin = calibration.margin(runs, "reserved_bytes", device, machine_key, prior=0.0)
-    like, model_key = corrections.of_machine(runs, machine_key), cache_keys.model_key(model)
-    correction = partial(corrections.compute, like, model_key)
+    like, model_key = calibration.comparable_runs(runs, machine_key), cache_keys.model_key(model)
+    correction = partial(calibration.seconds_correction, like, model_key)
     return History(
         error_margin=replace(margin, fraction=max(margin.fraction, 0.0)),
-        correction=corrections.beside_others(correction, machine.cores_taken, machine.cpu_count),
+        correction=calibration.beside_others(correction, machine.cores_taken, machine.cpu_count),
     )
 
 
@@ -423,8 +431,6 @@ def _recall(
     workspace: Workspace, machine: Machine, say: Say, model: ModelSize, recipe: Recipe
 ) -> Strategy | None:
     """The fastest strategy in trials of a recipe on this machine."""
-    from launch.predict.history.ledger import Ledger
-
     tuned = Ledger(workspace.ledger_file, say).recall(
         cache_keys.machine_key(machine),
         cache_keys.model_key(model),

@@ -13,7 +13,7 @@ WIDTH, HEIGHT = 1000, 300  # size of the drawing, which is stretched to its plac
 BUCKETS = 500  # intervals of a line with more points: each keeps its lowest and its highest point
 _DOTS = 40  # a line of at most as many points shows each
 _LOG_FROM = 10.0  # highest / lowest value from which the axis is logarithmic at first
-LEAST, MOST = 1e-300, 1e300  # limits of an axis: a value nearer to 0 or farther is drawn at its end
+LEAST, _MOST = 1e-300, 1e300  # limits of an axis: a value nearer 0 or farther is drawn at its end
 Point = tuple[float, float]
 
 
@@ -85,7 +85,7 @@ def figure(title: str, lines: Sequence[Line], unit: str, from_zero: bool) -> str
 
 def _linear(low: float, high: float, from_zero: bool) -> _Axis:
     low = min(low, 0.0) if from_zero else low
-    low, high = max(low, -MOST), min(high, MOST)
+    low, high = max(low, -_MOST), min(high, _MOST)
     spread = next(size for size in (high - low, abs(high), 1.0) if size > LEAST)
     step = 10.0 ** math.floor(math.log10(spread / 3))
     step *= next((factor for factor in (1, 2, 5) if spread / (factor * step) <= 5), 10)

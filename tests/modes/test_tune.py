@@ -92,7 +92,7 @@ def test_a_recipe_that_was_tuned_as_allow_relaxed_it_is_not_tuned_again(tmp_path
         why="",
         step_s=1.0,
     )
-    Ledger(Workspace(tmp_path).ledger_file, print).remember(tuned)
+    Ledger(Workspace(tmp_path).ledger_file, print).record(tuned)
     ran = launch(tmp_path, "run", str(recipe), "auto")
     assert ran.returncode == 0, ran.stderr
     assert "trial 1" not in ran.stdout

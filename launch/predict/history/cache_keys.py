@@ -1,10 +1,7 @@
 """Keys by which the ledger recognises a machine, a model and a recipe: hashes of the facts that
 decide memory and speed. Pure."""
 
-import hashlib
-import json
-from typing import Any
-
+from launch.base import files
 from launch.schema.machine import GIB, Machine
 from launch.schema.plan import ModelSize
 from launch.schema.recipe import Recipe
@@ -30,14 +27,15 @@ def machine_key(machine: Machine) -> str:
         ]
         for gpu in machine.gpus
     ]
-    return _key("machine", [cards, round(machine.host_limit_bytes / GIB), machine.cpu_count])
+    facts = [cards, round(machine.host_limit_bytes / GIB), machine.cpu_count]
+    return f"machine-{files.digest(facts)[:16]}"
 
 
 def model_key(model: ModelSize) -> str:
     """Config and number of parameters: the same model under another name or in another folder is
     the same."""
     config = {key: value for key, value in model.config.items() if key not in ORIGIN}
-    return _key("model", [config, model.parameters])
+    return f"model-{files.digest([config, model.parameters])[:16]}"
 
 
 def recipe_key(recipe: Recipe) -> str:
@@ -48,11 +46,4 @@ def recipe_key(recipe: Recipe) -> str:
         for key, value in leaves(recipe.model_dump(mode="json")).items()
         if affected_by(key) & {"memory", "step_time", "plan"}
     }
-    training = recipe.training
-    # samples of a process in an optimizer step
-    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    return _key("recipe", [deciding, batch])
-
-
-def _key(kind: str, facts: list[Any]) -> str:
-    return f"{kind}-{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]}"
+    return f"recipe-{files.digest([deciding, recipe.training.samples_per_process])[:16]}"

@@ -1,19 +1,20 @@
-"""Predicted beside measured figures: the margin that past errors give the next prediction, and the
-lines that people read. Pure."""
+"""Predicted beside measured figures: the margin that past errors give the next prediction, the
+correction of its seconds, and the lines that people read. Pure."""
 
 import math
 import statistics
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 from typing import Literal
 
+from launch.base.workspace import code_digest
 from launch.schema.machine import GIB, Device
 from launch.schema.modes import Mode
-from launch.schema.plan import Plan
-from launch.schema.result import SecondStep
+from launch.schema.plan import NOT_CORRECTED, Plan, SecondsCorrection, Strategy
+from launch.schema.result import ALONE, SecondStep
 from launch.schema.training_section import Precision
 
 _Quantity = Literal["allocated_bytes", "reserved_bytes", "host_pss_bytes", "step_s"]
@@ -28,6 +29,11 @@ _EDGES = (-0.1, -0.03, -0.01, 0.01, 0.03, 0.1)  # limits between the histogram's
 BAR = 30  # characters of the longest one
 _LEVEL = 0.95  # share of runs that a margin covers
 NEWEST = 500  # residuals that a margin looks at: predictions get better, old errors say less
+# runs of the median that corrects seconds: a single odd one moves nothing, old ones fade
+_FEWEST_CORRECTING, _MOST_CORRECTING = 3, 9
+_MOST_COMPARED = 200  # runs that a correction looks at
+_QUIET = 0.25  # cores that other programs may keep busy on a machine that counts as quiet
+_BOUND_BY_HOST = 0.2  # share of a step spent waiting; above it, the host is the bottleneck
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class Measurement:
     versions: Mapping[str, str]  # package -> version
     predicted: Figures
     measured: Figures
-    time_model: str = ""  # the code that predicted the seconds (corrections.time_model)
+    time_model: str = ""  # the code that predicted the seconds (time_model())
     correction: float = 1.0  # factor of earlier runs in the predicted seconds
     # predicted share of the seconds in which the device waits for its host
     waits_share: float = 0.0
@@ -158,8 +164,7 @@ def margin(
         (of_machine[:NEWEST], "this machine"),
         (everywhere[:NEWEST], f"every {device} machine in the ledger"),
     ):
-        bound = conformal_bound(among, level)
-        if bound is not None:
+        if (bound := conformal_bound(among, level)) is not None:
             return Margin(bound, f"{level:.0%} bound of {len(among)} runs on {where}")
     needed = math.ceil(round(level / (1 - level), 9))
     return Margin(
@@ -216,3 +221,83 @@ def _histogram(residuals: Sequence[float]) -> Iterator[str]:
     for index, name in enumerate(names):
         bar = "#" * math.ceil(BAR * counts[index] / max(counts.values()))
         yield f"  {name:>12} {counts[index]:>5} {bar}".rstrip()
+
+
+# ---- seconds
+
+
+def time_model() -> str:
+    """A hash of the code that predicts seconds: figures of other code teach nothing."""
+    return code_digest("launch/predict/time")
+
+
+def comparable_runs(runs: Sequence[Measurement], machine_key: str) -> tuple[Measurement, ...]:
+    """The runs that corrections are made of, newest first, of `runs`, oldest first."""
+    those = (
+        run
+        for run in reversed(runs)
+        if run.machine_key == machine_key
+        and run.time_model == time_model()
+        and run.core_share >= ALONE
+        and run.predicted.step_s
+        and run.measured.step_s
+    )
+    return tuple(islice(those, _MOST_COMPARED))
+
+
+def seconds_correction(
+    runs: Sequence[Measurement], model_key: str, strategy: Strategy, waits_share: float
+) -> SecondsCorrection:
+    """The median of measured over uncorrected seconds: of this model in this mode, else of this
+    mode, else of all on this device. A device that waits for its host is like others that do."""
+    like = [
+        run
+        for run in runs
+        if run.device == strategy.device
+        and (run.waits_share > _BOUND_BY_HOST) == (waits_share > _BOUND_BY_HOST)
+    ]
+    in_mode = [
+        run
+        for run in like
+        if (run.mode, run.num_processes) == (strategy.mode, strategy.num_processes)
+    ]
+    of_model = [run for run in in_mode if run.model_key == model_key]
+    groups = (
+        (of_model, f"of this model by {strategy.mode}"),
+        (in_mode, f"by {strategy.mode}"),
+        (like, f"on its {'cards' if strategy.device == 'cuda' else 'CPU'}"),
+    )
+    for group, name in groups:
+        if len(group) >= _FEWEST_CORRECTING:
+            return _median(group[:_MOST_CORRECTING], name)
+    return NOT_CORRECTED
+
+
+def beside_others(
+    correction: Callable[[Strategy, float], SecondsCorrection], cores_taken: float, num_cores: int
+) -> Callable[[Strategy, float], SecondsCorrection]:
+    """A correction, with what other programs on the cores do to steps on a CPU: a rank waits for
+    its slowest thread, which has half of a core if one program keeps it busy. Ranks of one thread
+    get equal shares of all cores."""
+    if cores_taken < _QUIET:
+        return correction
+
+    def corrected(strategy: Strategy, waits_share: float) -> SecondsCorrection:
+        alone = correction(strategy, waits_share)
+        if strategy.device == "cuda":
+            return alone
+        has_threads = num_cores > strategy.processes_per_machine
+        slowest = min(cores_taken, 1.0) if has_threads else 0.0
+        slowdown = 1 + max(slowest, cores_taken / num_cores)
+        return replace(alone, factor=slowdown * alone.factor, slowdown=slowdown)
+
+    return corrected
+
+
+def _median(runs: Sequence[Measurement], name: str) -> SecondsCorrection:
+    ratios = sorted(
+        (run.measured.step_s or 0.0) * run.correction / (run.predicted.step_s or 1.0)
+        for run in runs
+    )
+    middle = statistics.median(ratios)
+    return SecondsCorrection(middle, ratios[0] / middle, ratios[-1] / middle, len(ratios), name)

@@ -70,13 +70,6 @@ class Ledger:
     say: Callable[[str], None]
     busy_s: float = _BUSY_S
 
-    def record(self, measurement: Measurement) -> None:
-        self._append(measurement)
-
-    def remember(self, tuned: Tuned) -> None:
-        """Keep this result, instead of an earlier one of the same keys."""
-        self._append(tuned)
-
     def recall(self, machine_key: str, model_key: str, recipe_key: str) -> Tuned | None:
         """The last result of these keys, unless it was forgotten."""
         results = [
@@ -90,7 +83,7 @@ class Ledger:
 
     def forget(self, machine_key: str, model_key: str, recipe_key: str) -> bool:
         """Drop the remembered result; False: there was none, or it cannot be dropped."""
-        return self.recall(machine_key, model_key, recipe_key) is not None and self._append(
+        return self.recall(machine_key, model_key, recipe_key) is not None and self.record(
             _Forgotten(machine_key=machine_key, model_key=model_key, recipe_key=recipe_key)
         )
 
@@ -98,14 +91,35 @@ class Ledger:
         """The errors of predictions in all runs so far, for people."""
         lines, measurements = [], self.measurements()
         for quantity, device in product(calibration.WORDS, get_args(Device)):
-            residuals = calibration.residuals(measurements, quantity, device)
-            runs = [(run.run_id, residual) for run, residual in residuals]
+            runs = [
+                (run.run_id, residual)
+                for run, residual in calibration.residuals(measurements, quantity, device)
+            ]
             lines += calibration.lines(quantity, device, runs) if runs else ()
         return lines or ["calibration: nothing to compare yet; each run that ends adds its figures"]
 
     def measurements(self) -> list[Measurement]:
         """The figures of every run, oldest first."""
         return [line for line in self._lines() if isinstance(line, Measurement)]
+
+    def record(self, *lines: Line) -> bool:
+        """Add lines, behind those of an earlier version; False, with a printed reason, if they
+        cannot be kept. Of results of tuning with the same keys the last counts."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(self.path, FLAGS, 0o644), "r+b", buffering=0) as file:
+                self._lock(file.fileno())
+                if self._sqlite_file.exists():
+                    self._carry_over(file)
+                _write(file, map(_text, lines))
+            return True
+        except (OSError, ResourceError) as error:
+            _say_once(
+                self.say,
+                f"ledger: {self.path} cannot be written to: {error}; nothing new is kept, the run"
+                " goes on",
+            )
+            return False
 
     # ---- the file
     # ---------------------------------------------------------------------------
@@ -115,12 +129,15 @@ class Ledger:
         counted aloud."""
         try:
             if self._sqlite_file.exists():
-                self._append()
+                self.record()
             if self.path.exists():
                 return self._valid(files.complete_lines(self.path), self.path)
         except OSError as error:
-            lost = "nothing is recalled, the run goes on"
-            _say_once(self.say, f"ledger: {self.path} cannot be read: {error}; {lost}")
+            _say_once(
+                self.say,
+                f"ledger: {self.path} cannot be read: {error}; nothing is recalled, the run goes"
+                " on",
+            )
         return []
 
     def _valid(self, texts: Iterable[bytes], source: Path) -> list[Line]:
@@ -137,22 +154,6 @@ class Ledger:
                 f" first is {faults[0]}",
             )
         return lines
-
-    def _append(self, *lines: Line) -> bool:
-        """Add lines, behind those of an earlier version; False, with a printed reason, if they
-        cannot be kept."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with os.fdopen(os.open(self.path, FLAGS, 0o644), "r+b", buffering=0) as file:
-                self._lock(file.fileno())
-                if self._sqlite_file.exists():
-                    self._carry_over(file)
-                _write(file, map(_text, lines))
-            return True
-        except (OSError, ResourceError) as error:
-            lost = "nothing new is kept, the run goes on"
-            _say_once(self.say, f"ledger: {self.path} cannot be written to: {error}; {lost}")
-            return False
 
     def _lock(self, file: int) -> None:
         until = time.monotonic() + self.busy_s

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from launch.predict.history import corrections
+from launch.predict.history import calibration
 from launch.predict.history.calibration import Figures, Measurement
 from launch.predict.time.timing import TimeEstimate
 from launch.schema.plan import NOT_CORRECTED, SecondsCorrection
@@ -26,14 +26,14 @@ def run(factor: float, **given: Any) -> Measurement:
         "mode": "cpu",
         "predicted": Figures(step_s=2.0),
         "measured": Figures(step_s=2.0 * factor),
-        "time_model": corrections.time_model(),
+        "time_model": calibration.time_model(),
     }
     return measurement(**{**facts, **given})
 
 
 def correction(*runs: Measurement, waits_share: float = 0.0, **given: Any) -> SecondsCorrection:
-    like = corrections.of_machine(runs, "machine-1")
-    return corrections.compute(like, "model-1", replace(STRATEGY, **given), waits_share)
+    like = calibration.comparable_runs(runs, "machine-1")
+    return calibration.seconds_correction(like, "model-1", replace(STRATEGY, **given), waits_share)
 
 
 def test_three_like_runs_correct_by_their_median_and_fewer_do_not():
@@ -117,17 +117,17 @@ def test_corrected_seconds_are_still_the_sum_of_their_parts():
 )
 def test_other_programs_on_the_cores_slow_every_step_down(taken, cores, ranks, slowdown):
     """A rank waits for its slowest thread; ranks of one thread share the cores with the others."""
-    like = corrections.of_machine([run(1.3)] * 3, "machine-1")
-    alone = partial(corrections.compute, like, "model-1")
+    like = calibration.comparable_runs([run(1.3)] * 3, "machine-1")
+    alone = partial(calibration.seconds_correction, like, "model-1")
     strategy = replace(STRATEGY, num_processes=ranks)
-    beside = corrections.beside_others(alone, taken, cores)(strategy, 0.0)
+    beside = calibration.beside_others(alone, taken, cores)(strategy, 0.0)
     assert beside.factor == pytest.approx(1.3 * slowdown)
     assert beside.slowdown == pytest.approx(slowdown)
     assert beside.reason == alone(strategy, 0.0).reason  # what runs have taught is apart
 
 
 def test_a_quiet_machine_and_a_card_are_as_fast_as_alone():
-    alone = partial(corrections.compute, [], "model-1")
-    assert corrections.beside_others(alone, 0.2, 2)(STRATEGY, 0.0) == NOT_CORRECTED
+    alone = partial(calibration.seconds_correction, [], "model-1")
+    assert calibration.beside_others(alone, 0.2, 2)(STRATEGY, 0.0) == NOT_CORRECTED
     on_card = replace(STRATEGY, device="cuda")
-    assert corrections.beside_others(alone, 2.0, 2)(on_card, 0.0) == NOT_CORRECTED
+    assert calibration.beside_others(alone, 2.0, 2)(on_card, 0.0) == NOT_CORRECTED

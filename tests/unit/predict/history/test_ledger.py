@@ -52,26 +52,26 @@ def test_lines_with_fewer_or_more_figures_than_this_version_has_are_read(book, s
 
 def test_tuning_again_replaces_what_was_remembered(book, strategy, said):
     better = replace(strategy, per_device_train_batch_size=32)
-    book.remember(tuned(strategy))
-    book.remember(tuned(better, time=2.0, step_s=0.25))
-    book.remember(tuned(strategy, model_key="another"))
+    book.record(tuned(strategy))
+    book.record(tuned(better, time=2.0, step_s=0.25))
+    book.record(tuned(strategy, model_key="another"))
     assert book.recall(**KEYS) == tuned(better, time=2.0, step_s=0.25)
     assert said == []
 
 
 def test_what_is_forgotten_is_gone_and_nothing_else_is(book, strategy):
-    book.remember(tuned(strategy))
-    book.remember(tuned(strategy, model_key="another"))
+    book.record(tuned(strategy))
+    book.record(tuned(strategy, model_key="another"))
     assert book.forget(**KEYS)
     assert book.recall(**KEYS) is None
     assert book.recall(**{**KEYS, "model_key": "another"}) is not None
     assert not book.forget(**KEYS)
-    book.remember(tuned(strategy))
+    book.record(tuned(strategy))
     assert book.recall(**KEYS) == tuned(strategy)
 
 
 def test_lines_that_this_version_does_not_know_are_passed_over_and_said_once(book, strategy, said):
-    book.remember(tuned(strategy))
+    book.record(tuned(strategy))
     line = asdict(tuned(strategy))
     add(book.path, json.dumps({**line, "kind": "dreamt\x1b[2J\n"}) + "\n")
     add(book.path, json.dumps({**line, "strategy": {}}) + "\n")

@@ -45,7 +45,7 @@ def test_what_an_earlier_version_wrote_is_carried_over_once_and_its_file_is_kept
 
 def test_a_writer_carries_over_too_and_what_is_new_counts(book, strategy):
     old_file(book.path)
-    book.remember(tuned(strategy, step_s=0.125))
+    book.record(tuned(strategy, step_s=0.125))
     assert book.recall(**KEYS) == tuned(strategy, step_s=0.125)
     assert len(lines_of(book.path)) == 6
 
