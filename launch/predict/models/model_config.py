@@ -18,7 +18,7 @@ from launch.base.files import expanded
 from launch.base.text import suggestion
 from launch.predict import optimizers
 from launch.predict import parameters as predict_parameters
-from launch.predict.models import model_families, model_types, weight_files
+from launch.predict.models import model_families, weight_files
 from launch.schema.model_sections import ModelSection
 from launch.schema.plan import ModelFamily
 
@@ -49,7 +49,7 @@ def read(
         return config, *_parts(config, root / "configs" / "models" / f"{model.shape}.yaml", cache)
     folder = root / expanded(model.path or "")
     config = _folder_config(folder)
-    model_types.check(config, folder / "config.json")
+    model_families.check_type(config, folder / "config.json")
     tensors = weight_files.tensors(folder)
     changes |= _asked_tie(model, config, str(folder))
     config.pop(_QUANTIZATION, None)  # the recipe has a section for it
@@ -80,8 +80,10 @@ def _parts(
 ) -> tuple[predict_parameters.Shapes, ModelFamily]:
     """The parameters of a config's model, and its family."""
     if config["model_type"] in predict_parameters.FAMILIES:
-        forward = model_families.read_forward(config, file, cache)
-        family = replace(predict_parameters.family(config), forward=forward)
+        family = replace(
+            predict_parameters.family(config),
+            forward=model_families.read_forward(config, file, cache),
+        )
         tensor_shapes = predict_parameters.parameters_by_name(config)
     else:
         tensor_shapes, family = model_families.read(config, file, cache)
@@ -143,8 +145,7 @@ def _by_name(
             prefix + name if name not in expected and prefix + name in expected else name: tensor
             for name, tensor in tensors.items()
         }
-    ties = predict_parameters.ties(expected, family)
-    for name, source in ties.items():
+    for name, source in predict_parameters.ties(expected, family).items():
         if source not in tensors and name in tensors:
             tensors[source] = tensors[name]
     missing = [name for name in expected if name not in tensors]
@@ -374,7 +375,7 @@ def _refuse_code(config: Mapping[str, Any], file: Path, error: type[LaunchError]
                 " which is never run; use a model type that transformers has itself, and remove"
                 " auto_map"
             )
-        is_own = str(key).startswith("__") or str(key) in model_types.private_names()
+        is_own = str(key).startswith("__") or str(key) in model_families.private_names()
         if (is_own and not str(key).startswith(_HARMLESS_PRIVATE_KEYS)) or (
             type(value) is not _SAVED_PRIVATE_KEYS.get(key, type(value))
         ):

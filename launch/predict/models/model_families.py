@@ -1,11 +1,14 @@
-"""The parameters and the family of a model that is not counted from its config, and the forward
-pass of one that is: a child builds it on the meta device, once for each config and version of
-transformers. configs/model_families.json has the forward passes of the counted families, and the
-kernels that liger-kernel has for a type."""
+"""The model types that can be trained: those that write text, of the installed transformers; and
+their families.
+
+The parameters and the family of a model that is not counted from its config, and the forward pass
+of one that is, come from a child that builds it on the meta device, once for each config and
+version of transformers. configs/model_families.json has the forward passes of the counted families,
+and the kernels that liger-kernel has for a type."""
 
 import functools
-import hashlib
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from typing import Any
 
 from launch.base import files
 from launch.base.errors import ConfigError
+from launch.base.text import suggestion
 from launch.base.workspace import FILES
 from launch.data.worker import WORKER, ReadParts
 from launch.predict.parameters import Shapes
@@ -25,6 +29,31 @@ from launch.schema.result import ModelParts
 _FORM = 5  # format of a stored ModelParts; raised with each new field
 
 COMMITTED = FILES / "configs" / "model_families.json"
+# model types that fill masks; with is_decoder some of them write text
+ENCODERS = frozenset(
+    (
+        *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta"),
+        *("deberta-v2", "distilbert", "electra", "ernie", "esm", "esmc", "eurobert", "flaubert"),
+        *("fnet", "funnel", "gte", "ibert", "jina_embeddings_v3", "layoutlm", "longformer"),
+        *("luke", "megatron-bert", "mobilebert", "modernbert", "modernvbert", "mpnet", "mra"),
+        *("neomme", "nomic_bert", "nystromformer", "perceiver", "reformer", "rembert", "roberta"),
+        *("roberta-prelayernorm", "roc_bert", "roformer", "squeezebert", "tapas", "ultrabert"),
+        *("ultravbert", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "yoso"),
+    )
+)
+# Lists in transformers' source of the types that have a causal or an encoder-decoder model
+_MAPPING = re.compile(
+    r"^MODEL_FOR_(?:SEQ_TO_SEQ_)?CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)^\)", re.M | re.S
+)
+_TYPE = re.compile(r'^\s*\("([^"]+)",', re.M)
+# The files of transformers' PreTrainedConfig and its base classes, and the private names in them.
+_CONFIG_FILES = (
+    "configuration_utils.py",
+    "modeling_rope_utils.py",
+    "utils/hub.py",
+    "integrations/heterogeneity/configuration_utils.py",
+)
+_PRIVATE = re.compile(r"(?:\bdef |\bself\.|^    )(_[a-z]\w*)", re.M)
 
 
 @dataclass(frozen=True)
@@ -75,13 +104,65 @@ def read(config: Mapping[str, Any], file: Path, cache: Path) -> tuple[Shapes, Mo
     config, from the cache or from a child. `file`: where the config is from.
 
     Raises ConfigError for a config that transformers cannot build."""
-    text = json.dumps(dict(config), sort_keys=True)
-    identity = f"{version('transformers')} {find_spec('bitsandbytes') is not None} {_FORM} {text}"
-    stored = cache / "model_parts" / f"{hashlib.sha256(identity.encode()).hexdigest()[:24]}.json"
+    plain = json.loads(json.dumps(dict(config), sort_keys=True))
+    has_bitsandbytes = find_spec("bitsandbytes") is not None
+    name = files.digest([version("transformers"), has_bitsandbytes, _FORM, plain])
+    stored = cache / "model_parts" / f"{name}.json"
     try:
         parts = WORKER.kept_reply(
-            stored, ModelParts, ReadParts(json.loads(text)), f"builds the model of {file}"
+            stored, ModelParts, ReadParts(plain), f"builds the model of {file}"
         )
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     return parts.parameters, parts.family
+
+
+# ---- types
+
+
+def check_type(config: Mapping[str, Any], file: Path) -> None:
+    """Raise ConfigError for a model that does not write text, or that transformers does not
+    have."""
+    name = config["model_type"]
+    if name in ENCODERS and not config.get("is_decoder"):
+        raise ConfigError(
+            f"{file}: model_type {name!r} is an encoder: it fills masks and cannot be trained to"
+            " write text; give a decoder (llama, qwen3, ...) or T5"
+        )
+    if "vocab_size" not in config and isinstance(config.get("text_config"), Mapping):
+        text = config["text_config"].get("model_type", "...")
+        raise ConfigError(
+            f"{file}: model_type {name!r} is of text beside images or sound (the sizes of its text"
+            f" model are in text_config); give a folder with its text model alone (model_type"
+            f" {text!r})"
+        )
+    names = text_types()
+    if names and name not in names:
+        raise ConfigError(
+            f"{file}: model_type {name!r} is no language model that this transformers can build;"
+            f" {suggestion(name, sorted(names))}. Code that comes with a model is never run"
+        )
+
+
+@functools.cache
+def text_types() -> frozenset[str]:
+    """The types of language models, from the source of the installed transformers, which is not
+    imported; empty if they are not found there."""
+    mappings = _MAPPING.findall(_source("models/auto/modeling_auto.py"))
+    return frozenset(name for mapping in mappings for name in _TYPE.findall(mapping))
+
+
+@functools.cache
+def private_names() -> frozenset[str]:
+    """The private names that a config of the installed transformers has itself: a key of that name
+    would stand in the place of its own value or method."""
+    return frozenset(name for file in _CONFIG_FILES for name in _PRIVATE.findall(_source(file)))
+
+
+def _source(name: str) -> str:
+    """The text of a file of the installed transformers; empty if it is not found there."""
+    spec = find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
+        return ""
+    file = Path(spec.submodule_search_locations[0], name)
+    return file.read_text(encoding="utf-8") if file.is_file() else ""

@@ -1,13 +1,13 @@
 """The tokens that tokenizer.add_tokens adds to a folder's tokenizer: their ids, from a child that
 loads it, and the vocabulary that the model then needs."""
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launch.base import files
 from launch.base.errors import ConfigError
 from launch.base.workspace import FILES
 from launch.data import chat_templates, token_cache
@@ -138,24 +138,23 @@ def _with_trained_tokens(
     if indices == requested:
         return recipe, []
     trained = LoraSection(**{**lora.model_dump(), "trainable_token_indices": indices})
-    change = Change(
-        "lora.trainable_token_indices",
-        "null" if requested is None else str(list(requested)),
-        str(list(indices)),
-        "the embeddings of added tokens are trained beside the adapters",
-    )
-    return recipe.model_copy(update={"lora": trained}), [change]
+    return recipe.model_copy(update={"lora": trained}), [
+        Change(
+            "lora.trainable_token_indices",
+            "null" if requested is None else str(list(requested)),
+            str(list(indices)),
+            "the embeddings of added tokens are trained beside the adapters",
+        )
+    ]
 
 
 def _of_folder(folder: Path, section: TokenizerSection, cache: Path) -> NewTokens:
     """The tokens' ids, from the cache or from a child. Raises DataError and ResourceError as
     loading the tokenizer does."""
     tokens = section.add_tokens
-    identity = [token_cache.folder_fingerprint(folder), tokens]
-    name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:24]
-    file = cache / "new_tokens" / f"{name}.json"
+    name = files.digest([token_cache.folder_fingerprint(folder), tokens])
     return WORKER.kept_reply(
-        file,
+        cache / "new_tokens" / f"{name}.json",
         NewTokens,
         AddTokens(folder, section.chat_template, tuple(tokens)),
         f"loads the tokenizer of {folder}",

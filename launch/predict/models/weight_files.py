@@ -187,13 +187,14 @@ def stored_weights(folder: Path) -> StoredWeights | None:
     elements, largest = (
         {dtype: combined(each) for dtype, each in counts.items()} for combined in (sum, max)
     )
-    files = {tensor.file for tensor in stored.values()}
     packed_bytes = sum(
         tensor.end - tensor.start
         for name, tensor in stored.items()
         if name not in model or model[name].packing
     )
-    largest_file_bytes = max(file.stat().st_size for file in files)
+    largest_file_bytes = max(
+        file.stat().st_size for file in {tensor.file for tensor in stored.values()}
+    )
     return StoredWeights(elements, largest, largest_file_bytes, packed_bytes=packed_bytes)
 
 

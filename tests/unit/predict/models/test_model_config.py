@@ -24,7 +24,7 @@ from transformers import (
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.predict import parameters
-from launch.predict.models import model_config, model_types, weight_files
+from launch.predict.models import model_config, model_families, weight_files
 from launch.schema.model_sections import LoraSection, ModelSection
 from tests import builders
 
@@ -386,7 +386,7 @@ def test_private_keys_that_save_pretrained_writes_are_read(folder, written):
 
 def test_private_keys_of_other_programs_are_named_and_not_read(folder):
     left = {"_model_name_or_path": "Smollm2 Mix1", "_num_labels": 2, "_commit_hash": None}
-    if model_types.private_names() & {*left}:
+    if model_families.private_names() & {*left}:
         pytest.skip("an older transformers has some of these names itself, and they are refused")
     inner = {"text_config": {"_flash_attn_2_enabled": True, "_name_or_path": "x"}}
     change_config(folder, **left, **inner)
@@ -397,7 +397,7 @@ def test_private_keys_of_other_programs_are_named_and_not_read(folder):
 def test_the_private_names_of_transformers_configs_are_read_from_its_source():
     config = AutoConfig.for_model("llama")
     names = {name for name in dir(config) if name.startswith("_") and not name.startswith("__")}
-    assert names <= model_types.private_names()
+    assert names <= model_families.private_names()
 
 
 def test_a_model_of_text_beside_images_is_refused_before_it_is_built(tmp_path):
