@@ -44,8 +44,7 @@ PREDICTION = (
     *("launch/predict/trained_parameters.py", "launch/predict/memory/allocator.py"),
     *("launch/predict/memory/allocator_config.py", "launch/predict/memory/phases.py"),
     *("launch/predict/memory/partial_sums.py", "launch/predict/memory/loading.py"),
-    *("launch/predict/memory/load_order.py", "launch/predict/memory/traced_steps.py"),
-    "launch/predict/target_counts.py",
+    *("launch/predict/memory/traced_steps.py", "launch/predict/target_counts.py"),
     *("training/data/largest_batches.py", "training/data/sample_order.py"),
 )
 _RUNS = ("launch/supervise", "launch/run_folder", "training/checkpoints", "training/run.py")

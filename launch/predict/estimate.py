@@ -17,7 +17,7 @@ from launch.predict import budgets, sharding
 from launch.predict.facts import Facts, Installed
 from launch.predict.memory import allocator as memory_allocator
 from launch.predict.memory import context as memory_context
-from launch.predict.memory import host_job, load_order, traced_steps
+from launch.predict.memory import host_job, loading, traced_steps
 from launch.predict.memory import phases as memory_phases
 from launch.predict.time import rates, timing
 from launch.predict.time.padding import StepSplit
@@ -297,7 +297,7 @@ def _with_peak(
     )
     run = None
     if exact:
-        order = load_order.choose_order(
+        order = loading.choose_order(
             facts.recipe,
             candidate,
             facts.model.parameters,

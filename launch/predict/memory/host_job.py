@@ -33,8 +33,9 @@ def with_host(
     """Add the job's host RAM, and return that of each part of the run; without a trace, all but the
     memory of a step on CPUs. `run`: the events of an exact prediction."""
     recipe, model = facts.recipe, facts.model
-    reduced = _reduced(recipe, model, candidate)
-    live, holes, by_gloo = _of_a_cpu(reduced, candidate, trace, counts, run)
+    live, holes, by_gloo = _of_a_cpu(
+        _reduced(recipe, model, candidate), candidate, trace, counts, run
+    )
     streamed = facts.streamed(candidate)
     trained = trainable_shapes(
         model.parameters, recipe.model.freeze, recipe.lora, model.size.family
@@ -74,14 +75,11 @@ def with_host(
         ),
         counts_mappings=bool(facts.machine.mappings_count),
     )
-    predicted = host_memory.estimate(job, facts.installed.import_memory)
-    memory = replace(
-        memory,
-        host=predicted.by_cause,
-        host_phase=predicted.phase,
-        pinned_bytes=host_memory.pinned_bytes(job),
-    )
-    return memory, predicted.by_phase
+    by_phase = host_memory.estimate(job, facts.installed.import_memory)
+    fullest = host_memory.fullest(by_phase)
+    pinned = host_memory.pinned_bytes(job)
+    memory = replace(memory, host=by_phase[fullest], host_phase=fullest, pinned_bytes=pinned)
+    return memory, by_phase
 
 
 def _reduced(recipe: Recipe, model: Model, candidate: Strategy) -> _Reduced:

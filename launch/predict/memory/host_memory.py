@@ -25,8 +25,7 @@ from launch.schema.result import CHECK_BYTES, MAX_SHARD_BYTES, MAX_SMALL_SHARD_B
 
 # The rest of this block was measured beside the imports, on runs whose model takes next to nothing.
 _STARTED_BYTES = 30 * MIB  # tokenizer, Trainer, event files, a rank's first step
-_PEFT_BYTES = 11 * MIB  # its import
-_BITSANDBYTES_BYTES = 42 * MIB  # its import
+_OPTIONAL_BYTES = {"peft": 11 * MIB, "bitsandbytes": 42 * MIB}  # the imports of packages
 _STARTED_MAPPED_BYTES = 12 * MIB  # code pages that the run touches and the imports have not
 _GROUP_BYTES = 5 * MIB  # Gloo's process group and its buffers, DDP's or DeepSpeed's own objects
 _WORKER_BYTES = 16 * MIB  # pages that a forked data worker writes to
@@ -83,8 +82,7 @@ class HostJob:
     @property
     def built_bytes(self) -> int:
         """Weights as the model is built, whole, on the host of each rank."""
-        parameters = self.model.parameters * DTYPE_BYTES[self.recipe.model.dtype]
-        return parameters + self.model.lora_bytes
+        return self.model.parameters * DTYPE_BYTES[self.recipe.model.dtype] + self.model.lora_bytes
 
     def pinned(self, sizes: Iterable[int]) -> int:
         """Bytes that torch takes for pinned blocks of these sizes."""
@@ -101,8 +99,7 @@ class HostJob:
         a stored model, but, in float32, if LoRA copies its embedding."""
         if copied := self.model.tied_copy_bytes // DTYPE_BYTES[self.recipe.model.dtype]:
             return copied * DTYPE_BYTES["float32"]
-        is_tied = self.model.family.ties_head
-        return self.embedding_bytes if is_tied and self.stored is None else 0
+        return self.embedding_bytes if self.model.family.ties_head and self.stored is None else 0
 
 
 def mapped_weights_bytes(
@@ -122,24 +119,9 @@ def mapped_weights_bytes(
     return max(frozen * DTYPE_BYTES[dtype] - streamed_bytes, 0)
 
 
-@dataclass(frozen=True)
-class _HostEstimate:
-    """Bytes of all processes of the job on this machine, by phase and cause."""
-
-    by_phase: Mapping[str, Mapping[str, int]]
-
-    @property
-    def phase(self) -> str:
-        return max(self.by_phase, key=lambda name: sum(self.by_phase[name].values()))
-
-    @property
-    def by_cause(self) -> Mapping[str, int]:
-        return self.by_phase[self.phase]
-
-
-def estimate(job: HostJob, import_memory: Imports) -> _HostEstimate:
-    """The phases of a run in their order. On GPUs the model is on the host only while it is built
-    and saved."""
+def estimate(job: HostJob, import_memory: Imports) -> dict[str, dict[str, int]]:
+    """Bytes of all processes of the job on this machine, by cause, of the phases of a run in their
+    order. On GPUs the model is on the host only while it is built and saved."""
     training_bytes = {
         **_processes(job, import_memory),
         **_data(job),
@@ -152,8 +134,9 @@ def estimate(job: HostJob, import_memory: Imports) -> _HostEstimate:
     }
     data = job.recipe.data
     if data.streaming:
-        tokenising = shards.STREAM_PROCESSES * _tokenising_bytes(data, import_memory)
-        training_bytes["tokenising"] = tokenising
+        training_bytes["tokenising"] = shards.STREAM_PROCESSES * _tokenising_bytes(
+            data, import_memory
+        )
     phases = {  # the first of equal peaks gives the name
         "prepare": _preparing(job, import_memory),
         "load": {**_processes(job, import_memory), **_loading(job)},
@@ -162,12 +145,15 @@ def estimate(job: HostJob, import_memory: Imports) -> _HostEstimate:
     phases["save"] |= _saving(job)
     if not job.recipe.data.holds_out:
         del phases["evaluation"]
-    return _HostEstimate(
-        {
-            name: {cause: size for cause, size in parts.items() if size}
-            for name, parts in phases.items()
-        }
-    )
+    return {
+        name: {cause: size for cause, size in parts.items() if size}
+        for name, parts in phases.items()
+    }
+
+
+def fullest(by_phase: Mapping[str, Mapping[str, int]]) -> str:
+    """The phase that takes most; of several the first."""
+    return max(by_phase, key=lambda name: sum(by_phase[name].values()))
 
 
 def _processes(job: HostJob, import_memory: Imports) -> dict[str, int]:
@@ -177,8 +163,7 @@ def _processes(job: HostJob, import_memory: Imports) -> dict[str, int]:
     group = _GROUP_BYTES if strategy.backend is not None else 0
     several = deepspeed + engine + group + job.copied_by_gloo_bytes
     left_out = packages.unused(job.recipe, strategy)
-    sizes = {"peft": _PEFT_BYTES, "bitsandbytes": _BITSANDBYTES_BYTES}
-    optional = sum(size for package, size in sizes.items() if package not in left_out)
+    optional = sum(size for name, size in _OPTIONAL_BYTES.items() if name not in left_out)
     return {
         "launcher": import_memory.launcher_bytes + _LAUNCHED_BYTES,
         "agent": import_memory.agent_bytes + deepspeed,
@@ -233,11 +218,13 @@ def _loading(job: HostJob) -> dict[str, int]:
     sent = 0
     if strategy.launch_mode.engine == "ddp" and strategy.device == "cpu":
         apart = bool(job.streamed) or (stored is not None and strategy.keeps_frozen_apart)
-        sent = job.model.trainable_parameters * DTYPE_BYTES[dtype] if apart else job.built_bytes
-        sent = min(sent, 2 * BROADCAST_BYTES)
+        trained_bytes = job.model.trainable_parameters * DTYPE_BYTES[dtype]
+        sent = min(trained_bytes if apart else job.built_bytes, 2 * BROADCAST_BYTES)
     if stored is None:
-        passing = max(job.untied_bytes, sent, moved)
-        return {"weights": job.ranks * job.built_bytes, "while building": job.ranks * passing}
+        return {
+            "weights": job.ranks * job.built_bytes,
+            "while building": job.ranks * max(job.untied_bytes, sent, moved),
+        }
     on_card, is_quantised = strategy.device == "cuda", job.recipe.quantization is not None
     grown, copies = (0, 0) if on_card and is_quantised else stored.growing_bytes(dtype)
     if not is_quantised:
@@ -257,11 +244,10 @@ def _loading(job: HostJob) -> dict[str, int]:
     else:
         built, passing = job.states.weights_bytes, int(QUANTISING_BYTES * job.quantised_elements)
     staging = STAGING_BYTES if on_card else 0
-    passing = max(passing, moved)
     return {
         "weights": job.ranks * (built + grown) + max(sum(job.streamed) - built - grown, 0),
         "weights' files": stored.total_bytes if job.counts_mappings else stored.largest_bytes,
-        "while building": job.ranks * (max(passing, sent, copies) + staging),
+        "while building": job.ranks * (max(passing, moved, sent, copies) + staging),
     }
 
 
@@ -269,8 +255,9 @@ def _on_host(job: HostJob, phase: str) -> dict[str, int]:
     """Memory of a model in ranks on CPUs; frozen weights that are mapped count once."""
     if job.strategy.device == "cuda":
         return {}
-    of_model = job.recipe, job.strategy, job.model, job.stored
-    mapped = mapped_weights_bytes(*of_model, sum(job.streamed))
+    mapped = mapped_weights_bytes(
+        job.recipe, job.strategy, job.model, job.stored, sum(job.streamed)
+    )
     tensor_bytes = job.tensor_bytes.get(
         phase, job.states.weights_bytes + job.states.optimizer_bytes
     )
@@ -413,10 +400,11 @@ def _saving(job: HostJob) -> dict[str, int]:
         return {"weights to write": job.model.lora_bytes + job.model.tied_copy_bytes}
     if mode.engine != "deepspeed":  # a checkpoint's weights are in one file, and rank 0's
         return {"weights to write": job.built_bytes}
-    trained = {"bf16": "bfloat16", "fp16": "float16"}.get(strategy.mixed_precision)
-    trained, dtype = trained or recipe.model.dtype, recipe.output_dtype(job.model.config)
+    computed = {"bf16": "bfloat16", "fp16": "float16", "no": recipe.model.dtype}
+    dtype = recipe.output_dtype(job.model.config)
     written = job.model.parameters * DTYPE_BYTES[dtype]
-    if dtype == trained:  # else the host has the model whole in the other type
+    # in another type the host has the model whole
+    if dtype == computed[strategy.mixed_precision]:
         largest = max(job.trained_elements, default=0) * DTYPE_BYTES[dtype]
         file_bytes = MAX_SMALL_SHARD_BYTES if mode.offloads else MAX_SHARD_BYTES
         written = max(min(written, file_bytes), largest)

@@ -1,7 +1,6 @@
 """The largest micro-batches that a run will have: a child finds them in the order of the tokenised
 rows, once for each division of these."""
 
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -64,5 +63,4 @@ class LargestBatches:
 
     def _file(self, division: Division) -> Path:
         facts = [self._tokens.name, asdict(division), code_digest("training/data")]
-        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
-        return self._folder / f"{name}.json"
+        return self._folder / f"{files.digest(facts)}.json"

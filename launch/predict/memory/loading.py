@@ -1,4 +1,5 @@
-"""The order in which engines bring a model to a card, as events of its allocator. Pure.
+"""The order in which engines bring a model to a card, as events of its allocator, and the choice of
+it for a candidate. Pure.
 
 The order leaves the holes in which a later step finds room. Each function takes the blocks that
 stay, and puts those that are there for a moment between them. Sources: transformers 5.14
@@ -6,10 +7,22 @@ modeling_utils.py and core_model_loading.py; deepspeed 0.19.8 zero/partition_par
 stage3.py and stage_1_and_2.py; torch 2.13 fsdp/_fully_shard; accelerate 1.15 fsdp2_prepare_model.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
+from launch.predict.memory import host_memory
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, Event
+from launch.predict.memory.stored_weights import StoredWeights
+from launch.predict.optimizers import has_4_bits
+from launch.predict.parameters import Shapes, total_elements
+from launch.predict.step.streamed import Streamed
+from launch.predict.trained_parameters import trainable_shapes
+from launch.schema.levers import SLOTS
+from launch.schema.model_sections import DTYPE_BYTES
+from launch.schema.plan import ModelFamily, Strategy
+from launch.schema.recipe import Recipe
 
 _FLOAT32_BYTES = 4
 
@@ -100,8 +113,10 @@ def zero(births: Births, flattened: Sequence[int], element_bytes: int) -> list[E
     gradients of it."""
     slices = [event for event in births.loaded if event[0] in births.slices]
     flat = [event for event in births.loaded if event[0] in births.trained]
-    unsliced = [event for event in births.loaded if event not in slices and event not in flat]
-    events = _Events(births.first_free_id, unsliced)
+    events = _Events(
+        births.first_free_id,
+        [event for event in births.loaded if event not in slices and event not in flat],
+    )
     events.beside(flattened, flat)
     narrow = [size * element_bytes // _FLOAT32_BYTES for _, size in slices]
     events.beside(narrow if element_bytes < _FLOAT32_BYTES else [], slices)
@@ -175,3 +190,106 @@ def fsdp2(births: Births, ranks: int, sources: Mapping[int, int] | None = None) 
         events.events.append((block, sizes[block]))
     events.end(undivided)
     return [*events.events, *late, *births.engine]
+
+
+# ---- chosen
+
+
+def choose_order(
+    recipe: Recipe,
+    strategy: Strategy,
+    tensor_shapes: Shapes,
+    family: ModelFamily,
+    weights_bytes: int,
+    budget_bytes: int,
+    stored: StoredWeights | None,
+    streamed: Streamed | None = None,
+) -> Load:
+    """The order in which a candidate's engine brings the weights to the device.
+
+    `weights_bytes`: of all weights on a rank, as they are loaded. `budget_bytes`: of its
+    device. `stored`: the folder that the weights come from, if they do."""
+    engine, is_stored = strategy.launch_mode.engine, stored is not None
+    if engine == "ddp":
+        sent = host_memory.BROADCAST_BYTES
+        if streamed or (is_stored and strategy.keeps_frozen_apart):
+            trained = trainable_shapes(tensor_shapes, recipe.model.freeze, recipe.lora, family)
+            weights_bytes = total_elements(trained) * DTYPE_BYTES[recipe.model.dtype]
+        remaining_bytes = min(sent, weights_bytes - sent)
+        return partial(ddp, buckets=(sent, remaining_bytes) if remaining_bytes > 0 else ())
+    if engine == "fsdp2":
+        ranks, sources = strategy.num_processes, None
+        if recipe.quantization is not None:
+            on_card = is_stored and strategy.device == "cuda"
+            sources = _sources(recipe, tensor_shapes, family, ranks) if on_card else {}
+        return partial(fsdp2, ranks=ranks, sources=sources)
+    if engine == "deepspeed":
+        return _of_zero(recipe, strategy, tensor_shapes, family, budget_bytes, stored)
+    if recipe.quantization is None or not is_stored or strategy.device == "cpu":
+        return plain
+    return _of_four_bits(recipe, tensor_shapes, family, streamed)
+
+
+def _of_four_bits(
+    recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily, streamed: Streamed | None
+) -> Load:
+    """Weights of a folder, which are quantised on the card one by one. Tied weights, buffers and
+    scales are not in what transformers reserves; it reserves nothing where layers are streamed."""
+    element_bytes = DTYPE_BYTES[recipe.model.dtype]
+    quantised = {name: sides for name, sides in tensor_shapes.items() if has_4_bits(name, family)}
+    num_unquantised = total_elements(tensor_shapes) - total_elements(quantised)
+    reserved_bytes = num_unquantised * element_bytes + total_elements(quantised) // 2
+    return partial(
+        four_bits,
+        warmup_bytes=0 if streamed else reserved_bytes,
+        sources=_sources(recipe, tensor_shapes, family),
+        leaving=[pair for layer in streamed.layers for pair in layer.packed] if streamed else (),
+        num_last=SLOTS if streamed else 0,
+    )
+
+
+def _sources(
+    recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily, ranks: int = 1
+) -> dict[int, int]:
+    """Bytes of a rank's part of a weight of 4 bits -> of the whole weight before."""
+    counts = {math.prod(sides) for name, sides in tensor_shapes.items() if has_4_bits(name, family)}
+    element_bytes = DTYPE_BYTES[recipe.model.dtype]
+    return {math.ceil(count // 2 / ranks): count * element_bytes for count in counts}
+
+
+def _of_zero(
+    recipe: Recipe,
+    strategy: Strategy,
+    tensor_shapes: Shapes,
+    family: ModelFamily,
+    budget_bytes: int,
+    stored: StoredWeights | None,
+) -> Load:
+    """Weights that DeepSpeed divides. ZeRO-1 and 2 copy them into a flat tensor on the card if it
+    fits there; of weights that a CPU has mapped no tensor is there to copy. Source: deepspeed
+    0.19.8 stage_1_and_2.py, flatten_on_accelerator.
+
+    ZeRO-3 builds the weights of a folder divided, in the recipe's type, and casts them. A model of
+    a shape is built whole (engines/setup.py) and moves to the card before it is divided (engine.py,
+    _configure_distributed_model)."""
+    mode, ranks = strategy.launch_mode, strategy.num_processes
+    trained = trainable_shapes(tensor_shapes, recipe.model.freeze, recipe.lora, family)
+    element_bytes = 4 if strategy.mixed_precision == "no" else 2
+    sizes = [math.prod(sides) * element_bytes for sides in trained.values()]
+    if mode.zero_stage < 3:
+        is_mapped = stored is not None and not stored.converted_bytes(recipe.model.dtype)
+        is_copied = 2 * sum(sizes) < budget_bytes and not (strategy.device == "cpu" and is_mapped)
+        return partial(zero, flattened=sizes if is_copied else (), element_bytes=element_bytes)
+    built_bytes = DTYPE_BYTES[recipe.model.dtype]
+    head = math.prod(next(iter(tensor_shapes.values())))
+    casts = [head * element_bytes] if built_bytes != element_bytes else []
+    undivided = [math.prod(sides) * element_bytes for sides in tensor_shapes.values()]
+    parts = [-(-size // ranks) for size in sizes]
+    gathered = [*zip(sizes, parts, strict=True)] if mode.offloads else [(size,) for size in sizes]
+    return partial(
+        zero3,
+        built=() if mode.offloads else parts,
+        head_bytes=[head * built_bytes, *casts] if stored is not None else [],
+        gathered=gathered,
+        undivided=undivided if stored is None else (),
+    )

@@ -1,12 +1,10 @@
 """The memory of each part of a run, from the events of its allocator. Replays are kept beside the
 trace by all that they are of: a plan that asks again replays nothing."""
 
-import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,6 +20,7 @@ from launch.schema.recorded_step import content_of, with_digest
 # The code that a replay runs
 _CODE = ("launch/predict/memory", "launch/predict/traces.py")
 Parts = Sequence[tuple[Phase, Sequence[Event]]]
+_Sizes = dict[str, int]
 
 
 def allocated_bytes(parts: Parts) -> dict[Phase, int]:
@@ -57,13 +56,17 @@ class RunEvents:
     @cached_property
     def allocated_bytes(self) -> dict[Phase, int]:
         """The highest bytes of live blocks in each part."""
-        return self._stored("allocated", {}, _sizes, lambda: allocated_bytes(self._parts))
+        return self._stored("allocated", {}, _Sizes, lambda: allocated_bytes(self._parts))
 
     def resident_bytes(self, written: Mapping[int, int], by_threads: bool) -> dict[str, int]:
         """malloc.resident_bytes()."""
         options = {"written": sorted(written.items()), "by_threads": by_threads}
-        replay = partial(malloc.resident_bytes, written=written, by_threads=by_threads)
-        return self._stored("malloc", options, _sizes, lambda: replay(self._parts))
+        return self._stored(
+            "malloc",
+            options,
+            _Sizes,
+            lambda: malloc.resident_bytes(self._parts, written, by_threads),
+        )
 
     def replays(self, config: AllocatorConfig, available_bytes: int) -> list[tuple[Phase, Replay]]:
         """Replay a card's allocator, part by part. If there are fewer bytes, it gives cached blocks
@@ -77,55 +80,36 @@ class RunEvents:
     def _replays(
         self, config: AllocatorConfig, capacity_bytes: int | None
     ) -> list[tuple[Phase, Replay]]:
-        def replayed() -> list[Any]:
-            events = [events for _, events in self._parts]
+        def replayed() -> list[tuple[Phase, Replay]]:
+            phases, events = zip(*self._parts, strict=True)
             replays = allocator.replay_parts(events, config, capacity_bytes)
-            return [
-                (phase, astuple(replay))
-                for (phase, _), replay in zip(self._parts, replays, strict=False)
-            ]
+            return list(zip(phases, replays, strict=False))
 
         options = {"config": asdict(config), "capacity_bytes": capacity_bytes}
-        return self._stored("card", options, _by_part, replayed)
+        return self._stored("card", options, list[tuple[Phase, Replay]], replayed)
 
     def _stored(
         self,
         name: str,
         options: Mapping[str, Any],
-        read: Callable[[Any], Any],
+        noun: Any,
         compute: Callable[[], Any],
     ) -> Any:
-        """A result of JSON's types, as `read` reads it, that is kept by all that it is of."""
+        """A result, of the type `noun`, that is kept by all that it is of."""
         load = self.load
         order = (load.func.__name__, load.keywords) if isinstance(load, partial) else load.__name__
-        of = (
-            self.trace.of_run(self.num_samples, self.eval_samples),
-            order,
-            options,
-            code_digest(*_CODE),
-        )
-        content = json.dumps([name, of], sort_keys=True, default=str)
-        number = hashlib.sha256(content.encode()).hexdigest()[:16]
+        of_run = self.trace.of_run(self.num_samples, self.eval_samples)
+        number = files.digest([name, of_run, order, options, code_digest(*_CODE)])
         file = self.trace.file.with_name(f"{self.trace.file.stem}-{number}.replay")
+        adapter = files.adapter(noun)
         try:
-            return read(json.loads(content_of(files.regular_bytes(file).decode())))
+            return adapter.validate_json(content_of(files.regular_bytes(file).decode()))
         except DAMAGE:
             result = compute()
         if self.trace.keeps_replays:
             with suppress(OSError):  # the folder may be read-only; then the next plan replays again
-                files.write_atomic(file, with_digest(json.dumps(result)))
-        return read(result)
-
-
-def _sizes(content: Any) -> dict[Any, int]:
-    return {phase: int(size) for phase, size in content.items()}
-
-
-def _by_part(content: Any) -> list[tuple[Phase, Replay]]:
-    return [
-        (phase, Replay(int(allocated), int(reserved), int(retries), failed))
-        for phase, (allocated, reserved, retries, failed) in content
-    ]
+                files.write_atomic(file, with_digest(adapter.dump_json(result).decode()))
+        return result
 
 
 def on_device(replays: Sequence[tuple[Phase, Replay]], outside_bytes: int) -> DevicePhases:

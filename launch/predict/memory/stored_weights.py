@@ -40,13 +40,15 @@ class StoredWeights:
 
     def converted_bytes(self, dtype: Dtype) -> int:
         """Of all tensors that are loaded in another type than they are stored in."""
-        counts = (count for stored, count in self.elements.items() if stored != dtype)
-        return DTYPE_BYTES[dtype] * sum(counts)
+        return DTYPE_BYTES[dtype] * sum(
+            count for stored, count in self.elements.items() if stored != dtype
+        )
 
     def largest_converted_bytes(self, dtype: Dtype) -> int:
         """Of the largest tensor that is loaded in another type."""
-        counts = (count for stored, count in self.largest.items() if stored != dtype)
-        return DTYPE_BYTES[dtype] * max(counts, default=0)
+        return DTYPE_BYTES[dtype] * max(
+            (count for stored, count in self.largest.items() if stored != dtype), default=0
+        )
 
     def growing_bytes(self, dtype: Dtype) -> tuple[int, int]:
         """(matrices with added rows, copies by which the mean of the others is computed), where

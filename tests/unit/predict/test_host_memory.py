@@ -19,6 +19,7 @@ from launch.predict.memory.host_memory import (
     STAGING_BYTES,
     HostJob,
     estimate,
+    fullest,
     pinned_bytes,
 )
 from launch.predict.memory.stored_weights import StoredWeights
@@ -89,7 +90,7 @@ def stored_as(dtype: str, **known: Any) -> StoredWeights:
 
 def test_each_rank_keeps_kernels_of_bf16_from_the_first_step_on() -> None:
     chosen = replace(strategy("multi_cpu", ranks=2), mixed_precision="bf16")
-    phases = estimate(job(chosen), IMPORTS).by_phase
+    phases = estimate(job(chosen), IMPORTS)
     kept = 2 * onednn.KERNELS * onednn.KERNEL_BYTES
     assert {name: parts.get("bf16 kernels", 0) for name, parts in phases.items()} == {
         "prepare": 0,
@@ -97,7 +98,7 @@ def test_each_rank_keeps_kernels_of_bf16_from_the_first_step_on() -> None:
         **dict.fromkeys(("step", "first_step", "save"), kept),
     }
     for other in (replace(chosen, device="cuda"), strategy("multi_cpu", ranks=2)):
-        parts = estimate(job(other), IMPORTS).by_phase["step"]
+        parts = estimate(job(other), IMPORTS)["step"]
         assert "bf16 kernels" not in parts
 
 
@@ -116,20 +117,18 @@ def test_the_users_own_number_of_kernels_is_left_alone(users, added) -> None:
 
 
 def test_libraries_are_in_ram_once_however_many_ranks_map_them() -> None:
-    one, three = (
-        estimate(job(strategy("multi_cpu", ranks)), IMPORTS).by_phase["step"] for ranks in (1, 3)
-    )
+    one, three = (estimate(job(strategy("multi_cpu", ranks)), IMPORTS)["step"] for ranks in (1, 3))
     assert one["libraries"] == three["libraries"]
     assert three["model"] == 3 * one["model"] == 3 * 2_000_000_000
 
 
 def test_a_step_is_the_peak_of_a_cpu_run_and_an_evaluation_where_it_holds_more() -> None:
-    assert estimate(job(strategy()), IMPORTS).phase == "step"
+    assert fullest(estimate(job(strategy()), IMPORTS)) == "step"
     large = job(strategy(), tensor_bytes={**TENSOR_BYTES, "evaluation": 3_000_000_000})
-    assert estimate(large, IMPORTS).phase == "step"  # there are no held-out rows
+    assert fullest(estimate(large, IMPORTS)) == "step"  # there are no held-out rows
     data = large.recipe.data.model_copy(update={"validation_file": "v.jsonl"})
     evaluates = replace(large, recipe=large.recipe.model_copy(update={"data": data}))
-    assert estimate(evaluates, IMPORTS).phase == "evaluation"
+    assert fullest(estimate(evaluates, IMPORTS)) == "evaluation"
 
 
 def test_frozen_weights_of_a_folder_are_mapped_once_for_all_ranks() -> None:
@@ -139,7 +138,7 @@ def test_frozen_weights_of_a_folder_are_mapped_once_for_all_ranks() -> None:
         lora_parameters=1_000_000,
         tensor_bytes={"step": 500_000_000},
     )
-    parts = estimate(ranks, IMPORTS).by_phase["step"]
+    parts = estimate(ranks, IMPORTS)["step"]
     assert parts["weights' files"] == 400_000_000
     assert parts["model"] == 2 * 100_000_000
 
@@ -157,7 +156,7 @@ def loading(
     asked = job(chosen, path="/m", lora_parameters=1_000_000, stored=stored, **known)
     recipe = Recipe.model_validate({**asked.recipe.model_dump(mode="json"), **sections})
     asked = replace(asked, recipe=recipe)
-    return estimate(asked, IMPORTS).by_phase["load"]
+    return estimate(asked, IMPORTS)["load"]
 
 
 IN_4_BITS = {"lora": {"r": 8}, "quantization": {"load_in_4bit": True}}
@@ -202,7 +201,7 @@ def test_streamed_weights_are_in_ram_once_for_all_ranks() -> None:
     streamed = [30_000_000, 20_000_000]
     for ranks in (1, 2):
         asked = job(strategy("dual_gpu_nccl", ranks), streamed=streamed)
-        assert estimate(asked, IMPORTS).by_phase["step"]["streamed weights"] == 50_000_000
+        assert estimate(asked, IMPORTS)["step"]["streamed weights"] == 50_000_000
     loaded = loading("dual_gpu_nccl", stored_as("float32"), IN_4_BITS, streamed=streamed)
     assert loaded["weights"] == 50_000_000
 
@@ -228,15 +227,13 @@ def test_a_vocabulary_that_grows_is_copied_on_the_host() -> None:
 
 
 def test_ddp_on_cpus_loads_with_one_more_copy_of_the_weights() -> None:
-    parts = estimate(job(strategy("multi_cpu", 2)), IMPORTS).by_phase["load"]
+    parts = estimate(job(strategy("multi_cpu", 2)), IMPORTS)["load"]
     assert parts["weights"] == parts["while building"] == 2 * 400_000_000
 
 
 def test_an_output_embedding_is_there_before_it_is_tied() -> None:
-    assert estimate(job(strategy()), IMPORTS).by_phase["load"]["while building"] == 40_000_000
-    assert (
-        "while building" not in estimate(job(strategy(), path="/model"), IMPORTS).by_phase["load"]
-    )
+    assert estimate(job(strategy()), IMPORTS)["load"]["while building"] == 40_000_000
+    assert "while building" not in estimate(job(strategy(), path="/model"), IMPORTS)["load"]
 
 
 def test_the_copy_of_a_tied_embedding_is_tied_behind_one_in_float32() -> None:
@@ -245,11 +242,11 @@ def test_the_copy_of_a_tied_embedding_is_tied_behind_one_in_float32() -> None:
     half = asked.recipe.model.model_copy(update={"dtype": "bfloat16"})
     recipe = asked.recipe.model_copy(update={"model": half})
     asked = replace(asked, recipe=recipe, model=replace(asked.model, tied_copy_bytes=20_000_000))
-    assert estimate(asked, IMPORTS).by_phase["load"]["while building"] == 40_000_000
+    assert estimate(asked, IMPORTS)["load"]["while building"] == 40_000_000
 
 
 def test_a_run_on_a_gpu_has_its_model_on_the_host_while_it_loads_and_saves() -> None:
-    phases = estimate(job(strategy("single_gpu")), IMPORTS).by_phase
+    phases = estimate(job(strategy("single_gpu")), IMPORTS)
     assert phases["load"]["weights"] == phases["save"]["weights to write"] == 400_000_000
     assert "model" not in phases["step"]
 
@@ -259,7 +256,7 @@ def test_a_cpu_holds_a_copy_that_is_compared_with_an_export_unless_it_is_large()
         states, stored = MemoryEstimate(weights_bytes, 0, 20_000_000), stored_as(dtype)
         asked = job(strategy(), path="/m", lora_parameters=1_000_000, states=states, stored=stored)
         recipe = Recipe.model_validate({**asked.recipe.model_dump(mode="json"), **sections})
-        saving = estimate(replace(asked, recipe=recipe), IMPORTS).by_phase["save"]
+        saving = estimate(replace(asked, recipe=recipe), IMPORTS)["save"]
         return saving.get("copy to check the export", 0)
 
     assert copied(120_000_000, **IN_4_BITS) == 100_000_000
@@ -270,7 +267,7 @@ def test_a_cpu_holds_a_copy_that_is_compared_with_an_export_unless_it_is_large()
 
 
 def test_the_weights_of_all_ranks_are_gathered_into_one_more_model() -> None:
-    parts = estimate(job(strategy("fsdp2", 2)), IMPORTS).by_phase["save"]
+    parts = estimate(job(strategy("fsdp2", 2)), IMPORTS)["save"]
     assert parts["model to export"] == 440_000_000
 
 
@@ -293,7 +290,7 @@ def test_the_host_has_of_a_save_what_a_card_copies_at_once(mode, precision, dtyp
         update={"model": asked.recipe.model.model_copy(update={"dtype": dtype})}
     )
     asked = replace(asked, recipe=recipe, model=counts)
-    assert estimate(asked, IMPORTS).by_phase["save"]["weights to write"] == written
+    assert estimate(asked, IMPORTS)["save"]["weights to write"] == written
 
 
 def test_offloaded_states_are_rounded_up_where_they_are_pinned(monkeypatch) -> None:
@@ -302,14 +299,12 @@ def test_offloaded_states_are_rounded_up_where_they_are_pinned(monkeypatch) -> N
     states = MemoryEstimate(400_000_000, 0, 0, offloaded_bytes=1_600_000_000)
     on_gpu = replace(strategy("deepspeed_zero2_offload"), device="cuda", backend="nccl")
     of_job = job(on_gpu, states=states)
-    assert "rounding of pinned memory" not in estimate(of_job, IMPORTS).by_phase["step"]
+    assert "rounding of pinned memory" not in estimate(of_job, IMPORTS)["step"]
     # an older torch, which cannot be installed beside this one
     monkeypatch.setattr(pinned_memory, "WITH_EXACT_SIZES", (99, 0))
     rounding = 2 * ((1 << 29) - 400_000_000)  # of the float32 weights and of their gradients
-    assert estimate(of_job, IMPORTS).by_phase["step"]["rounding of pinned memory"] == rounding
-    on_cpu = estimate(job(strategy("deepspeed_zero2_offload"), states=states), IMPORTS).by_phase[
-        "step"
-    ]
+    assert estimate(of_job, IMPORTS)["step"]["rounding of pinned memory"] == rounding
+    on_cpu = estimate(job(strategy("deepspeed_zero2_offload"), states=states), IMPORTS)["step"]
     assert on_cpu["offloaded states"] == 1_600_000_000
     assert "rounding of pinned memory" not in on_cpu
 
@@ -322,7 +317,7 @@ def test_what_is_not_pinned_takes_its_own_bytes(monkeypatch) -> None:
     plain = replace(pinned, pin_memory=False)
     for chosen, rounded, locked in ((pinned, 12 * MIB, True), (plain, 8 * MIB, False)):
         of_job = job(chosen, states=states, offloaded_activations=activations)
-        step = estimate(of_job, IMPORTS).by_phase["step"]
+        step = estimate(of_job, IMPORTS)["step"]
         assert step["offloaded activations"] == of_job.ranks * rounded
         assert (pinned_bytes(of_job) > 400_000_000) == locked
         assert bool(pinned_memory.setting(chosen)) == locked
@@ -375,13 +370,11 @@ def test_gloo_has_pinned_copies_of_a_cards_weights_and_gradients() -> None:
 
 
 def test_what_malloc_keeps_is_a_line_of_its_own_in_every_rank() -> None:
-    one = estimate(job(strategy(), holes_bytes={"step": 100 * MIB}), IMPORTS).by_phase["step"]
+    one = estimate(job(strategy(), holes_bytes={"step": 100 * MIB}), IMPORTS)["step"]
     assert one["freed and kept by malloc"] == 100 * MIB
-    two = estimate(
-        job(strategy("multi_cpu", 2), holes_bytes={"step": 100 * MIB}), IMPORTS
-    ).by_phase["step"]
+    two = estimate(job(strategy("multi_cpu", 2), holes_bytes={"step": 100 * MIB}), IMPORTS)["step"]
     assert two["freed and kept by malloc"] == 2 * one["freed and kept by malloc"]
-    assert "freed and kept by malloc" not in estimate(job(strategy()), IMPORTS).by_phase["step"]
+    assert "freed and kept by malloc" not in estimate(job(strategy()), IMPORTS)["step"]
 
 
 SMALL = 64 << 10
@@ -483,7 +476,7 @@ def test_what_is_never_freed_is_there_once() -> None:
 
 
 def test_each_rank_has_the_order_of_all_rows() -> None:
-    parts = estimate(job(strategy("multi_cpu", 2), rows=10_000_000), IMPORTS).by_phase["step"]
+    parts = estimate(job(strategy("multi_cpu", 2), rows=10_000_000), IMPORTS)["step"]
     assert parts["order of samples"] == 2 * 8 * 10_000_000
 
 
@@ -516,5 +509,5 @@ def test_kernels_are_as_many_as_products_and_lengths_of_micro_batches() -> None:
     assert onednn.padded_lengths([256] * 3 + [248], 4, 4) == pytest.approx(1 + 4 / 256, abs=1e-4)
     assert onednn.padded_lengths([256] * 3 + [248], 1, 1000) == pytest.approx(2)
     chosen = replace(strategy("multi_cpu", ranks=2), mixed_precision="bf16")
-    parts = estimate(job(chosen, kernels=10), IMPORTS).by_phase["step"]
+    parts = estimate(job(chosen, kernels=10), IMPORTS)["step"]
     assert parts["bf16 kernels"] == 2 * 10 * onednn.KERNEL_BYTES
