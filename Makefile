@@ -11,8 +11,7 @@ IN_VENV = @set -euo pipefail; unset PYTHONDONTWRITEBYTECODE; ROOT="$$PWD" LOWMEM
 PYTEST = "$$PYTHON" -m pytest --durations=10 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 # Tests in which the path of the checkout becomes part of a command line, a file or a message
 OF_PATHS = tests/process/shell/test_wrappers.py $(addprefix tests/unit/,commands render report run_folder) \
-	$(addprefix tests/unit/plan/test_,as_folder.py rehearsal.py relax.py) \
-	tests/unit/plan/lines/test_savings.py \
+	$(addprefix tests/unit/plan/test_,as_folder.py rehearsal.py relax.py savings.py) \
 	$(addprefix tests/unit/recipe/test_,a5000_yaml.py chatlm_flags.py gpt2_variables.py train_py_flags.py) \
 	$(addprefix tests/unit/supervise/test_,failures.py log_files.py run_lease.py watch.py)
 # A worker that has finished takes tests from the other's end: folders of long tests come first. Neighbours in a file

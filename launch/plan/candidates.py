@@ -60,8 +60,9 @@ def _as_asked(facts: Facts) -> Iterator[Candidate]:
         )
     _check_checkpointing(recipe, facts.installed, on_gpu)
     _check_streaming(facts)
-    ways = _ways_to_start(recipe, machine, facts.wishes, facts.installed.link, on_gpu)
-    for mode, num_processes, instead_of in ways:
+    for mode, num_processes, instead_of in _ways_to_start(
+        recipe, machine, facts.wishes, facts.installed.link, on_gpu
+    ):
         row = LAUNCH_MODES[mode]
         # the samples of a step that a rank takes one after another
         steps, remainder = divmod(training.gradient_accumulation_steps * instead_of, num_processes)
@@ -98,22 +99,26 @@ def _levers(
     """Yield those that the recipe asks for, with kernels that these cards and packages have:
     without Liger's, and with them where they may be faster."""
     recipe, size, installed = facts.recipe, facts.model.size, facts.installed
-    no_packages = installed.no_flash_attn, installed.no_varlen_attn
     began = facts.history.began_with
-    attention = began and began.attn_implementation
     plain = replace(
         levers.requested(recipe),
         fused_adapters=kernels.fused_adapters(recipe, mode, precision, began),
         logits_at_targets=target_counts.at_targets(recipe, size.family),
         torch_compile=kernels.compiles(recipe, installed.no_compiler, began),
         attn_implementation=kernels.attention(
-            recipe, size, gpus, precision, *no_packages, attention, facts.has_one_length
+            *(recipe, size, gpus, precision, installed.no_flash_attn, installed.no_varlen_attn),
+            began and began.attn_implementation,
+            facts.has_one_length,
         ),
     )
-    with_liger = began and began.use_liger_kernel
-    for value in kernels.liger(recipe, size.family, mode, gpus, installed.no_liger, with_liger):
-        norms = kernels.fused_norms(recipe, size, mode, gpus, value, began)
-        yield replace(plain, use_liger_kernel=value, fused_norms=norms)
+    for value in kernels.liger(
+        *(recipe, size.family, mode, gpus, installed.no_liger), began and began.use_liger_kernel
+    ):
+        yield replace(
+            plain,
+            use_liger_kernel=value,
+            fused_norms=kernels.fused_norms(recipe, size, mode, gpus, value, began),
+        )
 
 
 def compiled(facts: Facts, candidate: Candidate) -> Candidate | None:
@@ -121,11 +126,11 @@ def compiled(facts: Facts, candidate: Candidate) -> Candidate | None:
     may not choose that."""
     recipe, family = facts.recipe, facts.model.size.family
     gpus = facts.machine.gpus if candidate.device == "cuda" else ()
-    no_compiler = facts.installed.no_compiler
+    mode, no_compiler = candidate.launch_mode, facts.installed.no_compiler
     if (
         facts.history.began_with
         or facts.history.tuned
-        or kernels.no_compile(recipe, family, candidate.launch_mode, gpus, no_compiler)
+        or kernels.no_compile(recipe, family, mode, gpus, no_compiler)
     ):
         return None
     of_levers = replace(
@@ -136,8 +141,9 @@ def compiled(facts: Facts, candidate: Candidate) -> Candidate | None:
         fused_adapters=False,
         attn_implementation=recipe.model.attn_implementation or "sdpa",
     )
-    on = (row for row in levers.LEVERS if row.read(of_levers) != row.plain)
-    is_refused = any(row.refusal(of_levers, family) for row in on)
+    is_refused = any(
+        row.refusal(of_levers, family) for row in levers.LEVERS if row.read(of_levers) != row.plain
+    )
     return None if is_refused else replace(candidate, levers=of_levers)
 
 
@@ -145,30 +151,41 @@ def _check_checkpointing(recipe: Recipe, installed: Installed, on_gpu: bool) -> 
     """Raises ConfigError for keywords of checkpointing that would do nothing."""
     kwargs = recipe.training.activation_checkpointing_kwargs
     options = kwargs.model_dump(exclude_defaults=True)
-    asked = f"training.activation_checkpointing_kwargs: {show(options)}"
-    if options and levers.ROWS["every_n_layers"].requested(recipe) == 0:
-        raise ConfigError(f"{asked}, but activation_checkpointing is false; leave one out")
-    if kwargs.offload and not on_gpu:
-        raise ConfigError(f"{asked}, but on a CPU activations are in host RAM; leave offload out")
-    if installed.no_every_n_layers and ((kwargs.every_n_layers or 1) > 1 or kwargs.offload):
+    is_off = levers.ROWS["every_n_layers"].requested(recipe) == 0
+    needs_package = (kwargs.every_n_layers or 1) > 1 or kwargs.offload
+    obstacle = kernels.first_met(
+        (options and is_off, "activation_checkpointing is false; leave one out"),
+        (
+            kwargs.offload and not on_gpu,
+            "on a CPU activations are in host RAM; leave offload out",
+        ),
+        (
+            installed.no_every_n_layers and needs_package,
+            f"{installed.no_every_n_layers}; leave every_n_layers and offload out",
+        ),
+    )
+    if obstacle:
         raise ConfigError(
-            f"{asked}, but {installed.no_every_n_layers}; leave every_n_layers and offload out"
+            f"training.activation_checkpointing_kwargs: {show(options)}, but {obstacle}"
         )
 
 
 def _check_streaming(facts: Facts) -> None:
     """Raises ConfigError for layers that cannot be streamed."""
-    recipe, layers = facts.recipe, len(facts.frozen_layers)
-    if not (asked := recipe.training.streamed_layers):
-        return
-    key = f"training.streamed_layers: {asked}"
-    if recipe.lora is None:
-        raise ConfigError(
-            f"{key}, but without lora the weights are trained, or are in each checkpoint; add"
-            " lora, or leave it out"
-        )
-    if asked > layers and layers:
-        raise ConfigError(f"{key}, but the model has {layers} decoder layers; name at most these")
+    num_asked, layers = facts.recipe.training.streamed_layers or 0, len(facts.frozen_layers)
+    obstacle = kernels.first_met(
+        (
+            facts.recipe.lora is None,
+            "without lora the weights are trained, or are in each checkpoint; add lora, or leave it"
+            " out",
+        ),
+        (
+            num_asked > layers > 0,
+            f"the model has {layers} decoder layers; name at most these",
+        ),
+    )
+    if num_asked and obstacle:
+        raise ConfigError(f"training.streamed_layers: {num_asked}, but {obstacle}")
 
 
 def _ways_to_start(
@@ -295,17 +312,21 @@ def _unavailable(candidate: Candidate, installed: Installed) -> str | None:
     """Return the reason why this machine's packages or the link test rule a candidate out, or
     None."""
     link = installed.link
-    if candidate.launch_mode.engine == "deepspeed" and not installed.has_deepspeed:
-        obstacle = "the package deepspeed is not installed"
-    elif link is None or candidate.device == "cpu" or candidate.processes_per_machine == 1:
-        return None
-    elif link.backend is None:
-        obstacle = f"{link.reason}; `python -m launch doctor` says why"
-    elif (candidate.backend, link.backend) == ("nccl", "gloo"):
-        obstacle = f"NCCL does not work between these GPUs ({link.reason}); use dual_gpu_gloo"
-    else:
-        return None
-    return f"{candidate.mode}{CANNOT_RUN}{obstacle}"
+    has_link = candidate.device == "cuda" and candidate.processes_per_machine > 1
+    # a link that was not tested rules nothing out
+    backend, said = (link.backend, link.reason) if link and has_link else (candidate.backend, "")
+    obstacle = kernels.first_met(
+        (
+            candidate.launch_mode.engine == "deepspeed" and not installed.has_deepspeed,
+            "the package deepspeed is not installed",
+        ),
+        (has_link and backend is None, f"{said}; `python -m launch doctor` says why"),
+        (
+            (candidate.backend, backend) == ("nccl", "gloo"),
+            f"NCCL does not work between these GPUs ({said}); use dual_gpu_gloo",
+        ),
+    )
+    return f"{candidate.mode}{CANNOT_RUN}{obstacle}" if obstacle else None
 
 
 def splits(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
@@ -322,8 +343,7 @@ def splits(facts: Facts, candidate: Candidate) -> Iterator[Candidate]:
             gradient_accumulation_steps=tuned.gradient_accumulation_steps,
             per_device_eval_batch_size=eval_batch or _eval_batch(tuned.per_device_train_batch_size),
         )
-    sizes = range(per_rank if facts.wishes.free_batch else requested, 0, -1)
-    for micro_batch in sizes:
+    for micro_batch in range(per_rank if facts.wishes.free_batch else requested, 0, -1):
         if micro_batch == requested:
             yield candidate
         elif not (per_rank % micro_batch or facts.recipe.launch.exact_batch):
@@ -371,8 +391,10 @@ def _tunes(tuned: Candidate, candidate: Candidate) -> bool:
 
 def _way(candidate: Candidate) -> tuple[Any, ...]:
     """The split of a batch, and the levers that a plan tries."""
-    tried = (row.read(candidate.levers) for row in levers.TRIED)
-    return candidate.per_device_train_batch_size, *tried
+    return (
+        candidate.per_device_train_batch_size,
+        *(row.read(candidate.levers) for row in levers.TRIED),
+    )
 
 
 def preference(facts: Facts, candidate: Candidate, is_own: bool) -> int:
@@ -418,17 +440,15 @@ def with_states_that_fit(
     bytes; None: it cannot be."""
     every_layer = candidate.with_levers(every_n_layers=1)
     is_open = levers.ROWS["every_n_layers"].requested(facts.recipe) is None
-    candidates = _streaming(facts, every_layer if is_open else candidate, missing_bytes)
-    return next(iter(candidates), None)
+    return next(_streaming(facts, every_layer if is_open else candidate, missing_bytes), None)
 
 
 def _streaming(facts: Facts, candidate: Candidate, missing_bytes: int) -> Iterator[Candidate]:
     """Yield the candidate with the fewest streamed layers that save so many bytes more on a
     device, or with all, if even these do not."""
-    row = levers.ROWS["streamed_layers"]
     more = [
         candidate.with_levers(streamed_layers=count)
-        for count in _more_saving_values(facts, candidate, row)
+        for count in _more_saving_values(facts, candidate, levers.ROWS["streamed_layers"])
     ]
     wanted_bytes = _saved_bytes(facts, candidate) + missing_bytes
     enough = (each for each in more if _saved_bytes(facts, each) >= wanted_bytes)

@@ -120,8 +120,12 @@ def with_recipe(facts: Facts, recipe: Recipe) -> Facts:
         stored=before.stored,
         base_fingerprint=before.base_fingerprint,
     )
-    traces = facts.traces and facts.traces.for_recipe(recipe, model.size, model.lora_targets)
-    changed = replace(facts, recipe=recipe, model=model, traces=traces)
+    changed = replace(
+        facts,
+        recipe=recipe,
+        model=model,
+        traces=facts.traces and facts.traces.for_recipe(recipe, model.size, model.lora_targets),
+    )
     rows = facts.rows
     if recipe.data == facts.recipe.data or rows.tokens is None:
         return changed
@@ -151,8 +155,8 @@ def with_counts(rows: Rows) -> Rows:
     if counts is None:
         return rows
     if note := counts.get("tokenizer_note"):
-        notes = dict.fromkeys([note, *rows.format.notes])
-        rows = replace(rows, format=replace(rows.format, notes=tuple(notes)))
+        notes = tuple(dict.fromkeys([note, *rows.format.notes]))
+        rows = replace(rows, format=replace(rows.format, notes=notes))
     if "train" not in counts:
         return rows
     parts = [part for part in counts.values() if isinstance(part, dict)]
@@ -226,28 +230,27 @@ def _refused(recipe: Recipe, config: dict[str, Any], family: ModelFamily) -> Ite
 
 def copied_modules(
     recipe: Recipe, parameters: predict_parameters.Shapes, family: ModelFamily
-) -> tuple[str, ...]:
-    """Lines of the plan on the modules that lora.modules_to_save trains."""
+) -> Iterator[str]:
+    """Yield lines of the plan on the modules that lora.modules_to_save trains."""
     if recipe.lora is None or not recipe.lora.modules_to_save:
-        return ()
+        return
     copies = trained_parameters.saved_modules(parameters, recipe.lora, family)
-    counts = Counter(module.rpartition(".")[2] for module in copies)
     names = ", ".join(
-        name if count == 1 else f"{name} ({count} modules)" for name, count in counts.items()
+        name if count == 1 else f"{name} ({count} modules)"
+        for name, count in Counter(module.rpartition(".")[2] for module in copies).items()
     )
     heads = predict_parameters.ties(parameters, family)
-    notes = [
+    yield (
         f"lora.modules_to_save: all weights of {names} are trained, as copies in"
         f" {recipe.model.dtype}"
-    ]
+    )
     if family.is_encoder_decoder and "lm_head" in copies and "lm_head.weight" in heads:
-        notes.append("lora.modules_to_save: lm_head is no longer tied to the embeddings")
+        yield "lora.modules_to_save: lm_head is no longer tied to the embeddings"
     elif any(f"{module}.weight" in heads.values() for module in copies):
-        notes.append(
+        yield (
             "lora.modules_to_save: the output head is tied to the embeddings, so one copy is"
             " trained as both"
         )
-    return tuple(notes)
 
 
 def own_head(family: ModelFamily, parameters: predict_parameters.Shapes) -> tuple[str, ...]:

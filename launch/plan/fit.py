@@ -14,9 +14,8 @@ from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import size
 from launch.base.workspace import FILES
 from launch.data.worker import WORKER
-from launch.plan import candidates, planner
+from launch.plan import candidates, planner, ways_to_fit
 from launch.plan import facts as plan_facts
-from launch.plan.lines import ways_to_fit
 from launch.plan.search import search
 from launch.predict import seconds_margins
 from launch.predict.estimate import Judged
@@ -101,7 +100,6 @@ def accumulation(gpus: int) -> int:
 
 def recipe_of(model: str, method: Method, length: int, half: bool, gpus: int = 1) -> Recipe:
     """The training that is asked for. `half`: all weights are trained in bfloat16."""
-    rows = max(MICRO_BATCH_TOKENS // length, 1)
     return Recipe.model_validate(
         {
             "name": "fit",
@@ -116,7 +114,7 @@ def recipe_of(model: str, method: Method, length: int, half: bool, gpus: int = 1
             "data": {"train_file": "rows.jsonl", "max_length": length},
             "training": {
                 "bf16": True,
-                "per_device_train_batch_size": rows,
+                "per_device_train_batch_size": max(MICRO_BATCH_TOKENS // length, 1),
                 "gradient_accumulation_steps": accumulation(gpus),
             },
         }
@@ -186,8 +184,7 @@ def _fit(fit: Fit, facts: Sequence[Facts]) -> Fit:
         last, fit = each, replace(fit, recipe=each.recipe)
         if all(loser.misses for loser in judged):
             continue
-        verdicts: list[tuple[Judged, str]] = []
-        chosen = search(each, candidates.possible(each)[0], verdicts)
+        chosen, verdicts = search(each, candidates.possible(each)[0])
         assert each.traces is not None
         if each.traces.failure:
             raise ResourceError(f"fit: no step of {fit.model} was traced: {each.traces.failure}")
@@ -209,5 +206,8 @@ def _with_shortage(fit: Fit, facts: Facts, losers: Sequence[Judged]) -> Fit:
         ways_to_fit.smaller_reserve(facts, losers),
         ways_to_fit.ways_to_fit(facts, with_other_adapters=False),
     )
-    shortage = f"short by {least}{' or '.join(lacking.values())}"
-    return replace(fit, shortage=shortage, fits_with=next(ways, ""))
+    return replace(
+        fit,
+        shortage=f"short by {least}{' or '.join(lacking.values())}",
+        fits_with=next(ways, ""),
+    )

@@ -93,10 +93,13 @@ def no_flash(
 ) -> str | None:
     """The reason why attention is not flash_attn's; None if it is, or would be."""
     is_asked = recipe.model.attn_implementation == FLASH
-    reason = _no_kernels("flash_attn", recipe, model, gpus, precision, is_asked)
-    if reason is None and not is_asked and no_package == "":
-        return "whether flash_attn is installed there is not known"
-    return reason or no_package or None
+    is_open = not is_asked and no_package == ""
+    return (
+        _no_kernels("flash_attn", recipe, model, gpus, precision, is_asked)
+        or first_met((is_open, "whether flash_attn is installed there is not known"))
+        or no_package
+        or None
+    )
 
 
 def no_varlen(
@@ -116,7 +119,7 @@ def no_varlen(
     key = next((key for key in _ATTENTION_DROPOUT if key in model.config), "attention dropout")
     dropout = model.config.get(key, model.family.forward.attention_dropout)
     small = next((gpu for gpu in gpus if gpu.architecture.startswith(_LITTLE_SHARED_MEMORY)), None)
-    obstacles = (
+    obstacle = first_met(
         (dropout, f"{VARLEN} has no dropout, and the model's {key} is {dropout}"),
         (
             width % _VARLEN_MULTIPLE,
@@ -128,7 +131,12 @@ def no_varlen(
         ),
         (not is_asked and no_torch == "", f"whether torch has {VARLEN} there is not known"),
     )
-    return next((reason for is_met, reason in obstacles if is_met), no_torch or None)
+    return obstacle or no_torch or None
+
+
+def first_met(*obstacles: tuple[Any, str]) -> str | None:
+    """The reason of the first obstacle that is met; None: none is."""
+    return next((reason for is_met, reason in obstacles if is_met), None)
 
 
 def _no_kernels(
@@ -142,7 +150,7 @@ def _no_kernels(
     """The reason why flash kernels cannot run, those of the package or those of PyTorch."""
     model_type, width = model.config["model_type"], _head_width(model.config)
     lacking = _lacking(gpus, name)
-    obstacles = (
+    return first_met(
         (not gpus, f"{name} has kernels for GPUs only"),
         (
             not model.family.forward.flattens,
@@ -163,7 +171,6 @@ def _no_kernels(
         ),
         (not is_asked and recipe.training.kernels, EAGER),
     )
-    return next((reason for is_met, reason in obstacles if is_met), None)
 
 
 def _lacking(gpus: Sequence[Gpu], feature: Literal["flash_attn", "varlen_attn", "tf32"]) -> str:
@@ -215,7 +222,9 @@ def liger(
             " same sum"
         )
     if requested is None:
-        return _open(no_liger(recipe, family, mode, gpus, no_package), began)
+        if no_liger(recipe, family, mode, gpus, no_package) is not None:
+            return (False,)
+        return (False, True) if began is None else (began,)
     if requested and not gpus:
         raise ConfigError(f"training.use_liger_kernel: true, but {_ONLY_GPUS}; leave it out")
     if requested and no_package:
@@ -232,7 +241,7 @@ def no_liger(
 ) -> str | None:
     """The reason why a plan does not choose Liger's kernels by itself; None: it may."""
     lacking = _lacking(gpus, "varlen_attn")
-    obstacles = (
+    obstacle = first_met(
         (not gpus, _ONLY_GPUS),
         (not family.liger, f"liger-kernel has no kernels for a {family.model_type}"),
         (recipe.training.kernels, EAGER),
@@ -242,7 +251,7 @@ def no_liger(
         (lacking, f"they are for NVIDIA cards from 8.0 on, not {lacking}"),
         (no_package == "", "whether liger-kernel is installed there is not known"),
     )
-    return next((reason for is_met, reason in obstacles if is_met), no_package)
+    return obstacle or no_package
 
 
 def compiles(recipe: Recipe, no_compiler: str | None, began: Levers | None) -> bool:
@@ -262,7 +271,7 @@ def no_compile(
     training, asked = recipe.training, requested(recipe)
     has_others = asked.use_liger_kernel or asked.fused_norms or asked.fused_adapters
     lacking = _lacking(gpus, "varlen_attn")
-    obstacles = (
+    obstacle = first_met(
         (training.compiles is not None, no_compiler or "not asked for"),
         (not gpus, "chosen on GPUs only"),
         (training.kernels, EAGER),
@@ -276,15 +285,7 @@ def no_compile(
         (lacking, f"chosen on NVIDIA cards from 8.0 on, not on {lacking}"),
         (no_compiler == "", "whether code can be compiled there is not known"),
     )
-    return next((reason for is_met, reason in obstacles if is_met), no_compiler)
-
-
-def _open(reason: str | None, began: bool | None) -> tuple[bool, ...]:
-    """The values of a switch that the recipe leaves open, with the reason against it if there is
-    one."""
-    if reason is not None:
-        return (False,)
-    return (False, True) if began is None else (began,)
+    return obstacle or no_compiler
 
 
 def _unless_refused(
@@ -306,14 +307,15 @@ def fused_adapters(
     recipe: Recipe, mode: LaunchMode, precision: Precision, began: Levers | None = None
 ) -> bool:
     """True if adapters compute with their layers."""
-    reason = no_fused_adapters(recipe, mode, precision)
-    return _unless_refused("fused_adapters", recipe, mode, reason, began)
+    return _unless_refused(
+        "fused_adapters", recipe, mode, no_fused_adapters(recipe, mode, precision), began
+    )
 
 
 def no_fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) -> str | None:
     """The reason why adapters compute beside their layers, as PEFT does it; None: they do not."""
     lora = recipe.lora
-    obstacles = (
+    return first_met(
         (lora is None, "there is no lora"),
         (lora and lora.use_dora, "DoRA scales the sum of weights"),
         (lora and lora.lora_dropout, "dropout draws another input for the adapters"),
@@ -322,7 +324,6 @@ def no_fused_adapters(recipe: Recipe, mode: LaunchMode, precision: Precision) ->
         (recipe.training.compiles, "torch.compile fuses kernels itself"),
         (lora and lora.fused_adapters is None and recipe.training.kernels, EAGER),
     )
-    return next((reason for is_met, reason in obstacles if is_met), None)
 
 
 def fused_norms(
@@ -334,15 +335,16 @@ def fused_norms(
     began: Levers | None = None,
 ) -> bool:
     """True if RMS norms are computed by PyTorch's kernel."""
-    reason = no_fused_norms(recipe, model, mode, gpus, has_liger)
-    return _unless_refused("fused_norms", recipe, mode, reason, began)
+    return _unless_refused(
+        "fused_norms", recipe, mode, no_fused_norms(recipe, model, mode, gpus, has_liger), began
+    )
 
 
 def no_fused_norms(
     recipe: Recipe, model: ModelSize, mode: LaunchMode, gpus: Sequence[Gpu], has_liger: bool = False
 ) -> str | None:
     """The reason why norms are those of transformers; None: they are not."""
-    obstacles = (
+    return first_met(
         (not gpus, "CPUs have no kernel for it"),
         (not model.family.forward.has_rms_norms, f"{model.config['model_type']} has other norms"),
         (has_liger, "Liger has its own"),
@@ -350,7 +352,6 @@ def no_fused_norms(
         (recipe.training.fused_norms is None and recipe.training.kernels, EAGER),
         (not mode.is_whole, f"it has not been tested with {mode.engine}"),
     )
-    return next((reason for is_met, reason in obstacles if is_met), None)
 
 
 # ---- explained
@@ -381,19 +382,17 @@ def switches(
             recipe, model, chosen, gpus, installed.no_flash_attn, installed.no_varlen_attn
         ),
     )
+    has_liger = chosen.levers.use_liger_kernel
     if gpus:
-        is_on = chosen.levers.use_liger_kernel
         reason = no_liger(recipe, model.family, mode, gpus, installed.no_liger)
-        requested = training.use_liger_kernel is not None
         why = (
             "asked for"
-            if requested
-            else reason or as_begun or ("faster" if is_on else "not faster")
+            if training.use_liger_kernel is not None
+            else reason or as_begun or ("faster" if has_liger else "not faster")
         )
-        if is_on:
+        if has_liger:
             why += "; the loss stays ours"
-        yield Switch("liger", _on(is_on), why)
-    has_liger = chosen.levers.use_liger_kernel
+        yield Switch("liger", _on(has_liger), why)
     for is_shown, name, reason, why in (
         (
             recipe.lora,
@@ -417,13 +416,16 @@ def switches(
     optimizer = ROWS["optim"]
     yield Switch(optimizer.switch, chosen.levers.optim, optimizer.text(chosen.levers.optim))
     for row in TRIED:
-        if row.name == "activation_offloading" and not gpus:
-            continue  # a CPU has no other place
-        if row.name in ("batch_by_tokens", "use_liger_kernel", "torch_compile"):
-            continue  # said beside the batch, above, and below
         requested, value = row.requested(recipe), row.read(chosen.levers)
-        if row.name == "streamed_layers" and requested is None and not value:
-            continue  # weights are on the device
+        if (
+            # said beside the batch, above, and below
+            row.name in ("batch_by_tokens", "use_liger_kernel", "torch_compile")
+            # a CPU has no other place for activations
+            or (row.name == "activation_offloading" and not gpus)
+            # all weights are on the device
+            or (row.name == "streamed_layers" and requested is None and not value)
+        ):
+            continue
         by = _by(requested == value, value != row.plain)
         if (
             row.name == "every_n_layers"

@@ -12,16 +12,9 @@ from typing import Any
 from launch.base.errors import DoesNotFit
 from launch.base.text import size
 from launch.data import sources
-from launch.plan import candidates, relax
+from launch.plan import candidates, explain, savings, ways_to_fit
 from launch.plan import facts as plan_facts
-from launch.plan.lines import explain, savings
-from launch.plan.lines.ways_to_fit import (
-    MAX_WAYS,
-    does_not_fit_message,
-    smaller_reserve,
-    ways_to_fit,
-)
-from launch.plan.search import judge_most_frugal, search, table_order
+from launch.plan.search import judge_most_frugal, search, streaming, table_order
 from launch.predict import estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts
@@ -99,7 +92,7 @@ def relaxed_contexts(facts: Facts) -> Iterator[tuple[Facts, tuple[Change, ...]]]
     """Yield the context with each recipe that `allow:` permits, and the changes of that recipe."""
     launch = facts.recipe.launch
     on_gpu = bool(facts.machine.gpus) and launch.device != "cpu" and not facts.wishes.force_cpu
-    for recipe, changes in relax.relaxations(
+    for recipe, changes in ways_to_fit.relaxations(
         facts.recipe,
         facts.model.parameters,
         facts.model.size.family,
@@ -139,22 +132,18 @@ def _by_states(facts: Facts, candidate: Strategy) -> Judged:
     """A candidate judged by its states; if they do not fit, with layers that are streamed, if
     less is missing then."""
     judged = estimate.by_states(facts, candidate)
-    if judged.misses:
-        missing = estimate.missing_bytes(facts, judged)
-        if (streaming := candidates.with_states_that_fit(facts, candidate, missing)) is not None:
-            streamed = estimate.by_states(facts, streaming)
-            judged = (
-                min(streamed, judged, key=lambda each: each.excess) if streamed.misses else streamed
-            )
-    return judged
+    streamed = streaming(facts, judged) if judged.misses else None
+    if streamed is None:
+        return judged
+    return min(streamed, judged, key=lambda each: (each.misses is not None, each.excess))
 
 
 def _choose_for(facts: Facts) -> Choice:
     """Choose for the context's own recipe."""
     recipe, history = facts.recipe, facts.history
     if facts.wishes.wants_tuned:
-        tuned = history.recall(facts.model.size, recipe)
-        facts = replace(facts, history=replace(history, tuned=tuned))
+        history = replace(history, tuned=history.recall(facts.model.size, recipe))
+        facts = replace(facts, history=history)
     # a plan that ran out of memory is followed by one within the budgets, if there is one
     if recipe.launch.assume_fits and history.oom.ran_out:
         with suppress(DoesNotFit):
@@ -166,20 +155,20 @@ def _choose_for(facts: Facts) -> Choice:
 def _chosen(facts: Facts) -> Plan:
     recipe, rows = facts.recipe, facts.rows.count
     possible, refusals = candidates.possible(facts)
-    judged: list[tuple[Judged, str]] = []
-    chosen = search(facts, possible, judged)
+    chosen, judged = search(facts, possible)
     softer = ({"below": CLEARLY_BELOW}, {"is_last": False}, {"fewer_is_less": True})
     for change in softer if facts.history.oom.ran_out else ():
         oom_history = replace(facts.history.oom, **change)
         if chosen is None and oom_history != facts.history.oom:
             facts = replace(facts, history=replace(facts.history, oom=oom_history))
-            judged.clear()
-            chosen = search(facts, possible, judged)
+            chosen, judged = search(facts, possible)
     if chosen is None:
-        losers = [loser for loser, _ in judged]
-        ways = chain(smaller_reserve(facts, losers), ways_to_fit(facts))
-        offered = None if recipe.allow else list(islice(ways, MAX_WAYS))
-        message = does_not_fit_message(facts, judged, refusals, offered)
+        ways = chain(
+            ways_to_fit.smaller_reserve(facts, [loser for loser, _ in judged]),
+            ways_to_fit.ways_to_fit(facts),
+        )
+        offered = None if recipe.allow else list(islice(ways, ways_to_fit.MAX_WAYS))
+        message = ways_to_fit.does_not_fit_message(facts, judged, refusals, offered)
         raise DoesNotFit("\n".join([message, *facts.limits.notes]))
     lost = (
         f"{loser.candidate.mode} with {loser.candidate.num_processes} process(es): {loser.misses}"

@@ -28,7 +28,12 @@ _CLEARLY_FASTER, _FUSED_SHARE = 1.15, 0.25
 _NOT_RECOMPUTED = 2 / 3
 
 
-def _behind(loser: Judged, chosen: Judged) -> str:
+def _verdict(loser: Judged, chosen: Judged | None) -> str:
+    """The reason why a candidate was not chosen, or that it was."""
+    if loser.misses or chosen is None:
+        return f"does not fit: {loser.misses}"
+    if loser is chosen:
+        return "chosen"
     if not (loser.time and chosen.time):
         return "comes later"
     ratio = loser.seconds / chosen.seconds
@@ -36,39 +41,34 @@ def _behind(loser: Judged, chosen: Judged) -> str:
 
 
 def search(
-    facts: Facts,
-    possible: Sequence[Candidate],
-    judged: list[tuple[Judged, str]],
-) -> Judged | None:
+    facts: Facts, possible: Sequence[Candidate]
+) -> tuple[Judged | None, list[tuple[Judged, str]]]:
     """Choose the fastest of the choices for each number of ranks; of about equally fast choices the
-    first."""
-    counts = dict.fromkeys(candidate.num_processes for candidate in possible)
+    first. Returns it, and all that were looked at with a verdict."""
     chosen: Judged | None = None
-    for count in counts:
+    judged: list[Judged] = []
+    for count in dict.fromkeys(candidate.num_processes for candidate in possible):
         if chosen is not None and not _may_be_faster(facts.machine, count, chosen):
             continue
         group = [candidate for candidate in possible if candidate.num_processes == count]
-        verdicts: list[tuple[Judged, str]] = []
-        other = fastest(facts, group, verdicts)
-        judged += verdicts
+        other, looked_at = fastest(facts, group)
+        judged += looked_at
         if other is not None and (chosen is None or other.seconds * AS_FAST < chosen.seconds):
             chosen = other
-    compiled = chosen and _compiled(facts, chosen, judged)
-    if chosen is not None and (len(counts) > 1 or compiled):
-        chosen = compiled or chosen
-        judged[:] = _verdicts([each for each, _ in judged], chosen)
-    return chosen
+    if chosen is not None:
+        chosen = _compiled(facts, chosen, judged) or chosen
+    return chosen, [(each, _verdict(each, chosen)) for each in judged]
 
 
-def _compiled(facts: Facts, chosen: Judged, judged: list[tuple[Judged, str]]) -> Judged | None:
+def _compiled(facts: Facts, chosen: Judged, judged: list[Judged]) -> Judged | None:
     """The choice with compiled layers, where that is clearly faster and pays within the run. It is
-    looked at where other kernels than products, or the host, take enough of the step."""
+    looked at, and added to `judged`, where other kernels than products, or the host, take enough of
+    the step."""
     candidate, time = candidates.compiled(facts, chosen.candidate), chosen.time
     if not (candidate and time and time.memory_s + time.launch_s > _FUSED_SHARE * time.step_s):
         return None
-    verdicts: list[tuple[Judged, str]] = []
-    other = fastest(facts, [candidate], verdicts)
-    judged += _verdicts([each for each, _ in verdicts], chosen)
+    other, looked_at = fastest(facts, [candidate])
+    judged += looked_at
     if other is None or other.seconds * _CLEARLY_FASTER > chosen.seconds:
         return None
     saved_s = facts.num_steps(candidate) * (chosen.seconds - other.seconds)
@@ -86,28 +86,24 @@ def _may_be_faster(machine: Machine, num_processes: int, chosen: Judged) -> bool
     return busy_s * chosen.candidate.num_processes / num_processes < chosen.seconds
 
 
-def _verdicts(judged: Sequence[Judged], chosen: Judged | None) -> Iterator[tuple[Judged, str]]:
-    for each in judged:
-        if each.misses or chosen is None:
-            yield each, f"does not fit: {each.misses}"
-        else:
-            yield each, "chosen" if each is chosen else _behind(each, chosen)
-
-
-def fastest(
-    facts: Facts, possible: Sequence[Candidate], judged: list[tuple[Judged, str]]
-) -> Judged | None:
+def fastest(facts: Facts, possible: Sequence[Candidate]) -> tuple[Judged | None, list[Judged]]:
     """Choose the fastest way to run these candidates that fits: their batch in any split, with any
-    levers that the recipe leaves open. All that were looked at are added to `judged` with a
-    verdict.
+    levers that the recipe leaves open. Returns it, and all that were looked at.
 
     Without predicted times their order decides. Of candidates that are about equally fast the first
     wins, which is nearest to the recipe; if any batch will do (wishes.free_batch), one without
     checkpointing and chunks."""
     front = _Front(facts, possible)
     chosen = next(front.fitting(), None)
-    judged += _verdicts(front.judged(), chosen)
-    return chosen
+    return chosen, front.judged()
+
+
+def streaming(facts: Facts, lost: Judged) -> Judged | None:
+    """A candidate whose states do not fit, judged by them with as many streamed layers as make up
+    for it; None: it can stream none."""
+    missing = estimate.missing_bytes(facts, lost)
+    candidate = candidates.with_states_that_fit(facts, lost.candidate, missing)
+    return candidate and estimate.by_states(facts, candidate)
 
 
 def judge_most_frugal(facts: Facts, candidate: Candidate) -> Judged:
@@ -154,7 +150,8 @@ class _Front:
             by_states = estimate.by_states(self.facts, candidate)
             if by_states.misses:
                 self._lost[candidate] = by_states
-                candidate, by_states = self._streaming(by_states) or (candidate, by_states)
+                by_states = streaming(self.facts, by_states) or by_states
+                candidate = by_states.candidate
             if by_states.misses:
                 self._lost[candidate] = by_states
                 continue
@@ -162,12 +159,6 @@ class _Front:
             self._own |= set(in_order)
             for split in (*candidates.splits(self.facts, candidate), *in_order):
                 self._add(split, by_states)
-
-    def _streaming(self, lost: Judged) -> tuple[Candidate, Judged] | None:
-        """The candidate whose states fit because it streams layers; None: none does."""
-        missing = estimate.missing_bytes(self.facts, lost)
-        candidate = candidates.with_states_that_fit(self.facts, lost.candidate, missing)
-        return candidate and (candidate, estimate.by_states(self.facts, candidate))
 
     def _add(self, candidate: Candidate, of_less: Judged) -> None:
         """Add a candidate; until it is judged itself, it takes as long as one that saves less."""
@@ -182,14 +173,20 @@ class _Front:
         chosen_mode = candidate.mode, candidate.num_processes
         modes = [(each.mode, each.num_processes) for each in self.possible]
         saved = (row.saved(row.read(candidate.levers)) for row in TRIED)
-        has_liger = candidate.levers.use_liger_kernel
-        return modes.index(chosen_mode), has_liger, -candidate.per_device_train_batch_size, *saved
+        return (
+            modes.index(chosen_mode),
+            candidate.levers.use_liger_kernel,
+            -candidate.per_device_train_batch_size,
+            *saved,
+        )
 
     def judged(self) -> list[Judged]:
         """All that were looked at, each by the most that was."""
         open_ = (each.judged for each in self._open.values())
-        looked_at = (each for each in open_ if each.by != "states" or each.misses or self._is_blind)
-        return [*looked_at, *self._lost.values()]
+        return [
+            *(each for each in open_ if each.by != "states" or each.misses or self._is_blind),
+            *self._lost.values(),
+        ]
 
     def fitting(self) -> Iterator[Judged]:
         """Yield those that fit, exactly predicted, the fastest first."""
@@ -239,8 +236,9 @@ class _Front:
         ]
         preference = min((each.preference for each in open_), default=0)
         open_ = [each for each in open_ if each.preference == preference]
-        fitting = (each.judged.seconds for each in open_ if each.judged.by == "replay")
-        fastest_s = min(fitting, default=None)
+        fastest_s = min(
+            (each.judged.seconds for each in open_ if each.judged.by == "replay"), default=None
+        )
         if fastest_s is None:
             return min(open_, key=lambda each: (each.judged.seconds, each.place), default=None)
         near = [each for each in open_ if each.judged.seconds <= AS_FAST * fastest_s]
@@ -305,8 +303,8 @@ def _with_fewer_workers(facts: Facts, candidate: Candidate) -> Candidate:
         return candidate
     fewer = candidate
     while fewer.dataloader_num_workers:
-        memory = estimate.judge(facts, fewer, exact=False).memory
-        if budgets.misses_host(facts, fewer, memory) is None:
+        judged = estimate.judge(facts, fewer, exact=False)
+        if budgets.misses_host(facts, fewer, judged.memory) is None:
             break
         fewer = replace(fewer, dataloader_num_workers=fewer.dataloader_num_workers - 1)
     return fewer
@@ -327,12 +325,11 @@ def ranked(facts: Facts) -> list[Judged]:
 def table_order(judged: Sequence[tuple[Judged, str]]) -> list[tuple[Judged, str]]:
     """Put the chosen candidate first, then those that fit by time and the others by bytes; at most
     _TABLE_ROWS."""
-    ranked = sorted(
+    return sorted(
         judged,
         key=lambda pair: (
             pair[1] != "chosen",
             bool(pair[0].misses),
             pair[0].memory.device_bytes if pair[0].misses else pair[0].seconds,
         ),
-    )
-    return ranked[:_TABLE_ROWS]
+    )[:_TABLE_ROWS]

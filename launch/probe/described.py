@@ -21,7 +21,7 @@ LARGEST = 1 << 60  # no size in GiB is larger
 # assumed of a machine whose file leaves them out
 CPUS = 8
 _DISK_GIB = 500.0
-REASON = "described"
+_REASON = "described"
 ASSUMED = "assumed"
 # keys that may be left out, and the key of their reason
 _REASONS = {
@@ -131,7 +131,7 @@ def _cards(where: str, values: Mapping[str, Any], missing: list[str]) -> list[di
                 **part,
                 "name": row.name,
             }
-        defaults = {"index": index, "driver": "", "reason": REASON}
+        defaults = {"index": index, "driver": "", "reason": _REASON}
         if "total_gib" in part:
             defaults["free_gib"] = part["total_gib"]
         part = {**defaults, **part}
@@ -153,7 +153,7 @@ def _facts(where: str, values: Mapping[str, Any], parts: list[dict[str, Any]]) -
     ram_gib = facts.get("host_limit_gib")
     return {
         "name": " + ".join(f"{count}x {name}" for name, count in counts.items()) or "no GPU",
-        **{key: REASON for key in _fields(Machine) if key.endswith("_reason")},
+        **{key: _REASON for key in _fields(Machine) if key.endswith("_reason")},
         **{reason: ASSUMED for key, reason in _REASONS.items() if key not in facts},
         "cpu_count": CPUS,
         "disk_free_gib": _DISK_GIB,

@@ -12,7 +12,7 @@ from launch.schema.data_section import DataSection
 from launch.schema.plan import MULTIPLE, Strategy
 from launch.schema.rows import MicroBatchSize
 
-LEAST_LENGTH = 8  # tokens of a row that is worth a trace
+_LEAST_LENGTH = 8  # tokens of a row that is worth a trace
 
 
 class _TracedStep(NamedTuple):
@@ -42,12 +42,12 @@ def list_steps(facts: Facts, candidate: Strategy) -> list[_TracedStep]:
         return [_TracedStep(question, rows)]
     multiple = MULTIPLE[candidate.device]
     shorter = tuple(
-        max(length // parts // multiple * multiple, LEAST_LENGTH) for length in question.lengths
+        max(length // parts // multiple * multiple, _LEAST_LENGTH) for length in question.lengths
     )
-    most = min(
+    in_budget = (
         rows * length // short for length, short in zip(question.lengths, shorter, strict=True)
     )
-    most = max(min(most, rows * parts), 1)
+    most = max(min(rows * parts, *in_budget), 1)
     short = replace(
         question,
         strategy=replace(candidate, per_device_train_batch_size=most),
@@ -73,8 +73,7 @@ def trace(facts: Facts, step: _TracedStep, candidate: Strategy) -> Trace | None:
         return None
     first_step = facts.largest(candidate).first_step
     if _masks_padding(facts.recipe.data, facts.question(candidate)):
-        is_padded = step.question.is_padded
-        alike = [each for each in first_step if each.is_padded == is_padded]
+        alike = [each for each in first_step if each.is_padded == step.question.is_padded]
         first_step = alike or first_step
     sizes = {step.rows: step.sizes} if step.sizes else {}
     most = facts.targets(step.question, facts.rows.counts, sizes, first_step)

@@ -20,7 +20,6 @@ from launch.plan import facts as plan_facts
 from launch.plan.planner import Choice
 from launch.plan.search import AS_FAST
 from launch.predict import estimate
-from launch.predict.estimate import Judged
 from launch.predict.facts import Facts
 from launch.predict.memory.allocator_config import EXPANDABLE
 from launch.predict.models import model_config
@@ -123,9 +122,9 @@ def what_nothing_fits_by(cache: Path, free_gib: float, **more: Any) -> str:
     """By what each candidate of planning(), with all weights on the card, exceeds a budget. Ways
     out, each of which would be traced, are those of test_advice."""
     facts = planning(cache, free_gib, **more, streamed_layers=0)
-    judged: list[tuple[Judged, str]] = []
     possible, _ = candidates.possible(facts)
-    assert search.search(facts, possible, judged) is None
+    chosen, judged = search.search(facts, possible)
+    assert chosen is None
     return "; ".join(f"{estimate.describe(each.candidate)}: {each.misses}" for each, _ in judged)
 
 
@@ -425,10 +424,9 @@ def test_a_mode_whose_communication_alone_makes_it_slower_is_not_traced(own):
 
 def test_sharded_copies_that_may_be_faster_are_priced_before_a_full_one_is_replayed(cache):
     facts = with_lora(cache, 2048, 2)
-    judged: list[tuple[Judged, str]] = []
     possible, _ = candidates.possible(facts)
     two = [each for each in possible if each.num_processes == 2]
-    chosen = search.search(facts, two, judged)
+    chosen, judged = search.search(facts, two)
     assert chosen is not None
     assert chosen.candidate.launch_mode.is_whole
     faster = [each for each, _ in judged if each.time and each.seconds < chosen.seconds]

@@ -10,7 +10,7 @@ import pytest
 
 from launch.base.errors import ResourceError
 from launch.commands import doctor
-from launch.plan.lines import explain
+from launch.plan import explain
 from launch.probe import link_test
 from launch.schema.machine import GIB, Link, LinkTry
 from tests.builders import gpu, machine

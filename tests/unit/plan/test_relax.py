@@ -8,7 +8,7 @@ import pytest
 
 from launch.base.errors import DoesNotFit
 from launch.base.workspace import CODE
-from launch.plan import relax, resolve
+from launch.plan import resolve, ways_to_fit
 from launch.predict import parameters as predict_parameters
 from launch.predict.models import model_config
 from launch.probe import described
@@ -31,7 +31,7 @@ def given_up(**sections):
     recipe = recipe_of(model={"shape": "llama-7b"}, **sections)
     return [
         {change.key: change.effective for change in changes}
-        for _, changes in relax.relaxations(
+        for _, changes in ways_to_fit.relaxations(
             recipe, shapes_of(recipe), predict_parameters.FAMILIES["llama"], True, "auto"
         )
     ]
@@ -57,7 +57,7 @@ def test_four_bits_need_an_adapter():
 
 def test_a_change_names_what_was_asked_for_at_first():
     recipe = recipe_of(data={"max_length": 256}, allow=["data.max_length"])
-    *_, (last, changes) = relax.relaxations(
+    *_, (last, changes) = ways_to_fit.relaxations(
         recipe, shapes_of(recipe), predict_parameters.FAMILIES["t5"], True, "auto"
     )
     assert last.data.max_length == 64
@@ -118,7 +118,7 @@ def test_smaller_optimizer_states_come_before_what_else_is_given_up():
 def test_optimizer_states_stay_where_there_are_no_smaller_ones(on_gpu, mode, optim):
     recipe = recipe_of(model={"shape": "llama-7b"}, training={"optim": optim}, allow=["optimizer"])
     family = predict_parameters.FAMILIES["llama"]
-    assert not list(relax.relaxations(recipe, shapes_of(recipe), family, on_gpu, mode))
+    assert not list(ways_to_fit.relaxations(recipe, shapes_of(recipe), family, on_gpu, mode))
 
 
 def test_a_plan_with_smaller_states_names_their_bytes():

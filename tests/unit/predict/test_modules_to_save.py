@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from launch.base.errors import ConfigError
 from launch.plan import facts as plan_facts
-from launch.plan import relax
+from launch.plan import ways_to_fit
 from launch.predict import optimizers, trained_parameters
 from launch.predict import parameters as predict_parameters
 from launch.schema.model_sections import LoraSection, ModelSection, QuantizationSection
@@ -210,7 +210,7 @@ def test_a_copy_of_4_bit_weights_is_refused_and_no_way_to_fit(modules):
     recipe = builders.recipe_of(model={"shape": "llama-tiny"}, lora=lora, allow=["quantization"])
     assert (
         list(
-            relax.relaxations(
+            ways_to_fit.relaxations(
                 recipe,
                 shapes_of("llama"),
                 predict_parameters.FAMILIES["llama"],
@@ -363,9 +363,8 @@ def test_the_plan_names_the_modules(name, modules, notes):
     lora = LoraSection(r=4, modules_to_save=modules)
     recipe = builders.recipe_of().model_copy(update={"lora": lora})
     model_type = config_of(name)["model_type"]
-    lines = plan_facts.copied_modules(
-        recipe, shapes_of(name), predict_parameters.FAMILIES[model_type]
-    )
+    family = predict_parameters.FAMILIES[model_type]
+    lines = [*plan_facts.copied_modules(recipe, shapes_of(name), family)]
     assert len(lines) == len(notes)
     assert all(note in line for note, line in zip(notes, lines, strict=True))
 

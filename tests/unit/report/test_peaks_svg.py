@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from launch.plan.lines import explain
+from launch.plan import explain
 from launch.predict.estimate import Judged
 from launch.report import peaks_svg, run_end
 from launch.schema.machine import GIB

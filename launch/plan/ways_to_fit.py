@@ -1,25 +1,41 @@
-"""Flags with which a recipe would fit, with their bytes, offered when no candidate fits."""
+"""Ways in which a recipe would fit when no candidate does: relaxations that its `allow:` permits,
+which change the training result, unlike a plan; and flags that are offered, with their bytes."""
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from launch.base.errors import ConfigError, ResourceError
 from launch.base.text import duration, size
 from launch.plan import candidates
 from launch.plan import facts as plan_facts
-from launch.plan.relax import smaller_states
 from launch.plan.search import fastest
 from launch.predict import budgets, optimizers
 from launch.predict.estimate import Judged, describe
 from launch.predict.facts import Facts
+from launch.predict.parameters import Shapes
 from launch.predict.trained_parameters import trainable_shapes
 from launch.schema import levers
 from launch.schema.machine import GIB, Machine
 from launch.schema.model_sections import LoraSection, QuantizationSection
+from launch.schema.modes import LAUNCH_MODES, Mode
+from launch.schema.plan import Change, ModelFamily
 from launch.schema.recipe import Recipe
 
 MAX_WAYS = 3  # each may have to be traced
 _TENTH = GIB // 10
+# optimizer -> the same one with states of 8 bits, then with such states in managed memory
+_SMALLER_STATES = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), ("adamw_8bit", "paged_adamw_8bit")),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit"), ("paged_adamw_8bit",)),
+    "paged_adamw_32bit": ("paged_adamw_8bit",),
+    "lion_32bit": ("lion_8bit", "paged_lion_8bit"),
+    **dict.fromkeys(("lion_8bit", "paged_lion_32bit"), ("paged_lion_8bit",)),
+}
+_LEAST_R = 4
+_LEAST_LENGTH = 64
+_LENGTH_SHARES = (0.75, 0.5, 0.375, 0.25)
+_RELAXED = "nothing else fits, and allow: says so; this changes the result"
 
 
 def does_not_fit_message(
@@ -46,17 +62,18 @@ def does_not_fit_message(
     if ways:
         judged_by = "By model states alone, this" if facts.traces is None else "This"
         advice = [f"{judged_by} would fit:", *(f"  {way}" for way in ways)]
-    lines = [
-        f"{recipe.name}: {model.name} ({model.parameters:,} parameters,"
-        f" {model.trainable_parameters:,} trained) needs {size(states.weights_bytes)} weights +"
-        f" {size(states.gradients_bytes)} gradients + {size(states.optimizer_bytes)} optimizer"
-        f" before any activation. Nothing fits{exact}. Nearest:",
-        *nearest,
-        *(f"  {line}" for line in refusals if candidates.CANNOT_RUN in line),
-        *advice,
-        *filter(None, [fullest]),
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"{recipe.name}: {model.name} ({model.parameters:,} parameters,"
+            f" {model.trainable_parameters:,} trained) needs {size(states.weights_bytes)} weights +"
+            f" {size(states.gradients_bytes)} gradients + {size(states.optimizer_bytes)} optimizer"
+            f" before any activation. Nothing fits{exact}. Nearest:",
+            *nearest,
+            *(f"  {line}" for line in refusals if candidates.CANNOT_RUN in line),
+            *advice,
+            *filter(None, [fullest]),
+        ]
+    )
 
 
 def shortage(recipe: Recipe, machine: Machine, loser: Judged) -> tuple[int, str]:
@@ -69,8 +86,9 @@ def shortage(recipe: Recipe, machine: Machine, loser: Judged) -> tuple[int, str]
 
 
 def _host_shortage(recipe: Recipe, machine: Machine, loser: Judged) -> int:
-    budget = budgets.host_budget_bytes(recipe, machine)
-    return budgets.host_bytes(loser.candidate, loser.memory) - budget
+    return budgets.host_bytes(loser.candidate, loser.memory) - budgets.host_budget_bytes(
+        recipe, machine
+    )
 
 
 def smaller_reserve(facts: Facts, judged: Sequence[Judged]) -> Iterator[str]:
@@ -129,7 +147,7 @@ def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]
     # Optimizers count where all weights are trained: the states of an adapter are small
     optims = [("", recipe.training)]
     on_gpu = bool(facts.machine.gpus) and launch.device != "cpu"
-    if on_gpu and (names := smaller_states(recipe, launch.mode)):
+    if on_gpu and (names := _smaller_states(recipe, launch.mode)):
         training = recipe.training.model_copy(update={"optim": names[0]})
         optims.append((f"--training.optim={names[0]} ", training))
     ways = itertools.product(adapters, models, optims)
@@ -142,8 +160,7 @@ def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]
                 **{"model": section, "lora": adapter, "quantization": quantization},
                 **{"training": training, "launch": place},
             }
-            other = recipe.model_copy(update=update)
-            chosen = _most_frugal_fit(facts, other) if flags else None
+            chosen = _most_frugal_fit(facts, recipe.model_copy(update=update)) if flags else None
             if chosen is not None:
                 yield f"{flags.strip()} {_costs(chosen)}"
                 break  # these states fit; another place adds nothing
@@ -176,8 +193,11 @@ def _other_adapters(
         yield lora_flag, lora, None
     trainable = trainable_shapes(facts.model.parameters, (), lora, family)
     if recipe.quantization is None and not optimizers.unquantizable(trainable, family):
-        four_bit = QuantizationSection(load_in_4bit=True)
-        yield f"{lora_flag}--quantization.load_in_4bit=true ", lora, four_bit
+        yield (
+            f"{lora_flag}--quantization.load_in_4bit=true ",
+            lora,
+            QuantizationSection(load_in_4bit=True),
+        )
 
 
 def _most_frugal_fit(facts: Facts, recipe: Recipe) -> Judged | None:
@@ -199,4 +219,81 @@ def _most_frugal_fit(facts: Facts, recipe: Recipe) -> Judged | None:
             )
             for each, least in zip(frugal, smallest, strict=True)
         ]
-    return fastest(facts, possible, [])
+    return fastest(facts, possible)[0]
+
+
+# ---- relaxations
+
+
+def relaxations(
+    recipe: Recipe,
+    tensor_shapes: Shapes,
+    family: ModelFamily,
+    on_gpu: bool,
+    mode: Mode | Literal["auto"],
+) -> Iterator[tuple[Recipe, tuple[Change, ...]]]:
+    """Yield recipes, each with more relaxed than the one before, and their changes so far: 4 bits,
+    then lower ranks, then shorter rows. Each is followed by itself with smaller optimizer states,
+    which engines that share states out cannot have."""
+    for relaxed, changes in itertools.chain(
+        [(recipe, ())], _lowered(recipe, tensor_shapes, family)
+    ):
+        if changes:
+            yield relaxed, changes
+        for optim in (
+            _smaller_states(recipe, mode) if on_gpu and "optimizer" in recipe.allow else ()
+        ):
+            training = relaxed.training.model_copy(update={"optim": optim})
+            change = Change("training.optim", recipe.training.optim, optim, _RELAXED)
+            yield relaxed.model_copy(update={"training": training}), (change, *changes)
+
+
+def _smaller_states(recipe: Recipe, mode: Mode | Literal["auto"]) -> Sequence[str]:
+    """The recipe's optimizer with smaller states; none in a mode that refuses it."""
+    is_refused = mode != "auto" and "optimizers of whole tensors" in LAUNCH_MODES[mode].refuses
+    return () if is_refused else _SMALLER_STATES.get(recipe.training.optim, ())
+
+
+def _lowered(
+    recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily
+) -> Iterator[tuple[Recipe, tuple[Change, ...]]]:
+    given_up: dict[str, Change] = {}
+
+    def lower(
+        update: dict[str, Any], *changes: tuple[str, Any, Any]
+    ) -> tuple[Recipe, tuple[Change, ...]]:
+        nonlocal recipe
+        recipe = recipe.model_copy(update=update)
+        for key, before, after in changes:
+            first = given_up[key].requested if key in given_up else str(before)
+            given_up[key] = Change(key, first, str(after), _RELAXED)
+        return recipe, tuple(given_up.values())
+
+    adapter = recipe.lora
+    if (
+        "quantization" in recipe.allow
+        and adapter
+        and not recipe.quantization
+        and not optimizers.unquantizable(
+            trainable_shapes(tensor_shapes, (), adapter, family), family
+        )
+    ):
+        yield lower(
+            {"quantization": QuantizationSection(load_in_4bit=True)},
+            ("quantization.load_in_4bit", "false", "true"),
+        )
+    while "lora.r" in recipe.allow and adapter and adapter.r >= 2 * _LEAST_R:
+        rank, alpha = adapter.r // 2, max(adapter.lora_alpha // 2, 1)  # the same lora_alpha / r
+        halved = LoraSection(**{**adapter.model_dump(), "r": rank, "lora_alpha": alpha})
+        yield lower(
+            {"lora": halved},
+            ("lora.r", adapter.r, rank),
+            ("lora.lora_alpha", adapter.lora_alpha, alpha),
+        )
+        adapter = halved
+    max_length = recipe.data.max_length
+    for share in _LENGTH_SHARES if "data.max_length" in recipe.allow else ():
+        shorter = int(max_length * share) // 8 * 8
+        if shorter >= _LEAST_LENGTH:
+            data = recipe.data.model_copy(update={"max_length": shorter})
+            yield lower({"data": data}, ("data.max_length", recipe.data.max_length, shorter))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from launch.plan import facts as plan_facts
-from launch.plan.lines.savings import savings
+from launch.plan.savings import savings
 from launch.predict import estimate
 from launch.predict.estimate import Judged
 from launch.predict.facts import Facts

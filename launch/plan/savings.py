@@ -24,7 +24,12 @@ def savings(facts: Facts, chosen: Judged, judged: Sequence[Judged]) -> Iterator[
     own = _ways(chosen.candidate)
     if chosen.time is None:
         return
-    without = dict(_without(chosen.candidate))
+    runs = chosen.candidate.levers
+    without = {
+        row.name: replace(chosen.candidate, levers=runs.without(row.name))
+        for row in TRIED
+        if row.saved(row.read(runs)) > row.saved(row.plain)
+    }
     for way in own:
         others = [
             (_bytes(each) - _bytes(chosen), each)
@@ -40,13 +45,6 @@ def savings(facts: Facts, chosen: Judged, judged: Sequence[Judged]) -> Iterator[
                 yield _line(chosen, *pair, way)
         if more is None and way in without:
             yield from _of_one(facts, chosen, without[way], way)
-
-
-def _without(candidate: Strategy) -> Iterator[tuple[str, Strategy]]:
-    """Yield each way that a candidate has to save memory, and the candidate without it."""
-    for row in TRIED:
-        if row.saved(row.read(candidate.levers)) > row.saved(row.plain):
-            yield row.name, replace(candidate, levers=candidate.levers.without(row.name))
 
 
 def _of_one(facts: Facts, chosen: Judged, other: Strategy, way: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch.plan.lines import explain
+from launch.plan import explain
 from launch.predict.estimate import Judged
 from launch.predict.time.timing import TimeEstimate
 from launch.schema.machine import GIB

@@ -41,11 +41,14 @@ def why(
 def switches(facts: Facts, candidate: Strategy) -> tuple[Switch, ...]:
     """The switches that decide which kernels run."""
     gpus = facts.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
-    of_kernels = kernels.switches(
-        *(facts.recipe, facts.model.size, candidate, gpus),
-        *(facts.installed, facts.history.began_with),
-    )
-    rows = [*of_kernels, _logits(facts, candidate), *_rows(facts, candidate)]
+    rows = [
+        *kernels.switches(
+            *(facts.recipe, facts.model.size, candidate, gpus),
+            *(facts.installed, facts.history.began_with),
+        ),
+        _logits(facts, candidate),
+        *_rows(facts, candidate),
+    ]
     if settings := facts.allocator_settings(candidate):
         why = "rows differ in length or targets; another PYTORCH_ALLOC_CONF is taken instead"
         rows.append(Switch("allocator", settings, why))
@@ -58,10 +61,10 @@ def switches(facts: Facts, candidate: Strategy) -> tuple[Switch, ...]:
 def _logits(facts: Facts, candidate: Strategy) -> Switch:
     """The positions at which the output head computes logits, and the number of them for which
     memory is planned."""
-    requested = facts.recipe.training.logits_at_targets
     if not candidate.levers.logits_at_targets:
         reason = target_counts.no_logits_at_targets(facts.recipe, facts.model.size.family)
-        why = reason if requested is None and reason else "asked for"
+        is_open = facts.recipe.training.logits_at_targets is None
+        why = reason if is_open and reason else "asked for"
         return Switch("logits", "at all positions", why)
     most, rows = facts.most_targets(candidate), candidate.per_device_train_batch_size
     positions = rows * most.length
@@ -136,25 +139,30 @@ def _where(facts: Facts, candidate: Strategy) -> Iterator[str]:
         yield from architectures.attention_notes(
             machine.gpus[: candidate.num_processes], facts.few_shapes
         )
-    if candidate.num_machines > 1 and recipe.launch.nodes > 1:
-        launch = recipe.launch
-        yield (
+    launch = recipe.launch
+    notes = (
+        (
+            candidate.num_machines > 1 and launch.nodes > 1,
             f"{launch.nodes} machines, this one is number {launch.machine_rank}; they meet at"
-            f" {launch.main_process_ip}:{launch.main_process_port}"
-        )
-    if candidate.launch_mode.offloads:
-        yield (
+            f" {launch.main_process_ip}:{launch.main_process_port}",
+        ),
+        (
+            candidate.launch_mode.offloads,
             "optimizer states in host RAM, updated there by the same optimizer: slower, and no"
-            " compiled op is needed"
-        )
-    if recipe.launch.assume_fits:
-        yield "launch.assume_fits: predicted memory was not checked against available memory"
-    if facts.wishes.force_gloo:
-        yield (
+            " compiled op is needed",
+        ),
+        (
+            launch.assume_fits,
+            "launch.assume_fits: predicted memory was not checked against available memory",
+        ),
+        (
+            facts.wishes.force_gloo,
             "ACCELERATE_USE_GLOO=1 has no effect on one process"
             if candidate.num_processes == 1
-            else "backend gloo: ACCELERATE_USE_GLOO=1"
-        )
+            else "backend gloo: ACCELERATE_USE_GLOO=1",
+        ),
+    )
+    yield from (note for is_said, note in notes if is_said)
     if quantized := recipe.quantized(candidate.mixed_precision):
         double = ", their scales in 8" if quantized.bnb_4bit_use_double_quant else ""
         yield (
@@ -171,8 +179,8 @@ def _where(facts: Facts, candidate: Strategy) -> Iterator[str]:
             " has no room for more"
         )
     elif recipe.training.dataloader_num_workers is None:
-        share = machine.cpu_count // candidate.processes_per_machine - 1
-        num_others = min(candidates.MOST_WORKERS, share)
+        cores = machine.cpu_count // candidate.processes_per_machine
+        num_others = min(candidates.MOST_WORKERS, cores - 1)
         yield f"data workers {candidate.dataloader_num_workers}: " + (
             "the rows are mapped and padding them is cheap; workers would take cores from training"
             if candidate.device == "cpu"
@@ -225,19 +233,21 @@ def _measured_why(
     machine: Machine, installed: Installed, margin: Margin, candidate: Strategy
 ) -> Iterator[str]:
     """The figures of the plan that were measured on this machine, each with its source."""
-    card, link, figures = card_figures(machine, installed, candidate), installed.link, []
-    if card.context_bytes:
-        figures.append(f"context {size(card.context_bytes)} ({card.context_source})")
-    if card.flops_per_s:
-        figures.append(f"products {card.flops_per_s / 1e12:.3g} TFLOP/s (selfcheck)")
-    if copied := card.host_device_bytes_per_s:
-        figures.append(f"copies between host and card {copied / 1e9:.1f} GB/s (selfcheck)")
-    if link and link.bytes_per_s and candidate.processes_per_machine > 1:
-        figures.append(f"link {link.bytes_per_s / 1e9:.2f} GB/s (link test)")
-    if not margin.is_assumed:
-        figures.append(f"error of reserved memory {margin.fraction:+.1%} ({margin.reason})")
-    if figures:
-        yield f"measured here: {', '.join(figures)}"
+    card, link = card_figures(machine, installed, candidate), installed.link
+    copied = card.host_device_bytes_per_s
+    sent = link.bytes_per_s or 0.0 if link and candidate.processes_per_machine > 1 else 0.0
+    figures = (
+        (card.context_bytes, f"context {size(card.context_bytes)} ({card.context_source})"),
+        (card.flops_per_s, f"products {card.flops_per_s / 1e12:.3g} TFLOP/s (selfcheck)"),
+        (copied, f"copies between host and card {copied / 1e9:.1f} GB/s (selfcheck)"),
+        (sent, f"link {sent / 1e9:.2f} GB/s (link test)"),
+        (
+            not margin.is_assumed,
+            f"error of reserved memory {margin.fraction:+.1%} ({margin.reason})",
+        ),
+    )
+    if measured := [text for is_measured, text in figures if is_measured]:
+        yield f"measured here: {', '.join(measured)}"
 
 
 def _trace_why(facts: Facts, chosen: Judged) -> Iterator[str]:
@@ -252,8 +262,12 @@ def _trace_why(facts: Facts, chosen: Judged) -> Iterator[str]:
 
 def _precision_changes(recipe: Recipe, machine: Machine, candidate: Strategy) -> Iterator[Change]:
     if recipe.training.bf16 and candidate.mixed_precision == "fp16":
-        reason = architectures.without_bf16(machine.gpus[: candidate.num_processes])
-        yield Change("training.bf16", "bf16", "fp16 with a loss scaler", reason)
+        yield Change(
+            "training.bf16",
+            "bf16",
+            "fp16 with a loss scaler",
+            architectures.without_bf16(machine.gpus[: candidate.num_processes]),
+        )
 
 
 def _rate_changes(recipe: Recipe, candidate: Strategy) -> Iterator[Change]:
@@ -262,17 +276,23 @@ def _rate_changes(recipe: Recipe, candidate: Strategy) -> Iterator[Change]:
     rate = training.learning_rate_at(batch)
     if rate != training.learning_rate:
         scaling = {"linear": "in proportion to", "sqrt": "with the square root of"}
-        reason = (
+        yield Change(
+            "training.learning_rate",
+            f"{training.learning_rate:g}",
+            f"{rate:g}",
             f"{scaling[training.learning_rate_scaling]} the effective batch, {batch} instead of"
-            f" {training.learning_rate_batch_size}, as asked for"
+            f" {training.learning_rate_batch_size}, as asked for",
         )
-        yield Change("training.learning_rate", f"{training.learning_rate:g}", f"{rate:g}", reason)
 
 
 def _compile_changes(recipe: Recipe, installed: Installed, candidate: Strategy) -> Iterator[Change]:
     if recipe.training.compiles and not candidate.levers.torch_compile:
-        reason = f"torch.compile cannot work here: {installed.no_compiler}"
-        yield Change("training.torch_compile", "true", "false", reason)
+        yield Change(
+            "training.torch_compile",
+            "true",
+            "false",
+            f"torch.compile cannot work here: {installed.no_compiler}",
+        )
 
 
 def _pin_changes(oom_history: OomHistory, candidate: Strategy) -> Iterator[Change]:
@@ -283,11 +303,13 @@ def _pin_changes(oom_history: OomHistory, candidate: Strategy) -> Iterator[Chang
         least = (
             f"{size(min(pinned_bytes))} of RAM" if all(pinned_bytes) else "its RAM"
         )  # 0: not predicted
-        reason = (
+        yield Change(
+            "pin_memory",
+            "true",
+            "false",
             f"the host did not lock {least} in an earlier attempt; copies of what is offloaded are"
-            " slower without: a thread copies it once more"
+            " slower without: a thread copies it once more",
         )
-        yield Change("pin_memory", "true", "false", reason)
 
 
 def _missed(candidate: Strategy, count: int, judged: Sequence[tuple[Judged, str]]) -> str:
@@ -298,17 +320,18 @@ def _missed(candidate: Strategy, count: int, judged: Sequence[tuple[Judged, str]
         for loser, _ in judged
         if loser.misses and loser.candidate.per_device_train_batch_size == count
     ]
-    chosen_mode = candidate.mode, candidate.num_processes
-    losers.sort(
-        key=lambda loser: (loser.candidate.mode, loser.candidate.num_processes) != chosen_mode
-    )
     if not losers:
         return "the fastest by prediction"
-    mode, ranks = losers[0].candidate.mode, losers[0].candidate.num_processes
+    chosen_mode = candidate.mode, candidate.num_processes
+    nearest = min(
+        losers,
+        key=lambda loser: (loser.candidate.mode, loser.candidate.num_processes) != chosen_mode,
+    )
+    mode, ranks = nearest.candidate.mode, nearest.candidate.num_processes
     where = "" if (mode, ranks) == chosen_mode else f" with {mode} x{ranks}"
     return (
         f"{count} sample{'s' if count > 1 else ''} at once need{'' if count > 1 else 's'}"
-        f" {losers[0].misses}{where}"
+        f" {nearest.misses}{where}"
     )
 
 
@@ -341,7 +364,6 @@ def _batch_changes(
         else f"{candidate.num_processes} process instead of"
         f" {candidate.num_processes * runs_steps // steps}: {stays}"
     )
-    eval_misses = f"evaluating {asked_eval} samples at once does not fit; the result is the same"
     rows = (
         (micro_batch != runs, "per_device_train_batch_size", micro_batch, runs, split),
         (steps != runs_steps, "gradient_accumulation_steps", steps, runs_steps, split),
@@ -350,7 +372,7 @@ def _batch_changes(
             "per_device_eval_batch_size",
             asked_eval,
             runs_eval,
-            eval_misses,
+            f"evaluating {asked_eval} samples at once does not fit; the result is the same",
         ),
     )
     for differs, key, requested, effective, reason in rows:
@@ -362,8 +384,9 @@ def _batch_changes(
 def _lever_changes(recipe: Recipe, runs: Levers, missed: str) -> Iterator[Change]:
     """Each lever that a plan turned on, by the keys that would ask for it."""
     requested_levers = levers.requested(recipe)
-    kwargs = recipe.training.activation_checkpointing_kwargs
-    other_kwargs = kwargs.model_dump(exclude_defaults=True, exclude_none=True)
+    other_kwargs = recipe.training.activation_checkpointing_kwargs.model_dump(
+        exclude_defaults=True, exclude_none=True
+    )
     before, after = levers.typed(requested_levers), levers.typed(runs)
     before[levers.KWARGS] = other_kwargs
     after[levers.KWARGS] = {**other_kwargs, **after[levers.KWARGS]}
@@ -374,8 +397,9 @@ def _lever_changes(recipe: Recipe, runs: Levers, missed: str) -> Iterator[Change
         reason = f"{'faster' if is_for_speed else missed}; {row.same(row.read(runs))}"
         for key in row.typed(runs):
             if key in before and (requested := before.pop(key)) != after[key]:
-                asks = None if is_for_speed else requested
-                yield Change(key, show(asks), show(after[key]), reason)
+                yield Change(
+                    key, show(None if is_for_speed else requested), show(after[key]), reason
+                )
 
 
 def table(judged: Sequence[tuple[Judged, str]]) -> list[str]:
