@@ -32,9 +32,8 @@ from launch.data.conversation import Conversation, Sample
 from launch.data.rows import IGNORED
 from training.data.batches import Collator, TokenRows
 from training.data.encode import Encoder, EncoderSettings, write_cache
-from training.data.length_batches import TokenBudget
 from training.data.packing import Packer
-from training.data.sample_order import SampleOrder
+from training.data.sample_order import SampleOrder, TokenBudget
 
 Document = tuple[tuple[int, ...], tuple[int, ...]]  # input_ids, labels
 WAYS = ("plain", "packed", "by tokens")

@@ -16,8 +16,7 @@ from launch.render import run_files
 from launch.run_folder.layout import RunDir
 from tests import builders
 from training.data.batches import FILLER_LENGTH, NumberedRows
-from training.data.length_batches import TokenBudget
-from training.data.sample_order import SampleOrder
+from training.data.sample_order import SampleOrder, TokenBudget
 
 HERE = Path(__file__).parent
 CUTS = {

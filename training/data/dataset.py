@@ -11,8 +11,7 @@ from launch.run_folder.layout import AttemptDir, RankStart, RunDir
 from launch.schema.plan import MULTIPLE
 from training.data import streaming
 from training.data.batches import NumberedRows, TokenRows
-from training.data.length_batches import TokenBudget
-from training.data.sample_order import SampleOrder
+from training.data.sample_order import SampleOrder, TokenBudget
 
 
 class Samples(NamedTuple):

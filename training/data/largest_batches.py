@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from launch.schema.rows import Division, LargestMicroBatches, MicroBatchSize
 from training.data import stored_rows
-from training.data.sample_order import SampleOrder
+from training.data.sample_order import SampleOrder, in_turns
 
 MIXTURES = 16  # parts in which the weights of a mixture of tokens and targets are counted
 
@@ -48,12 +48,12 @@ def largest(rows: _RowSizes, division: Division) -> LargestMicroBatches:
 def _epochs(rows: _RowSizes, division: Division) -> Iterator[Iterable[np.ndarray]]:
     """Yield the rows of the micro-batches of each epoch, (micro-batches, rows) of as many rows
     together."""
-    count, width = len(rows.lengths), division.micro_batch * division.world_size
+    count = len(rows.lengths)
     if division.part == "validation":
         numbers = np.arange(count)
         if division.groups_by_length:
             numbers = rows.lengths.sum(axis=1).argsort(kind="stable")
-        yield _in_turns(numbers, width, division.world_size)
+        yield in_turns(numbers, division.micro_batch, division.world_size)
         return
     order = SampleOrder(
         count,
@@ -64,21 +64,8 @@ def _epochs(rows: _RowSizes, division: Division) -> Iterator[Iterable[np.ndarray
         seed=division.seed,
         lengths=(lambda: rows.lengths) if division.groups_by_length else None,
     )
-    remaining = division.num_steps
-    for epoch in itertools.count():
-        if remaining <= 0:
-            return
-        yield order.micro_batches(epoch, remaining)
-        remaining -= order.steps_per_epoch
-
-
-def _in_turns(numbers: np.ndarray, width: int, world_size: int) -> Iterator[np.ndarray]:
-    """Yield the micro-batches of an evaluation: the ranks take rows by turns."""
-    full = len(numbers) // width * width
-    by_place = numbers[:full].reshape(-1, width // world_size, world_size)
-    yield by_place.transpose(0, 2, 1).reshape(-1, width // world_size)
-    for rank in range(min(world_size, len(numbers) - full)):
-        yield numbers[full + rank :: world_size][None]
+    for epoch, done in enumerate(range(0, division.num_steps, order.steps_per_epoch)):
+        yield order.micro_batches(epoch, division.num_steps - done)
 
 
 def _measured(rows: _RowSizes, division: Division, numbers: np.ndarray) -> np.ndarray:
@@ -117,12 +104,10 @@ def _selected_of(sizes: np.ndarray) -> list[MicroBatchSize]:
             # the longest of equal micro-batches
             most = np.flatnonzero(mixture == mixture.max())
             chosen.add(int(most[source[most].argmax()]))
-    return [_size(sizes[number]) for number in sorted(chosen)]
-
-
-def _size(fields: np.ndarray) -> MicroBatchSize:
-    *counts, is_padded = map(int, fields)
-    return MicroBatchSize(*counts, is_padded=bool(is_padded))
+    return [
+        MicroBatchSize(*map(int, counts), is_padded=bool(is_padded))
+        for *counts, is_padded in sizes[sorted(chosen)]
+    ]
 
 
 def _of_mixtures(sizes: Sequence[MicroBatchSize]) -> list[MicroBatchSize]:

@@ -14,7 +14,7 @@ from launch.schema.plan import Padding, Strategy
 
 _DRAWN = 4096  # rows; the share then moves by about a hundredth from one draw to another
 _MOST_SORTED = 1 << 14  # rows: above it fewer groups are sorted together than training does
-SORTED_TOGETHER, LEAST_PARTS, MICRO_STEP_SHARE = 50, 4, 1 / 8  # training/data/length_batches.py's
+SORTED_TOGETHER, LEAST_PARTS, MICRO_STEP_SHARE = 50, 4, 1 / 8  # training/data/sample_order.py's
 Lengths = Sequence[Sequence[int]]  # tokens of (source, target) of a row
 # the rows of an optimizer step -> its micro-batches, of all ranks
 _Splitter = Callable[[Lengths], list[Lengths]]
@@ -139,7 +139,7 @@ def _chunks(rows: Lengths, size: int) -> list[Lengths]:
 
 
 def _grouped(lengths: Lengths, rows: int, strategy: Strategy) -> list[Lengths]:
-    """The optimizer steps of one sorted part of an epoch, as training/data/length_batches.py makes
+    """The optimizer steps of one sorted part of an epoch, as training/data/sample_order.py makes
     them."""
     size = strategy.effective_batch_size
     together = min(
@@ -158,7 +158,7 @@ def _by_rows(strategy: Strategy) -> _Splitter:
 
 
 def _by_tokens(strategy: Strategy, multiple: int, max_lengths: tuple[int, int]) -> _Splitter:
-    """The split of training/data/length_batches.py."""
+    """The split of training/data/sample_order.py."""
     ranks = strategy.num_processes
     width = strategy.per_device_train_batch_size * ranks
     budget = [strategy.per_device_train_batch_size * length for length in max_lengths]

@@ -58,7 +58,7 @@ WORDS = {
     "depth": "repeat_layers",
     "shared_out": "sharded",
     "side_by_side": "tokenise_pool",
-    "by_length": "length_batches",
+    "by_length": "sample_order",
     "longest": "trial_rows, max_length",
     "finite": "nan_guard",
     "one": "the noun: candidate, path, row, rank",

@@ -17,8 +17,7 @@ from launch.schema.model_sections import ModelSection
 from tests import builders
 from training.compat import transformers_private
 from training.data.batches import NOTHING, TARGET_POSITIONS, TARGET_TENSORS, Collator, Row
-from training.data.length_batches import TokenBudget
-from training.data.sample_order import SampleOrder
+from training.data.sample_order import SampleOrder, TokenBudget
 from training.model import build
 
 flat = chain.from_iterable

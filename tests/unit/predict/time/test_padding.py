@@ -14,8 +14,7 @@ from launch.report import first_screen, plan_lines
 from launch.schema.data_section import DataSection
 from tests import builders
 from training.data.encode import CacheCounts
-from training.data.length_batches import TokenBudget
-from training.data.sample_order import SampleOrder
+from training.data.sample_order import SampleOrder, TokenBudget
 
 pytestmark = pytest.mark.unit
 
