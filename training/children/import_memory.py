@@ -24,7 +24,7 @@ ROLES = {
         "pyarrow.parquet",
     ),
     "agent": ("accelerate.commands.launch", "torch.distributed.run"),
-    "prepare": ("training.data.prepare", "training.data.tokenise_pool", "tokenizers"),
+    "prepare": ("training.data.prepare", "training.data.tokenise", "tokenizers"),
     "rank": ("training.run", "torch.utils.tensorboard"),
 }
 

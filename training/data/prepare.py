@@ -214,11 +214,11 @@ def _part(
     """Tokenise the missing units of a part and return its counts (encode.CacheCounts).
 
     `rows` is the number of rows of the part, or None if they are not counted."""
-    from training.data import tokenise_pool
+    from training.data import tokenise
 
     name = job.name
     counter = _RowCounter(name, rows, say, goes_on)
-    total, bad = tokenise_pool.part(job, limit, num_processes, counter, say)
+    total, bad = tokenise.tokenise_part(job, limit, num_processes, counter, say)
     if not total.rows:
         paths = dict.fromkeys(str(source.path) for source in job.sources)
         raise DataError(

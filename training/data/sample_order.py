@@ -152,7 +152,7 @@ class SampleOrder:
         first, _ = self.first_step(epoch)
         parts = next(itertools.islice(self._steps(epoch), step_in_epoch - first, None))
         selected = (parts[micro] for micro in micro_batches if micro < len(parts))
-        return [row for part in selected for row in part[self.rank :: self.world_size].tolist()]
+        return [int(row) for part in selected for row in part[self.rank :: self.world_size]]
 
     def _steps(self, epoch: int) -> Iterator[list[np.ndarray]]:
         """Yield the micro-batches, of all ranks together, of each remaining optimizer step of an
@@ -201,7 +201,7 @@ class SampleOrder:
             micro_steps = min(self.accumulation, len(self) - step * self.accumulation)
             yield from [None] * (micro_steps - len(parts))
             for part in parts:
-                yield part[self.rank :: self.world_size].tolist()
+                yield [int(row) for row in part[self.rank :: self.world_size]]
 
 
 def in_turns(order: np.ndarray, micro_batch: int, world_size: int) -> Iterator[np.ndarray]:

@@ -9,13 +9,11 @@ sequences. The number of sequences of each unit is stored beside the tokenizer, 
 tokenised again to count them.
 """
 
-import selectors
 import shutil
 import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +29,6 @@ from launch.data.token_cache import TokenCache
 from training.data import tokenise
 from training.data.batches import NOTHING, Row, TokenRows
 from training.data.sample_order import SampleOrder
-from training.data.tokenise_pool import Child
 
 BLOCK_UNITS = 4  # DataSection.stream_unit_bytes knows it
 POLL_S = 0.02
@@ -52,15 +49,17 @@ class _Layout:
 
     def __init__(self, counts: Path, num_units: int, seed: int) -> None:
         self._counts, self._num_units, self._seed = counts, num_units, seed
-        self._rows: dict[int, int] = {}
-        self._ends: list[int] = []  # position after each block
+        # position of each block that is known, and behind the last of them
+        self.begins: list[int] = [0]
         self._epoch_order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def rows_of(self, unit: int) -> int | None:
         """The number of sequences of a unit; None if it has not been counted."""
-        if unit not in self._rows and (rows := _counted(self._counts, unit)) is not None:
-            self._rows[unit] = rows
-        return self._rows.get(unit)
+        if not self._counts.exists():
+            return None
+        stored = np.fromfile(self._counts, "<u4", count=1, offset=_COUNT_BYTES * unit)
+        # a count that was never written reads as 0, or as nothing behind the file's end
+        return int(stored[0]) - 1 if stored.any() else None
 
     def units(self, block: int) -> list[int]:
         """The units of a block. The last block of an epoch may have fewer units."""
@@ -72,32 +71,15 @@ class _Layout:
 
     def block(self, position: int) -> int | None:
         """The block that contains a position; None while it is not known."""
-        while not self._ends or self._ends[-1] <= position:
-            block = len(self._ends)
-            if block == -(-self._num_units // BLOCK_UNITS) and not self._ends[-1]:
+        while self.begins[-1] <= position:
+            block = len(self.begins) - 1
+            if block == -(-self._num_units // BLOCK_UNITS) and not self.begins[-1]:
                 raise DataError("the corpus has 0 rows with something to learn")
             counts = [self.rows_of(unit) for unit in self.units(block)]
             if None in counts:
                 return None
-            self._ends.append(
-                sum(count or 0 for count in counts) + (self._ends[-1] if self._ends else 0)
-            )
-        return bisect_right(self._ends, position)
-
-    @property
-    def known_blocks(self) -> int:
-        return len(self._ends)
-
-    def begin(self, block: int) -> int:
-        return self._ends[block - 1] if block else 0
-
-
-def _counted(counts: Path, unit: int) -> int | None:
-    if not counts.exists():
-        return None
-    stored = np.fromfile(counts, "<u4", count=1, offset=_COUNT_BYTES * unit)
-    # a count that was never written reads as 0, or as nothing behind the file's end
-    return int(stored[0]) - 1 if stored.any() else None
+            self.begins.append(self.begins[-1] + sum(count or 0 for count in counts))
+        return bisect_right(self.begins, position) - 1
 
 
 class StreamRows(Dataset):
@@ -136,7 +118,7 @@ class StreamRows(Dataset):
         block = self._waited(lambda: self._layout.block(position))
         if self._block[0] != block:
             self._block = block, self._places(block), {}
-        unit, row = self._block[1][position - self._layout.begin(block)].tolist()
+        unit, row = self._block[1][position - self._layout.begins[block]].tolist()
         if unit not in self._block[2]:
             file = self._job.rows_file(unit)
             self._block[2][unit] = self._waited(lambda: TokenRows(file) if file.exists() else None)
@@ -163,17 +145,8 @@ class StreamOrder(SampleOrder):
     """Positions in their order, all in one epoch: the stream is shuffled already."""
 
     def _order(self, epoch: int) -> Any:
-        return _Positions(self.num_samples)
-
-
-class _Positions:
-    """The numbers 0, 1, 2, ... like an array, but without its memory."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        return np.arange(*part.indices(self._count))
+        # like an array, but without its memory
+        return range(self.num_samples)
 
 
 class Feeder(TrainerCallback):
@@ -242,13 +215,11 @@ class Feeder(TrainerCallback):
                 raise
 
     def _deal(self) -> None:
-        with ExitStack() as children, selectors.DefaultSelector() as selector:
-            busy: dict[Child, int | None] = {}
-            for _ in range(min(shards.STREAM_PROCESSES, len(self._job.units))):
-                child = Child(self._job.folder)
-                children.callback(child.end)
-                selector.register(child.stdout, selectors.EVENT_READ, child)
-                busy[child] = None
+        num_processes = min(shards.STREAM_PROCESSES, len(self._job.units))
+        with tokenise.child_processes(self._job.folder, num_processes) as selector:
+            busy: dict[tokenise.Child, int | None] = {
+                key.data: None for key in selector.get_map().values()
+            }
             while not self._is_over.is_set():
                 missing = [
                     unit
@@ -270,7 +241,7 @@ class Feeder(TrainerCallback):
     def _needed(self) -> list[int]:
         """The units of this block and the next in their order. Files of other units are deleted."""
         block = self._layout.block(self._position)
-        block = self._layout.known_blocks if block is None else block
+        block = len(self._layout.begins) - 1 if block is None else block
         needed = list(dict.fromkeys([*self._layout.units(block), *self._layout.units(block + 1)]))
         for file in self._job.folder.glob(f"{self._job.part}*.arrow"):
             name = file.stem.rpartition("-")[2]

@@ -57,7 +57,7 @@ WORDS = {
     "live_bytes": "recorder",
     "depth": "repeat_layers",
     "shared_out": "sharded",
-    "side_by_side": "tokenise_pool",
+    "side_by_side": "tokenise",
     "by_length": "sample_order",
     "longest": "trial_rows, max_length",
     "finite": "nan_guard",

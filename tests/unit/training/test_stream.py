@@ -16,7 +16,7 @@ from launch.data.token_cache import TokenCache
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
 from tests import builders
-from training.data import streaming, tokenise, tokenise_pool, tokenizer
+from training.data import streaming, tokenise, tokenizer
 from training.data.encode import EncoderSettings
 from training.data.sample_order import SampleOrder
 from training.data.tokenise import TokeniseJob
@@ -40,7 +40,7 @@ def corpus(tmp_path_factory) -> tuple[TokeniseJob, Path, int]:
         *(folder, "train", (Source(folder / "a.jsonl", data_format),)),
         *(EncoderSettings(False, "pretrain", 64, True, own_call=False), True, 0, 3000),
     )
-    total, _ = tokenise_pool.part(job, None, 1, lambda rows: None, print)
+    total, _ = tokenise.tokenise_part(job, None, 1, lambda rows: None, print)
     assert len(job.units) % streaming.BLOCK_UNITS, (
         "the last block of an epoch should be a smaller one"
     )

@@ -30,7 +30,7 @@ from launch.schema.data_section import DataSection
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
 from tests import builders
-from training.data import tokenise_pool, tokenizer, units
+from training.data import tokenise, tokenizer, units
 from training.data.batches import TokenRows
 from training.data.encode import EncoderSettings
 from training.data.tokenise import TokeniseJob
@@ -81,7 +81,7 @@ def corpus(folder: Path, bad: tuple[int, ...] = ()) -> Path:
 def made(job: TokeniseJob, processes: int, limit: int | None = None) -> dict[str, bytes]:
     """The files of rows that so many processes make."""
     said: list[str] = []
-    tokenise_pool.part(job, limit, processes, lambda rows: None, said.append)
+    tokenise.tokenise_part(job, limit, processes, lambda rows: None, said.append)
     assert bool(said) == (processes > 1), "whether there were children is not what was asked for"
     return {path.name: path.read_bytes() for path in job.folder.glob("train*.arrow")}
 
@@ -122,7 +122,7 @@ def test_held_out_rows_are_the_same_whatever_the_number_of_processes_and_the_uni
             one = replace(one, sources=taken, unit_bytes=unit_bytes, settings=settings)
             one = replace(one, row_offsets=units.row_offsets(one.units, lambda: None))
             assert (len(one.units) > 20) == (name != "whole")
-            tokenise_pool.part(one, None, processes, lambda rows: None, print)
+            tokenise.tokenise_part(one, None, processes, lambda rows: None, print)
             rows = TokenRows(*token_cache.token_files(one.folder, "train"))
             text = bpe.decode([token for row in rows for token in row.input_ids.tolist()])
             texts[part] = text.split("<|end|>")[:-1]
@@ -135,7 +135,7 @@ def test_held_out_rows_are_the_same_whatever_the_number_of_processes_and_the_uni
 def test_a_limit_holds_over_all_units(tmp_path, bpe):
     source = corpus(tmp_path / "corpus")
     one = job(tmp_path / "1", source, bpe, packing=False, task="sft")
-    counts, _ = tokenise_pool.part(one, 777, 4, lambda rows: None, print)
+    counts, _ = tokenise.tokenise_part(one, 777, 4, lambda rows: None, print)
     assert counts.samples == 777
     assert len(TokenRows(*token_cache.token_files(one.folder, "train"))) == counts.rows
 
@@ -144,27 +144,26 @@ def test_a_limit_holds_over_all_units(tmp_path, bpe):
 def test_of_several_bad_rows_the_first_that_is_too_many_is_named(tmp_path, bpe, processes):
     source = corpus(tmp_path / "corpus", bad=(300, 800, 1000))
     some = job(tmp_path / "some", source, bpe, max_bad_rows=3)
-    counts, bad = tokenise_pool.part(some, None, processes, lambda rows: None, print)
+    counts, bad = tokenise.tokenise_part(some, None, processes, lambda rows: None, print)
     assert (counts.bad, counts.samples) == (3, 1197)
     assert "a.jsonl:301: " in bad.errors[0]
     none = job(tmp_path / "none", source, bpe)
     with pytest.raises(DataError, match=r"a\.jsonl:301: is not JSON"):
-        tokenise_pool.part(none, None, processes, lambda rows: None, print)
+        tokenise.tokenise_part(none, None, processes, lambda rows: None, print)
     few = replace(some, max_bad_rows=2)  # its units are there: none is tokenised again
     with pytest.raises(
         DataError, match=r"b\.jsonl:101: .*; it is bad row 3, data\.max_bad_rows allows 2"
     ):
-        tokenise_pool.part(few, None, processes, lambda rows: None, print)
+        tokenise.tokenise_part(few, None, processes, lambda rows: None, print)
 
 
 PARENT = """
 import sys, time
 from pathlib import Path
 from pydantic import TypeAdapter
-from training.data import tokenise_pool
-from training.data.tokenise import TokeniseJob
-job = TypeAdapter(TokeniseJob).validate_json(Path(sys.argv[1]).read_bytes())
-tokenise_pool.part(job, None, 2, lambda rows: time.sleep(0.1), print)
+from training.data import tokenise
+job = TypeAdapter(tokenise.TokeniseJob).validate_json(Path(sys.argv[1]).read_bytes())
+tokenise.tokenise_part(job, None, 2, lambda rows: time.sleep(0.1), print)
 """
 
 
@@ -236,4 +235,4 @@ def test_a_disk_without_room_for_the_rest_is_said_at_once(tmp_path, bpe):
     with pytest.raises(
         ResourceError, match=r"the tokens of .*corpus take about [\d,.]+ GiB more, .* GiB are free"
     ):
-        tokenise_pool.part(one, None, 1, lambda rows: None, print)
+        tokenise.tokenise_part(one, None, 1, lambda rows: None, print)
