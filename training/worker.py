@@ -9,8 +9,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
@@ -64,20 +63,15 @@ def imported(name: str) -> ModuleType:
     """A module without torch's compiler, a second of its own: bitsandbytes asks for compiled
     functions at once, of which no step on a card calls one. No module that imports bitsandbytes may
     be imported before. Later collections leave its objects out."""
-    with modules.uncollected(), _without_compiler():
-        return importlib.import_module(name)
+    with modules.uncollected():
+        import torch
 
-
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    import torch
-
-    compiled = torch.compile
-    torch.compile = _as_it_is
-    try:
-        yield
-    finally:
-        torch.compile = compiled
+        compiled = torch.compile
+        torch.compile = _as_it_is
+        try:
+            return importlib.import_module(name)
+        finally:
+            torch.compile = compiled
 
 
 def _as_it_is(function: Any = None, **options: Any) -> Any:

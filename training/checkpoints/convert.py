@@ -85,23 +85,28 @@ def optimizer_names(trainer: OpenTrainer) -> list[list[str]]:
 def _plain(source: Path, described: Mapping[str, Any], trained_shapes: Shapes) -> States:
     files = sorted([*source.glob("model*.safetensors"), *source.glob("adapter_model.safetensors")])
     weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    states = _of_trained(weights, trained_shapes)
     optimizer = torch.load(source / "optimizer.pt", weights_only=True, map_location="cpu")
     groups = zip(optimizer["param_groups"], described["optimizer_parameters"], strict=True)
-    for group, names in groups:
-        for number, name in zip(group["params"], names, strict=True):
-            of_parameter = optimizer["state"].get(number, {})
-            states |= {f"{key}/{name}": torch.as_tensor(of) for key, of in of_parameter.items()}
-    return states
+    of_optimizer = {
+        name: optimizer["state"].get(number, {})
+        for group, names in groups
+        for number, name in zip(group["params"], names, strict=True)
+    }
+    return _joined(weights, of_optimizer, trained_shapes)
 
 
-def _of_trained(weights: States, trained_shapes: Shapes) -> States:
-    """The weights of trained parameters, under the model's names or PEFT's."""
+def _joined(
+    weights: States, of_optimizer: Mapping[str, Mapping[str, Any]], trained_shapes: Shapes
+) -> States:
+    """The weights of trained parameters, under the model's names or PEFT's, and the states of the
+    optimizer (parameter -> states)."""
     states: States = {}
     for name in trained_shapes:
         stored = name if name in weights else ADAPTER.sub("", name)
         if stored in weights:
             states[f"{_WEIGHT}/{name}"] = weights[stored]
+    for name, of_parameter in of_optimizer.items():
+        states |= {f"{key}/{name}": torch.as_tensor(value) for key, value in of_parameter.items()}
     return states
 
 
@@ -197,11 +202,8 @@ class _PickleModule:
 
 def _fsdp2(source: Path, described: Mapping[str, Any], trained_shapes: Shapes) -> States:
     weights = torch_private.read_sharded(source / "pytorch_model_fsdp_0")["model"]
-    states = _of_trained(weights, trained_shapes)
     optimizer = torch_private.read_sharded(source / "optimizer_0")["optimizer"]
-    for name, of_parameter in optimizer["state"].items():
-        states |= {f"{key}/{name}": torch.as_tensor(value) for key, value in of_parameter.items()}
-    return states
+    return _joined(weights, optimizer["state"], trained_shapes)
 
 
 READERS = {"plain": _plain, "ddp": _plain, "deepspeed": _zero, "fsdp2": _fsdp2}  # engine -> reader

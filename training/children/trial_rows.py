@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from launch.data import token_cache
 from training.data import stored_rows
@@ -37,11 +36,10 @@ def write_rows(sources: list[Path], target: Path, count: int) -> None:
         with pa.memory_map(str(source)) as file:
             table = pa.ipc.open_stream(file).read_all()
             schema = table.schema
-            for column in LISTS if len(table) else ():
-                if column not in schema.names:  # a decoder's labels are as long as its input
-                    continue
-                lengths = pc.call_function("list_value_length", [table.column(column)])
-                index = pc.index(lengths, pc.call_function("max", [lengths])).as_py()
+            # a decoder's labels are as long as its input
+            columns = LISTS if "labels" in schema.names else LISTS[:1]
+            indices = stored_rows.lengths(table).argmax(axis=0).tolist() if len(table) else ()
+            for column, index in zip(columns, indices, strict=False):
                 (row,) = stored_rows.read(table.slice(index, 1))
                 if column not in rows or len(row[column]) > len(rows[column][column]):
                     rows[column] = row

@@ -1,8 +1,7 @@
 """The data of a run on one rank: its rows, their order, and the callbacks that feed a stream."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import TrainerCallback, TrainingArguments
 
@@ -14,14 +13,6 @@ from training.data.batches import NumberedRows, TokenRows
 from training.data.sample_order import SampleOrder, TokenBudget
 
 
-class Samples(NamedTuple):
-    """The samples of the training."""
-
-    rows: NumberedRows | streaming.StreamRows
-    order: SampleOrder
-    feeders: list[TrainerCallback]  # callbacks that feed a stream, on rank 0
-
-
 def make_dataset(
     start: RankStart,
     run: RunDir,
@@ -29,8 +20,9 @@ def make_dataset(
     args: TrainingArguments,
     tokens: Path,
     goes_on: Callable[[], None],
-) -> Samples:
-    """Return the samples of this rank, from the sample at which the run continues.
+) -> tuple[NumberedRows | streaming.StreamRows, SampleOrder, Sequence[TrainerCallback]]:
+    """Return the rows of the training, their order from the sample at which the run continues, and
+    the callbacks that feed a stream: on rank 0.
 
     `goes_on` is called while a rank waits for a stream."""
     recipe, plan = start.recipe, start.plan
@@ -48,11 +40,8 @@ def make_dataset(
         stream = streaming.StreamRows(job, counts, args.seed, number(start, tokens), goes_on)
         positions = streaming.StreamOrder(len(stream), *place, start=begin)
         is_first = args.process_index == 0
-        return Samples(
-            stream,
-            positions,
-            [streaming.Feeder(job, counts, positions, args.seed)] if is_first else [],
-        )
+        feeders = [streaming.Feeder(job, counts, positions, args.seed)] if is_first else []
+        return stream, positions, feeders
     rows = NumberedRows(*token_cache.token_files(tokens, "train"))
     # the tokens of a micro-batch of the longest rows, for which the plan was made
     budget = TokenBudget(rows.lengths, *plan.micro_batch_tokens, MULTIPLE[plan.strategy.device])
@@ -64,7 +53,7 @@ def make_dataset(
         group_size=continues.group_size if continues else None,
         budget=budget if plan.strategy.levers.batch_by_tokens else None,
     )
-    return Samples(rows, order, [])
+    return rows, order, []
 
 
 def number(start: RankStart, tokens: Path) -> int:

@@ -36,7 +36,7 @@ class _Pair:
 
     source: str
     target: str
-    is_text: bool  # the halves of a text
+    is_text: bool = False  # the halves of a text
 
 
 # a text; the samples of a conversation; None if a T5 has nothing to answer
@@ -123,8 +123,7 @@ class Encoder:
     def render(self, sample: Sample) -> RenderedSample:
         """The texts that a sample is trained as. Raises DataError for a bad row."""
         if self.settings.encoder_decoder:
-            pair = source_and_target(sample)
-            return pair and _Pair(*pair, is_text=isinstance(sample, str))
+            return source_and_target(sample)
         if isinstance(sample, str):
             return sample
         if self.settings.task == "pretrain":
@@ -240,11 +239,11 @@ class Encoder:
         return {"input_ids": ids, "labels": labels, TRUNCATED: True}
 
 
-def source_and_target(sample: Sample) -> tuple[str, str] | None:
+def source_and_target(sample: Sample) -> _Pair | None:
     """The texts that a T5 reads and writes; None if nothing is answered."""
     if isinstance(sample, str):
         middle = len(sample) // 2  # prefix language modelling: the second half given the first
-        return sample[:middle], sample[middle:]
+        return _Pair(sample[:middle], sample[middle:], is_text=True)
     messages = sample.messages
     other_keys = {
         key for message in messages for key, value in message.items() if value is not None
@@ -264,7 +263,8 @@ def source_and_target(sample: Sample) -> tuple[str, str] | None:
             f"{sample.place}: the first message is the only answer, but a T5 reads the messages"
             " before it; leave the row out, or train a decoder"
         )
-    return "\n".join(m["content"] for m in messages[:last]), messages[last]["content"]
+    source = "\n".join(message["content"] for message in messages[:last])
+    return _Pair(source, messages[last]["content"])
 
 
 def pieces(row: Row, max_length: int) -> Iterator[Row]:

@@ -171,11 +171,15 @@ class RowSummary:
                 self._left_out[reason] += 1
             self._num_held_out += placed.is_held_out
             if len(self.rows) < num_shown:
-                shown = [self._shown(row, placed.place) for row in rows] or [
-                    ShownRow(placed.place, [], left_out=reason)
+                self.rows += [self._shown(row, placed) for row in rows] or [
+                    ShownRow(
+                        placed.place,
+                        [],
+                        left_out=reason,
+                        is_held_out=placed.is_held_out,
+                        times=placed.times,
+                    )
                 ]
-                facts = {"is_held_out": placed.is_held_out, "times": placed.times}
-                self.rows += [replace(row, **facts) for row in shown]
             if isinstance(sample, Conversation):
                 self._contents.update(map(self._label, _contents(sample)))
             if isinstance(rendered, list):
@@ -201,7 +205,7 @@ class RowSummary:
         is_prompt = reason != _NO_ANSWER
         return f"{reason}, the longest has {self._longest_prompt:,} tokens" if is_prompt else reason
 
-    def _shown(self, row: Row, place: str) -> ShownRow:
+    def _shown(self, row: Row, placed: _Placed) -> ShownRow:
         ids, labels = row["input_ids"], row["labels"]
         if self._is_pair:
             parts = [ShownPart(self._text(ids), False), ShownPart(self._text(labels), True)]
@@ -214,10 +218,12 @@ class RowSummary:
             ]
         num_targets = sum(label != IGNORED for label in labels)
         return ShownRow(
-            *(place, parts, self._num_tokens(row), num_targets, TRUNCATED in row),
+            *(placed.place, parts, self._num_tokens(row), num_targets, TRUNCATED in row),
             has_escapes=any(
                 _ESCAPE + name in part.text for part in parts for name in self._special
             ),
+            is_held_out=placed.is_held_out,
+            times=placed.times,
         )
 
     def _text(self, ids: list[int]) -> str:

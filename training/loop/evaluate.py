@@ -48,7 +48,7 @@ def _reference(
     try:
         if renderer is None:
             pair = source_and_target(sample)
-            return pair and pair[1]
+            return pair and pair.target
         prompt = renderer.text_in_use(sample.messages[:-1], sample.tools, prompt=True)
         text = renderer.text_in_use(sample.messages, sample.tools)
     except DataError:
