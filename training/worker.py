@@ -15,11 +15,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from launch.base import modules, processes
+from launch.base import files, modules, processes
 from launch.base.errors import LaunchError, ResourceError
-from launch.base.files import write_atomic
 from launch.data import token_cache, worker
 from launch.schema.machine import CoreFigures, cudnn_is_last
 from launch.schema.plan import DataFormat, MemoryEstimate, Plan
@@ -44,8 +41,8 @@ def main(hides_torch: bool) -> None:
             try:
                 kind, _, fields = line.partition(b" ")
                 request = getattr(worker, kind.decode())
-                result = WORK[request](TypeAdapter(request).validate_json(fields))
-                reply = b"0 " + TypeAdapter(type(result)).dump_json(result)
+                result = WORK[request](files.adapter(request).validate_json(fields))
+                reply = b"0 " + files.adapter(type(result)).dump_json(result)
             except LaunchError as error:
                 reply = f"{error.exit_code} {json.dumps(str(error))}".encode()
             answers.write(reply + b"\n")
@@ -169,7 +166,7 @@ def _record(request: worker.RecordSteps) -> None:
             each.all_layers,
         )
         try:
-            write_atomic(request.folder / f"{name}{STEP}", dumped(recorded))
+            files.write_atomic(request.folder / f"{name}{STEP}", dumped(recorded))
         except OSError as error:
             raise ResourceError(
                 f"{request.folder}: a trace cannot be kept there ({error.strerror}); make room, or"

@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from launch.base import files, modules, processes
 from training.compat import without_torch
 
@@ -22,7 +20,8 @@ def main(folder: Path) -> None:
     without_torch.hide()
     with modules.uncollected():
         from training.data import tokenise
-    job = TypeAdapter(tokenise.TokeniseJob).validate_json((folder / tokenise.JOB).read_bytes())
+    job = files.read(folder / tokenise.JOB, tokenise.TokeniseJob)
+    assert job is not None
 
     def report(**fields: Any) -> None:
         # shorter than a pipe's buffer, so lines of several processes do not mix

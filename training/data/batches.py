@@ -59,8 +59,6 @@ class TokenRows(Dataset):
         """The rows with these indices; NOTHING for None."""
         if indices is None:
             return NOTHING
-        if not len(indices):
-            return []
         table = pa.Table.from_batches([self._row(int(index)) for index in indices], self.schema)
         return [
             Row(row["input_ids"], row["labels"], row.get("lengths"))

@@ -182,7 +182,7 @@ class Feeder(TrainerCallback):
         shutil.copytree(
             self._counts.parent / tokenise.TOKENIZER, self._job.folder / tokenise.TOKENIZER
         )
-        self._job.write()
+        files.write_json(self._job.folder / tokenise.JOB, self._job)
         self._thread.start()
 
     def on_step_end(
@@ -233,10 +233,9 @@ class Feeder(TrainerCallback):
                     unit = busy[child] = missing.pop(0)
                     child.give(unit)
                 for key, _ in selector.select(timeout=POLL_S):
-                    for message in key.data.messages():
-                        if "unit" in message:
-                            busy[key.data] = None
-                            self._finished(message["unit"])
+                    for unit in key.data.finished(lambda rows: None):
+                        busy[key.data] = None
+                        self._finished(unit)
 
     def _needed(self) -> list[int]:
         """The units of this block and the next in their order. Files of other units are deleted."""

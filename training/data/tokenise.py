@@ -16,8 +16,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from launch.base import files, processes, workspace
 from launch.base.errors import DataError, ResourceError
 from launch.base.text import size
@@ -29,7 +27,7 @@ from training.data import encode, tokenizer
 from training.data import units as data_units
 from training.data.packing import Packer
 
-JOB = "job.json"
+JOB = "job.json"  # file of a TokeniseJob, which its processes read
 TOKENIZER = "tokenizer"
 _SPACE_CHECKS = 64  # times that the disk space is checked while a part is tokenised
 # each process uses one CPU
@@ -85,10 +83,6 @@ class TokeniseJob:
 
     def counts_file(self, unit: int) -> Path:
         return self.folder / f"{self.part}-{unit:05d}.json"
-
-    def write(self) -> None:
-        """Write the job for its processes to read."""
-        files.write_atomic(self.folder / JOB, TypeAdapter(TokeniseJob).dump_json(self).decode())
 
     def done(self, unit: int) -> TokenisedUnit | None:
         """The result of a unit; None if it has not been tokenised yet, or its file is damaged."""
@@ -186,7 +180,7 @@ def tokenise_part(
     several = min(num_processes, len(missing), job.full_units) if limit is None else 1
     if several > 1:
         say(f"tokenising {name} in {len(missing):,} parts with {several} processes")
-        job.write()
+        files.write_json(job.folder / JOB, job)
         _run(job, missing, several, progress)
     bad, total = rows.BadRows(job.max_bad_rows), encode.CacheCounts()
     for unit in range(count):
@@ -239,12 +233,12 @@ class Child:
         self._unread = b""
 
     def give(self, unit: int) -> None:
-        with suppress(BrokenPipeError):  # the child has ended: messages() raises
+        with suppress(BrokenPipeError):  # the child has ended: finished() raises
             self._stdin.write(f"{unit}\n".encode())
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Read its new messages. If it was killed, this process is killed too, as if it had done
-        the work itself."""
+    def finished(self, progress: Callable[[int], Any]) -> list[int]:
+        """Read its new messages: `progress` gets the number of rows, returned are its units. If it
+        was killed, this process is killed too, as if it had done the work itself."""
         content = os.read(self.stdout.fileno(), 1 << 16)
         if not content:
             code = self._process.wait()
@@ -252,7 +246,9 @@ class Child:
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError(f"a process that tokenises ended with {code}; its output is above")
         *lines, self._unread = (self._unread + content).split(b"\n")
-        return [json.loads(line) for line in lines]
+        messages = [json.loads(line) for line in lines]
+        progress(sum(message.get("rows", 0) for message in messages))
+        return [message["unit"] for message in messages if "unit" in message]
 
     def end(self) -> None:
         self._process.kill()
@@ -283,12 +279,9 @@ def _run(
         while selector.get_map():
             for key, _ in selector.select():
                 child = key.data
-                for message in child.messages():
-                    progress(message.get("rows", 0))
-                    if "unit" not in message:
-                        continue
-                    _check_disk_space(job, message["unit"])
-                    if job.failed(message["unit"]):
+                for unit in child.finished(progress):
+                    _check_disk_space(job, unit)
+                    if job.failed(unit):
                         waiting = iter(())
                     following = next(waiting, None)
                     if following is None:

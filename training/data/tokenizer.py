@@ -127,7 +127,7 @@ def called(
     def run() -> None:
         try:
             result.set_result(call())
-        except BaseException as error:  # noqa: BLE001  pyo3's PanicException is one
+        except BaseException as error:  # noqa: BLE001  it is raised below
             result.set_exception(error)
 
     limit_s = CALL_S + character_s * sum(map(len, texts))
@@ -139,12 +139,12 @@ def called(
         thread.join(left_s)
     reason = f"did not end within {limit_s:.0f} s of CPU time"
     if result.done():
-        error = result.exception()
-        if error is None:
+        try:
             return result.result()
-        if isinstance(error, Exception):
-            raise error
-        reason = f"panicked: {error}"
+        except Exception:
+            raise
+        except BaseException as error:  # noqa: BLE001  pyo3's PanicException is one
+            reason = f"panicked: {error}"
     raise DataError(
         f"{name} {reason}, with the text that begins with {texts[0][:40]!r} or one of"
         f" {len(texts) - 1:,} behind it; is a regular expression of its tokenizer.json too slow?"

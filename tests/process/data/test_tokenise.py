@@ -169,8 +169,7 @@ tokenise.tokenise_part(job, None, 2, lambda rows: time.sleep(0.1), print)
 
 def start(job: TokeniseJob) -> subprocess.Popen:
     """A process that tokenises with two children, slowly; back when some units are there."""
-    job.write()
-    (job.folder / "job.json").rename(job.folder.with_suffix(".job"))
+    files.write_json(job.folder.with_suffix(".job"), job)
     argv = [sys.executable, "-c", PARENT, str(job.folder.with_suffix(".job"))]
     parent = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": str(builders.CODE)})
     until = time.monotonic() + 120

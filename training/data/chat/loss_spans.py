@@ -83,7 +83,7 @@ class ConversationRenderer:
         }
         self.added = _any_of(added)
         turns = self._probe()
-        self.ends_turns, self.text_end = self._ending(turns)
+        self.ends_turns, self.text_end = self._ending(turns) if turns else (True, "")
         # one answer ends with the first, the tokens of turns are never text of a row
         ends = list(dict.fromkeys([*self._ends(turns), tokenizer.eos_token]))
         self.ends = [end for end in ends if end]
@@ -132,8 +132,6 @@ class ConversationRenderer:
     def _ending(self, turns: list[str]) -> tuple[bool, str]:
         """False if the template writes no token of the vocabulary behind an answer, and the tag
         that it writes instead."""
-        if not turns:
-            return True, ""
         behind_last = turns[0].split(_PROBE[1])[1].strip()
         behind_earlier = re.split(f"[{_PROBE[1]}{_PROBE[2]}]", turns[1])[1]
         is_ended = all(map(self.added.search, (behind_last or behind_earlier, behind_earlier)))
@@ -225,11 +223,12 @@ class ConversationRenderer:
         ]
         if not targets:
             return []
-
-        def render(shielded: list[dict[str, Any]], shielded_tools: Any) -> list[Rendered]:
-            return self._rendered_talk(_Talk(self, shielded, shielded_tools, targets, place))
-
-        return self._shielded(messages, tools, place, render)
+        return self._shielded(
+            *(messages, tools, place),
+            lambda shielded, its_tools: self._rendered_talk(
+                _Talk(self, shielded, its_tools, targets, place)
+            ),
+        )
 
     def _shielded(
         self,
@@ -302,9 +301,12 @@ class ConversationRenderer:
         """Raise DataError for content under a key that the template never reads, and for calls that
         it drops."""
         unread = ["tools"] if tools and "tools" not in template else []
-        for key, names in OPTIONAL.items():
-            if not any(name in template for name in names) and any(m.get(key) for m in messages):
-                unread.append(key)
+        unread += [
+            key
+            for key, names in OPTIONAL.items()
+            if not any(name in template for name in names)
+            and any(message.get(key) for message in messages)
+        ]
         if unread:
             raise DataError(
                 f"{place}: {self.name} does not render {' and '.join(unread)}, which would be"
