@@ -83,7 +83,8 @@ def rendered(folder: Path, path: Path, *words: str) -> Path:
 def tokenised(folder: Path, path: Path, count: int, *words: str) -> dict[str, Any]:
     """Fill the token cache with the launcher's own child; its speed and peak memory."""
     run = rendered(folder, path, *words)
-    argv = [sys.executable, "-m", "training.data.prepare", "--run-dir", str(run), "--attempt", "1"]
+    argv = [sys.executable, "-m", "training.children.tokenise", "rows"]
+    argv += ["--run-dir", str(run), "--attempt", "1"]
     began = time.monotonic()
     child = subprocess.Popen(
         [*argv, "--cache", str(folder / "workspace/.cache")],

@@ -97,7 +97,10 @@ def _child(
     # Output of libraries goes where the ranks' output goes
     with attempt.tokenising_log.open("wb") as lines_file, attempt.log_file.open("ab") as log:
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "training.data.prepare", str(attempt.root), str(number)],
+            [
+                *(sys.executable, "-P", "-m", "training.children.tokenise"),
+                *("rows", str(attempt.root), str(number)),
+            ],
             env=environment.passed(os.environ, launch.pass_env)
             | {"PYTHONPATH": str(CODE), "HF_HUB_OFFLINE": "1", "LOWMEM_RUN": run.tag}
             # it ends the process with SIGINT where it may start no thread, and is not used here

@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from launch.base import files, modules, processes
 from launch.base.errors import LaunchError
 from launch.base.text import shown
@@ -117,8 +119,6 @@ class _Reference:
 
     def _reply(self, ids: list[int]) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """The tokens of a greedy reply, and how far apart the two best logits were at each."""
-        import torch
-
         reply, margins, cache, step = list[int](), list[float](), None, torch.tensor([ids])
         while len(reply) < _NEW_TOKENS and not self.ends & {*reply[-1:]}:
             with torch.no_grad():
@@ -133,8 +133,6 @@ class _Reference:
 def load(folder: Path) -> _Reference:
     """Load a model in float32. Raises ResourceError."""
     with modules.uncollected():
-        import torch
-
         from training.data import tokenizer as tokenizers
         from training.data.chat.loss_spans import ConversationRenderer
         from training.model import finished

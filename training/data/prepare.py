@@ -1,32 +1,21 @@
-"""Tokenise a recipe's rows once: `python -m training.data.prepare ATTEMPT_FOLDER PROCESSES`, before
-any rank starts."""
-
-from __future__ import annotations
+"""Tokenise a recipe's rows once, before any rank starts (training/children/tokenise.py)."""
 
 import fcntl
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from launch.base import files, locks, modules, processes
-from launch.base.errors import DataError, LaunchError, ResourceError, Stopped
+from launch.base import files, locks
+from launch.base.errors import DataError, LaunchError, ResourceError
 from launch.base.progress import RowProgress
 from launch.data import sources, token_cache
 from launch.data.conversation import text_of
-from launch.run_folder.layout import AttemptDir
-from training.compat import without_torch
-from training.control.heartbeat import Heartbeat
-from training.control.stop_word import Control, Halted
-
-if TYPE_CHECKING:
-    from training.data.tokenise import TokeniseJob
+from training.data import row_summary, tokenise, tokenizer
 
 STAGING = ".parts"  # ends the name of an unfinished folder
 _TOKENIZER_CHARACTERS = 64 << 20  # beginning of a streamed corpus on which a tokenizer is trained
@@ -91,10 +80,6 @@ def _write(
     goes_on: Callable[[], None],
     num_processes: int,
 ) -> None:
-    # imported late: they take a second, and most starts find their rows tokenised
-    with modules.uncollected():
-        from training.data import row_summary, tokenise, tokenizer
-
     data, how = tokens.recipe.data, (say, goes_on, num_processes)
     if not (folder / tokenise.TOKENIZER).exists():
         aside = folder / f"{tokenise.TOKENIZER}.tmp"
@@ -120,8 +105,6 @@ def _write(
 
 def tokenizer_of(tokens: token_cache.TokenCache, say: Callable[[str], None]) -> Any:
     """Load the tokenizer of the recipe's folder, or train a tokenizer."""
-    from training.data import tokenizer
-
     section, config = tokens.recipe.tokenizer, tokens.model.config
     local, is_pair = section.path or tokens.recipe.model.path, tokens.model.is_encoder_decoder
     if local:
@@ -149,8 +132,6 @@ def tokenizer_of(tokens: token_cache.TokenCache, say: Callable[[str], None]) -> 
 
 def _is_beside(tokens: token_cache.TokenCache) -> bool:
     """True for rows with the ids of AutoTokenizer beside the model's config.json."""
-    from training.data import tokenizer
-
     is_auto = tokenizer.loading_of_recipe(tokens.recipe) == "auto"
     return is_auto and token_cache.BESIDE_CONFIG in tokens.identity
 
@@ -180,8 +161,6 @@ def _texts_for_tokenizer(
 def _reading(tokens: token_cache.TokenCache, loaded: Any) -> str:
     """The line of the plan on a folder whose tokenizer.json says otherwise than AutoTokenizer; ""
     if it does not. Raises ResourceError where AutoTokenizer loses characters of the rows."""
-    from training.data import tokenizer
-
     section = tokens.recipe.tokenizer
     local = Path(section.path or tokens.recipe.model.path or "")
     if not (local.parts and (local / "tokenizer.json").is_file()):
@@ -204,7 +183,7 @@ def _reading(tokens: token_cache.TokenCache, loaded: Any) -> str:
 
 
 def _part(
-    job: TokeniseJob,
+    job: tokenise.TokeniseJob,
     rows: int | None,
     limit: int | None,
     say: Callable[[str], None],
@@ -214,8 +193,6 @@ def _part(
     """Tokenise the missing units of a part and return its counts (encode.CacheCounts).
 
     `rows` is the number of rows of the part, or None if they are not counted."""
-    from training.data import tokenise
-
     name = job.name
     counter = _RowCounter(name, rows, say, goes_on)
     total, bad = tokenise.tokenise_part(job, limit, num_processes, counter, say)
@@ -289,29 +266,3 @@ class _RowCounter:
             seconds = now_s - self._began
             self._say(RowProgress(self._name, self._rows, self._total).line(seconds))
             self._due = now_s + min(max(_FIRST_LINE_S, seconds / 10), _LONGEST_PAUSE_S)
-
-
-def main() -> int:
-    attempt, num_processes = AttemptDir(Path(sys.argv[1])), int(sys.argv[2])
-    processes.settle_process()
-    without_torch.hide()
-    heartbeat = Heartbeat(attempt.heartbeat_file(0))
-    heartbeat.beat("tokenise")
-    try:
-        processes.check_threads()
-        Control().listen()
-        ensure(attempt.read_tokenising(), partial(print, flush=True), heartbeat.beat, num_processes)
-    except Halted as halted:
-        attempt.leave_word(0, Stopped(str(halted), halted.word.exit_code))
-        return halted.word.exit_code
-    except LaunchError as error:
-        attempt.leave_word(0, error)
-        return error.exit_code
-    except BaseException as error:
-        attempt.leave_word(0, error)
-        raise
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -220,7 +220,7 @@ class Child:
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "training.children.tokenise_units", str(folder)],
+            [sys.executable, "-P", "-m", "training.children.tokenise", "units", str(folder)],
             env={**os.environ, "PYTHONPATH": str(workspace.CODE), **_LONE},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -218,7 +218,7 @@ def test_rows_are_tokenised_before_the_ranks_start_without_torch_and_pandas(tmp_
     attempt.root.mkdir()
     files.write_json(attempt.tokenising_file, tokens)
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "training.data.prepare", str(attempt.root), "1"],
+        [sys.executable, "-P", "-m", "training.children.tokenise", "rows", str(attempt.root), "1"],
         env=builders.environment(tmp_path / "w", PYTHONPATH=f"{libraries}:{builders.CODE}"),
         capture_output=True,
         text=True,
