@@ -148,7 +148,7 @@ def test_an_out_of_memory_that_nothing_foresaw_is_planned_around(tmp_path: Path)
 
 def test_memory_that_another_program_takes_is_left_to_it(one_card: Workplace):
     larger = {"max_steps": 4, "per_device_train_batch_size": 32}
-    taker = [sys.executable, "-m", "training.children.take_memory"]
+    taker = [sys.executable, "-m", "training.children.card", "take_memory"]
     with (
         subprocess.Popen(taker, env=one_card.environment(), stdin=subprocess.PIPE) as other,
         started(one_card, recipe(one_card, "gpt2-small", training=larger)) as process,

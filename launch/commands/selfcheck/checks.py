@@ -140,7 +140,7 @@ def _card(bench: Bench) -> dict[str, Any]:
         memory = import_memory.measure(bench.cache, "cuda", forget=True)
     except ResourceError as error:
         raise CheckFailed(str(error)) from error
-    facts = bench.figures("card", ["training.children.card_facts"], _one_card())
+    facts = bench.figures("card", ["training.children.card", "facts"], _one_card())
     copied, flops = facts["bytes_per_second"], facts["flops_per_second"]
     card = replace(
         memory.card,
@@ -158,7 +158,7 @@ def _card(bench: Bench) -> dict[str, Any]:
 
 def _compiled(bench: Bench, changes: Changes) -> dict[str, Any]:
     """A training that is compiled, if a small function can be."""
-    tried = bench.figures("compile_once", ["training.children.compile_once"], _one_card())
+    tried = bench.figures("compile_once", ["training.children.card", "compile"], _one_card())
     if tried["reason"]:
         raise NotAvailable(f"torch.compile cannot run here ({tried['reason']})")
     return _train(bench, COMPILED, changes)
@@ -220,7 +220,9 @@ def _out_of_memory(bench: Bench) -> dict[str, Any]:
     larger = {"per_device_train_batch_size": 4 * BATCH, "bf16": True}
     changes = {"training": larger, "launch": {"max_restarts": 5}}
     with (
-        Child(bench, "other_program", ["training.children.take_memory"], _one_card()) as other,
+        Child(
+            bench, "other_program", ["training.children.card", "take_memory"], _one_card()
+        ) as other,
         bench.begin(name, changes) as run,
     ):
         planned = begun(bench, run).read_plan().estimate

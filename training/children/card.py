@@ -1,10 +1,18 @@
-"""Facts of the first card: python -m training.children.card_facts. Prints a line of JSON: bytes
-outside the allocator, the allocator, the attention kernels that PyTorch chooses beside those that a
-plan counts with, and the rates of copies and of products."""
+"""Programs of the self-check on the first card: python -m training.children.card PROGRAM.
+
+facts        prints a line of JSON: bytes outside the allocator, the allocator, the attention
+             kernels that PyTorch chooses beside those that a plan counts with, and the rates of
+             copies and of products
+compile      compiles one small function, and prints a line of JSON with the reason why
+             torch.compile cannot run here, or none
+take_memory  takes the card's memory, as another program would: it makes a context, reads a number
+             from standard input, and takes all but so many bytes until the input ends
+"""
 
 import itertools
 import json
 import os
+import sys
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -24,7 +32,7 @@ KERNELS = {
 }
 
 
-def main() -> None:
+def _print_facts() -> None:
     card = torch.cuda.get_device_properties(0)
     print(
         json.dumps(
@@ -93,5 +101,26 @@ def rate(target: torch.Tensor, source: torch.Tensor) -> float:
     return _COPY_BYTES / best
 
 
+def _try_compiler() -> None:
+    reason = ""
+    try:
+        torch.compile(lambda tensor: (tensor + 1).relu())(torch.ones(64, device="cuda"))
+    except Exception as error:  # noqa: BLE001  whatever a compiler lacks is a reason
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    print(json.dumps({"reason": reason}))
+
+
+def _take_memory() -> None:
+    torch.zeros(1, device="cuda")
+    left_bytes = int(sys.stdin.readline() or 0)
+    free_bytes, _ = torch.cuda.mem_get_info()
+    taken = torch.empty(max(free_bytes - left_bytes, 0), dtype=torch.uint8, device="cuda")
+    print(f"took {taken.numel()} of {free_bytes} bytes", flush=True)
+    sys.stdin.read()
+
+
+PROGRAMS = {"facts": _print_facts, "compile": _try_compiler, "take_memory": _take_memory}
+
 if __name__ == "__main__":
-    main()
+    PROGRAMS[sys.argv[1]]()
