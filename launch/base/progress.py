@@ -1,7 +1,5 @@
 """Progress of long work, as a line that people read and that the launcher's bar parses."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -34,7 +32,7 @@ class RowProgress:
         return f"tokenising {self.name}: {self.rows:,} of {self.total:,} rows, {eta(left_s)}"
 
     @classmethod
-    def read(cls, line: str) -> RowProgress | None:
+    def read(cls, line: str) -> "RowProgress | None":
         """The progress that a line reports; None for a line of another kind."""
         if not (match := _ROWS_LINE.fullmatch(line.partition(", ETA")[0])):
             return None

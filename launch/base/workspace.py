@@ -1,7 +1,5 @@
 """Folders of the code and its files, and of a workspace: data, runs, logs, models and caches."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from dataclasses import dataclass
@@ -34,7 +32,7 @@ class Workspace:
     root: Path
 
     @classmethod
-    def here(cls) -> Workspace:
+    def here(cls) -> "Workspace":
         named = os.environ.get("LOWMEM_ROOT") or str(CODE if CHECKOUT else Path.cwd())
         if HIDDEN.search(named) or "\n" in named or "\t" in named:
             raise ConfigError(

@@ -1,7 +1,5 @@
 """Memory that earlier attempts of a run exceeded: later plans stay clearly below it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -158,7 +156,7 @@ class OomHistory:
         )
         return next(filter(None, refusals), None)
 
-    def for_plan(self, is_last: bool) -> OomHistory:
+    def for_plan(self, is_last: bool) -> "OomHistory":
         """The same for the next plan of a start; the last one takes much less."""
         return replace(self, is_last=is_last, below=MUCH_BELOW if is_last else CLEARLY_BELOW)
 

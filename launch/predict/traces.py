@@ -6,8 +6,6 @@ packages that run the step, and our own code. A stored trace is read in a millis
 takes a child some seconds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -82,7 +80,7 @@ class Trace:
     # targets of a training micro-batch, and of an evaluation's; a recorded trace has none
     targets: MostTargets = NO_TARGETS
     eval_targets: MostTargets = NO_TARGETS
-    first: Trace | None = None  # the run's first step, if it was traced separately
+    first: "Trace | None" = None  # the run's first step, if it was traced separately
     why_whole: str = ""  # why the step was not composed of others
     # share of the seconds beside products that the step takes at least, where the passes are
     # others'
@@ -249,14 +247,14 @@ class _Turn:
     def born(self, number: int) -> Event:
         return self._id(number), _size(self.blocks[number], self._counts)
 
-    def freed(self, number: int, before: _Turn | None = None) -> Event:
+    def freed(self, number: int, before: "_Turn | None" = None) -> Event:
         """The end of a block; of a lasting block that was replaced in the turn `before`, the end of
         the new block in its place."""
         if before is not None and number in before._successors:
             return before._id(before._successors[number]), FREED
         return self._id(number), FREED
 
-    def events(self, before: _Turn | None, late: Sequence[int] = ()) -> list[Event]:
+    def events(self, before: "_Turn | None", late: Sequence[int] = ()) -> list[Event]:
         """The step; without a turn `before` it is the first, in which `late` is born in the
         update."""
         events: list[Event] = []
@@ -345,7 +343,7 @@ class Traces:
         # why a step could not be traced: its candidates are judged by states alone
         self.failure: str | None = None
 
-    def for_recipe(self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]) -> Traces:
+    def for_recipe(self, recipe: Recipe, model: ModelSize, lora_targets: Sequence[str]) -> "Traces":
         """The traces of another recipe, kept in the same place."""
         return type(self)(recipe, model, lora_targets, self._folder, self._say)
 

@@ -1,8 +1,6 @@
 """The GPUs that a run may use: as NVML, amdsmi, rocm-smi or amd-smi lists them, without those that
 the environment hides."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re
@@ -174,7 +172,7 @@ def _mig_fix(number: int | str) -> str:
     )
 
 
-def _nvidia_signs(nvidia: _Nvidia, root: Path) -> list[str]:
+def _nvidia_signs(nvidia: "_Nvidia", root: Path) -> list[str]:
     """The obstacle of NVIDIA cards that leave signs but are not listed."""
     signs = gpu_signs.nvidia(root)
     fix = (

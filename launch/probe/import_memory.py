@@ -3,8 +3,6 @@
 
 The packages that few runs use are not counted; host_memory.py adds them."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -37,13 +35,13 @@ CHILD_TIMEOUT_S = 120
 _OLDEST_FLASH_ATTN = (2, 3, 3)  # the oldest version that transformers accepts
 
 
-def measured_or_assumed(cache: Path, device: Device) -> Imports:
+def measured_or_assumed(cache: Path, device: Device) -> "Imports":
     """The figures that were measured earlier, else the constants. Starts no process."""
     measured = files.read_or_none(figures_file(cache, device), Imports)
     return measured or (ASSUMED_CUDA if device == "cuda" else ASSUMED)
 
 
-def measure(cache: Path, device: Device, forget: bool = False) -> Imports:
+def measure(cache: Path, device: Device, forget: bool = False) -> "Imports":
     """Measure the figures now, in a child for each role (some seconds in all), and store them. What
     selfcheck has measured of the same card is kept, unless `forget`. Raises ResourceError if a
     child fails."""

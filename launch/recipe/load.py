@@ -5,8 +5,6 @@ Besides Recipe's own keys a recipe file may contain `without_gpu:`. This partial
 the file if there is no GPU and the user has named no model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -146,7 +144,7 @@ def find(name_or_path: str) -> Path:
     return RECIPES / f"{name_or_path}.yaml"
 
 
-def _read(path: Path) -> _Layer:
+def _read(path: Path) -> "_Layer":
     data, where = strict_yaml.read_yaml(path)
     if not isinstance(data, dict) or not data:
         content, names = show(data) if data else "nothing", ", ".join(Recipe.model_fields)
@@ -154,7 +152,7 @@ def _read(path: Path) -> _Layer:
     return _Layer(data, where)
 
 
-def _with_new_names(layer: _Layer) -> Iterator[Change]:
+def _with_new_names(layer: "_Layer") -> Iterator[Change]:
     """Rename the keys of `training:` that transformers has renamed. Yields a change for each
     key."""
     training = layer.section("training")
@@ -170,7 +168,7 @@ def _with_new_names(layer: _Layer) -> Iterator[Change]:
         yield Change(f"training.{new}", value, value, f"training.{old} is now training.{new}")
 
 
-def _recipe(layer: _Layer) -> Recipe:
+def _recipe(layer: "_Layer") -> Recipe:
     # JSON, because pydantic's strict mode takes a list for a tuple only there
     return Recipe.model_validate_json(json.dumps(layer.data), strict=True)
 
@@ -185,7 +183,7 @@ class Override(str):
 
     typed: str
 
-    def __new__(cls, text: str, typed: str = "") -> Override:
+    def __new__(cls, text: str, typed: str = "") -> "Override":
         override = super().__new__(cls, text)
         override.typed = typed
         return override

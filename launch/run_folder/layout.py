@@ -1,8 +1,6 @@
 """The paths of a run and the readers and writers of its files. A file is written aside, then
 renamed, so that a reader never sees half a file."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import os
@@ -165,14 +163,14 @@ class RunDir:
         self.continues_file = root / "continues.json"
 
     @classmethod
-    def create(cls, runs: Path, recipe_name: str, now: datetime) -> RunDir:
+    def create(cls, runs: Path, recipe_name: str, now: datetime) -> "RunDir":
         """A new folder named by the time; two starts in one second get a suffix."""
         run = cls(new_folder(runs / recipe_name, now.strftime("%Y%m%d-%H%M%S")))
         run.checkpoints.mkdir()
         return run
 
     @classmethod
-    def dry_run(cls, runs: Path, recipe_name: str) -> RunDir:
+    def dry_run(cls, runs: Path, recipe_name: str) -> "RunDir":
         """The folder of the recipe's dry runs, emptied. It is no run: nothing trains in it."""
         run = cls(runs / recipe_name / DRY_RUN)
         if os.path.lexists(run.root):
@@ -185,13 +183,13 @@ class RunDir:
         return run
 
     @classmethod
-    def all(cls, runs: Path, recipe_name: str = "*") -> list[RunDir]:
+    def all(cls, runs: Path, recipe_name: str = "*") -> "list[RunDir]":
         """The runs of a recipe, or of all recipes; the newest of each first."""
         plans = sorted(runs.glob(f"{recipe_name}/*/plan.json"), reverse=True)
         return [run for path in plans if not (run := cls(path.parent)).is_dry_run]
 
     @classmethod
-    def listed(cls, runs: Path) -> list[RunDir]:
+    def listed(cls, runs: Path) -> "list[RunDir]":
         """The runs of all recipes, and starts that have no plan yet, or ended before they had."""
         if runs.is_dir():
             next(runs.iterdir(), None)  # glob() passes over a folder that may not be read

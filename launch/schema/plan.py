@@ -1,8 +1,6 @@
 """The plan and its parts, as frozen dataclasses. Every module may import this one. It touches no
 file, clock or process."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex
@@ -113,9 +111,9 @@ class DataFormat:
     template: str = ""  # the chat template, and where it is from
     # formats of the sources, if data.train_file is a list; this format is then that of the held-out
     # file, or of the first source
-    of_sources: tuple[DataFormat, ...] = ()
+    of_sources: "tuple[DataFormat, ...]" = ()
 
-    def of_source(self, index: int) -> DataFormat:
+    def of_source(self, index: int) -> "DataFormat":
         return self.of_sources[index] if self.of_sources else self
 
 
@@ -142,7 +140,7 @@ class Strategy:
     def _of_an_older_version(cls, values: Any) -> Any:
         return read_levers(values) if isinstance(values, Mapping) else values
 
-    def with_levers(self, **values: Any) -> Strategy:
+    def with_levers(self, **values: Any) -> "Strategy":
         """The same with these values of levers."""
         return replace(self, levers=replace(self.levers, **values))
 

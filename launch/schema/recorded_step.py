@@ -5,8 +5,6 @@ Every size is split into a part that grows with the batch, a part that grows wit
 fixed part: the numbers of recorded samples and targets are primes, so a size that one of them
 divides is a number of bytes per sample, or per target. Pure."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -67,7 +65,7 @@ class Block:
     document_bytes: int = 0  # per sample, of each document in its row but the first
     all_target_bytes: int = 0  # per target of all parts of the logits, before a step is composed
 
-    def of_layer(self, layer: Layer | None) -> Block:
+    def of_layer(self, layer: Layer | None) -> "Block":
         """A copy in another layer."""
         fixed = self.fixed_bytes, self.sample_bytes, self.kind, self.op, self.born
         of_rows = self.target_bytes, self.document_bytes, self.all_target_bytes
@@ -107,7 +105,7 @@ class Operator:
     launches: int = 0  # number of kernel launches; of tensors in a list
     form: Form = ""
 
-    def with_parts(self, change: Callable[[float, float, float, float], Parts]) -> Operator:
+    def with_parts(self, change: Callable[[float, float, float, float], Parts]) -> "Operator":
         """The operator whose FLOPs and bytes are changed alike."""
         return replace(self, flops=change(*self.flops), bytes=change(*self.bytes))
 
@@ -123,7 +121,7 @@ class Passes:
     update: Runs = ()
     evaluation: Runs = ()
 
-    def with_operators(self, change: Callable[[Operator], Operator]) -> Passes:
+    def with_operators(self, change: Callable[[Operator], Operator]) -> "Passes":
         """The same passes of other operators."""
         return replace(self, operators=[change(operator) for operator in self.operators])
 
@@ -157,7 +155,7 @@ class Log:
     calls: list[Call] = field(default_factory=list)
     batch: int = BATCH
 
-    def of_documents(self, count: int) -> Log:
+    def of_documents(self, count: int) -> "Log":
         """The step of rows of so many documents, from that of rows of one. Events are shared."""
         blocks = [block.of_layer(block.layer) for block in self.blocks]
         for block in blocks:

@@ -1,7 +1,5 @@
 """Results of a run: steps, evaluations and failures, as frozen dataclasses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -139,7 +137,7 @@ class PhasePeaks:
     reserved_bytes: int = 0
 
     @classmethod
-    def highest(cls, peaks: Collection[PhasePeaks]) -> PhasePeaks:
+    def highest(cls, peaks: "Collection[PhasePeaks]") -> "PhasePeaks":
         return cls(
             max((peak.allocated_bytes for peak in peaks), default=0),
             max((peak.reserved_bytes for peak in peaks), default=0),

@@ -1,8 +1,6 @@
 """Write ranks/<r>/heartbeat.json: a rank's section, step and pace, by which a reader tells slow
 from stuck."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -62,7 +60,7 @@ class Heartbeat:
         }
         os.pwrite(self._file, json.dumps(beat).ljust(FILE_BYTES).encode(), 0)
 
-    def __enter__(self) -> Heartbeat:
+    def __enter__(self) -> "Heartbeat":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """Encode samples as token ids and write the Arrow cache. No torch: this runs before any rank."""
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -64,7 +62,7 @@ class EncoderSettings:
     own_call: bool = True
 
     @classmethod
-    def of(cls, tokens: TokenCache) -> EncoderSettings:
+    def of(cls, tokens: TokenCache) -> "EncoderSettings":
         """The settings for the tokenised rows of a recipe."""
         recipe, data = tokens.recipe, tokens.recipe.data
         return cls(
@@ -353,7 +351,7 @@ class CacheCounts:
             insort(most, targets, key=neg)
             del most[NUM_MOST_TARGETS:]
 
-    def join(self, others: Iterable[CacheCounts]) -> CacheCounts:
+    def join(self, others: "Iterable[CacheCounts]") -> "CacheCounts":
         """Add the counts of the rows that follow."""
         summands = [self, *others]
         stride = max(counts.stride for counts in summands)

@@ -5,8 +5,6 @@ products have written, in the precision of autocast, and rounded once.
 
 Weights and their gradients stay float32."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -40,7 +38,7 @@ def fuse(network: torch.nn.Module) -> None:
             parent.register_forward_pre_hook(partial(_cast_weights, fused))
 
 
-def _cast_weights(fused: Sequence[_FusedForward], parent: torch.nn.Module, args: Any) -> None:
+def _cast_weights(fused: "Sequence[_FusedForward]", parent: torch.nn.Module, args: Any) -> None:
     """Cast the adapters' weights of all layers of a module at once."""
     weights = [weight for each in fused for weight in each.weights()]
     device, dtype = weights[0].device.type, weights[0].dtype

@@ -11,8 +11,6 @@ before, and that stream waits for the copy before it uses the memory or gives it
 allocator needs to know of no other stream (Tensor.record_stream would hold a block for as long as
 the host does not look). Host memory is taken once and used again in every step."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from typing import Any
@@ -57,7 +55,7 @@ class CopyStream:
 class LayerInput:
     """A tensor that a layer was given: on the host, and on the device while it is copied."""
 
-    def __init__(self, owner: Offloading, buffer: torch.Tensor, on_device: torch.Tensor) -> None:
+    def __init__(self, owner: "Offloading", buffer: torch.Tensor, on_device: torch.Tensor) -> None:
         self._owner, self._buffer, self.device = owner, buffer, on_device.device
         view = buffer[: on_device.nbytes].view(on_device.dtype)
         self.host = view.view(on_device.shape)
@@ -75,7 +73,7 @@ class LayerInput:
 class _InputHooks(saved_tensors_hooks):
     """Hooks for the inputs of one layer: within them what autograd saves is kept on the host."""
 
-    def __init__(self, offloading: Offloading) -> None:
+    def __init__(self, offloading: "Offloading") -> None:
         self._offloading = offloading
         self._inputs: list[weakref.ref[LayerInput]] = []
         self._before: weakref.ref[_InputHooks] | None = None  # hooks of the layer that ran before

@@ -7,8 +7,6 @@ the numbers of traced samples and targets are primes, so a size that one of them
 of bytes per sample, or per target.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -342,7 +340,7 @@ class Recorder(torch_private.TorchDispatchMode):
 
     def _count(
         self,
-        operator: _OperatorFacts,
+        operator: "_OperatorFacts",
         args: Any,
         kwargs: Any,
         out: Any,

@@ -1,7 +1,5 @@
 """The place of a self-check: a workspace of its own in which real runs train a small model."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -131,7 +129,7 @@ class Bench:
             child.wait()
         return child.newest()
 
-    def begin(self, name: str, changes: Changes, *flags: str) -> Child:
+    def begin(self, name: str, changes: Changes, *flags: str) -> "Child":
         """Start a new run of a recipe."""
         recipe = str(self.recipe(name, changes))
         return Child(self, name, ["launch", "run", recipe, "--resume=never", *flags], {})
@@ -166,7 +164,7 @@ class Child:
                 preexec_fn=die_with_launcher,
             )
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> "Child":
         return self
 
     def __exit__(self, *error: object) -> None:

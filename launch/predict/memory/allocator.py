@@ -10,8 +10,6 @@ and private pools. Assumed: the driver places a new segment above the older ones
 when memory is used up.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -90,7 +88,7 @@ def replay_parts(
 
 
 def _failed_event(
-    allocator: CachingAllocator, live: dict[int, Block], events: Iterable[Event]
+    allocator: "CachingAllocator", live: "dict[int, Block]", events: Iterable[Event]
 ) -> int | None:
     """Replay these events. Returns the index of the request that fails."""
     for index, (block_id, size_bytes) in enumerate(events):
@@ -111,20 +109,20 @@ def _failed_event(
 class Block:
     """A range of a segment: live, free, or addresses without memory in an expandable one."""
 
-    pool: _Pool
+    pool: "_Pool"
     address: int
     size_bytes: int
     mapped: bool = True
     allocated: bool = False
     inserted_at: int = 0  # gc_count_base
-    previous: Block | None = None
-    next: Block | None = None
+    previous: "Block | None" = None
+    next: "Block | None" = None
 
     @property
     def split(self) -> bool:
         return self.previous is not None or self.next is not None
 
-    def link(self, previous: Block | None, following: Block | None) -> None:
+    def link(self, previous: "Block | None", following: "Block | None") -> None:
         """Put the block between two neighbours."""
         self.previous, self.next = previous, following
         if previous is not None:

@@ -4,8 +4,6 @@ names them.
 Source: AcceleratorAllocatorConfig and CUDAAllocatorConfig, parseArgs, of torch 2.11 to 2.13.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,7 +46,7 @@ class AllocatorConfig:
     per_process_memory_fraction: float = 1.0  # value of torch.cuda.set_per_process_memory_fraction
 
     @classmethod
-    def parse(cls, text: str) -> AllocatorConfig:
+    def parse(cls, text: str) -> "AllocatorConfig":
         """The settings in the text of PYTORCH_CUDA_ALLOC_CONF, PYTORCH_HIP_ALLOC_CONF or
         PYTORCH_ALLOC_CONF.
 

@@ -4,8 +4,6 @@ recorded layer leaves behind and holds at most, without the log of all layers.
 What one way of a layer hands on to another is not matched, as composing does: what is not freed at
 the end is taken off, so that a mixture never has more than its composed step. Pure."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress

@@ -7,8 +7,6 @@ kernel takes the longer of what its products and its bytes take (a roofline: Wil
 part. Pure.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -71,7 +69,7 @@ class TimeEstimate:
     reason: str
     correction: SecondsCorrection = NOT_CORRECTED  # correction in the seconds
 
-    def corrected(self, correction: SecondsCorrection) -> TimeEstimate:
+    def corrected(self, correction: SecondsCorrection) -> "TimeEstimate":
         """The same by this machine's own runs: each part times their factor."""
         seconds = (field.name for field in fields(self) if field.name.endswith("_s"))
         parts = {name: correction.factor * getattr(self, name) for name in seconds}

@@ -17,8 +17,6 @@ If a template ends answers with no token of the vocabulary, each answer is a sam
 ends with it, so that the end token can be appended.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -279,7 +277,7 @@ class ConversationRenderer:
             return [self._shield(item, place) for item in value]
         return value
 
-    def _rendered_talk(self, talk: _Talk) -> list[Rendered]:
+    def _rendered_talk(self, talk: "_Talk") -> list[Rendered]:
         if not self.ends_turns and talk.targets != [len(talk.messages) - 1]:
             turns = [self._rendered_talk(talk.turn(i)) for i in talk.targets]
             return [replace(sample, method="turns") for (sample,) in turns]
@@ -490,7 +488,7 @@ class _Talk:
             rendered.append(turn.rendered(text, spans, "turns"))
         return rendered
 
-    def turn(self, i: int) -> _Talk:
+    def turn(self, i: int) -> "_Talk":
         """The conversation up to an answer, which is its only target."""
         return replace(self, messages=self.messages[: i + 1], targets=[i])
 
