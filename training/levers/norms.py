@@ -41,5 +41,5 @@ def fused_forward(
     type."""
     if hidden.dtype is not norm.weight.dtype:
         return plain(hidden)
-    shape, eps = hidden.shape[-1:], norm.variance_epsilon
-    return aten._fused_rms_norm(hidden, shape, norm.weight, eps)[0]
+    eps = norm.variance_epsilon
+    return aten._fused_rms_norm(hidden, hidden.shape[-1:], norm.weight, eps)[0]

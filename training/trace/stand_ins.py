@@ -1,5 +1,5 @@
-"""What a trace puts in place of a card and an engine: products of experts, Liger's kernels, copies
-to pinned host memory, and the precision in which an engine computes."""
+"""Stand-ins for a card and an engine in a trace: products of experts, Liger's kernels, copies to
+pinned host memory, and the precision in which an engine computes."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
