@@ -29,12 +29,11 @@ from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.step import reduced, sharded, sources
 from launch.predict.step.price import Price
 from launch.predict.step.recorded import PASSES, NotComposed, Recorded
-from launch.predict.step.sources import Question
 from launch.schema.levers import Levers
 from launch.schema.modes import LAUNCH_MODES
 from launch.schema.plan import DataFormat, MemoryEstimate, ModelSize, Plan, Strategy
 from launch.schema.recipe import Recipe
-from launch.schema.recorded_step import BATCH, Log, Passes
+from launch.schema.recorded_step import BATCH, Log, Passes, Question
 
 NUM_MIXTURES = 300
 RESULT = "composed"

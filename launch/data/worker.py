@@ -22,8 +22,9 @@ from launch.base.processes import die_with_launcher
 from launch.base.text import shown
 from launch.base.workspace import CODE
 from launch.data.token_cache import TokenCache
-from launch.schema.plan import ModelSize, Strategy
+from launch.schema.plan import ModelSize
 from launch.schema.recipe import Recipe
+from launch.schema.recorded_step import Question
 from launch.schema.rows import Division
 
 REFUSALS = {error.exit_code: error for error in (ConfigError, DataError, ResourceError)}
@@ -65,22 +66,6 @@ class EncodeRows:
 
 
 @dataclass(frozen=True)
-class Step:
-    """The fields of a launch.predict.step.sources.Question."""
-
-    strategy: Strategy
-    lengths: tuple[int, int]
-    is_padded: bool
-    architecture: str
-    fused_attention: bool
-    documents: int
-    few_shapes: bool
-    parts_apart: bool
-    all_layers: bool
-    is_single: bool
-
-
-@dataclass(frozen=True)
 class RecordSteps:
     """Records of steps are asked for, each a file of the folder."""
 
@@ -88,7 +73,7 @@ class RecordSteps:
     recipe: Recipe
     model_size: ModelSize
     lora_targets: tuple[str, ...]
-    steps: Mapping[str, Step]  # file name -> step
+    steps: Mapping[str, Question]  # file name -> step
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from launch.predict.memory.allocator_config import EXPANDABLE, TORCH_DEFAULTS, A
 from launch.predict.memory.largest_batches import LargestBatches
 from launch.predict.memory.stored_weights import StoredWeights
 from launch.predict.oom_history import NO_OOM_HISTORY, OomHistory
-from launch.predict.step.sources import Question
 from launch.predict.step.streamed import LayerWeights, Streamed, frozen_layers, streamed
 from launch.predict.target_counts import MostTargets
 from launch.predict.time import padding as time_padding
@@ -39,6 +38,7 @@ from launch.schema.plan import (
     Strategy,
 )
 from launch.schema.recipe import Recipe
+from launch.schema.recorded_step import Question
 from launch.schema.rows import Division, LargestMicroBatches, MicroBatchSize
 
 _USUAL_DOCUMENT = 128  # tokens, assumed while none have been counted

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from launch.predict.step.sources import Question
 from launch.predict.traces import Trace, Traces, of_any_rows, with_targets
 from launch.schema.plan import Strategy
-from launch.schema.recorded_step import Operator, Parts
+from launch.schema.recorded_step import Operator, Parts, Question
 
 _TRACED_LENGTH = 512  # tokens of a row
 _TRACED_ROWS = 2  # fewest rows: a single row is traced for itself

@@ -21,7 +21,7 @@ from typing import Any
 from launch.base import files, leftovers
 from launch.base.errors import LaunchError, ResourceError
 from launch.base.workspace import code_digest
-from launch.data.worker import WORKER, RecordSteps, Step, WorkerEnded
+from launch.data.worker import WORKER, RecordSteps, WorkerEnded
 from launch.predict.memory import loading
 from launch.predict.memory.allocator import EMPTY_CACHE, FREED, STREAM, Event
 from launch.predict.memory.loading import Births, Load
@@ -30,7 +30,7 @@ from launch.predict.sharding import BUCKET_ELEMENTS
 from launch.predict.step import reduced, sharded, sources
 from launch.predict.step.price import RecordedSteps
 from launch.predict.step.recorded import NotComposed
-from launch.predict.step.sources import Question, Sources
+from launch.predict.step.sources import Sources
 from launch.predict.target_counts import NO_TARGETS, BatchCounts, MostTargets
 from launch.schema.machine import cudnn_is_last
 from launch.schema.phases import Phase
@@ -42,6 +42,7 @@ from launch.schema.recorded_step import (
     Log,
     Operator,
     Passes,
+    Question,
     RecordedStep,
     content_of,
     grouped,
@@ -429,12 +430,9 @@ class Traces:
                 f"{self._folder}: cannot keep traces there ({error.strerror}); make it writable, or"
                 " name another folder with LOWMEM_TRACES"
             ) from error
-        steps = {
-            name: Step(**vars(base), is_single=base.is_single) for name, base in missing.items()
-        }
         try:
             WORKER.ask(
-                RecordSteps(self._folder, self._recipe, self._model, self._lora_targets, steps),
+                RecordSteps(self._folder, self._recipe, self._model, self._lora_targets, missing),
                 TIMEOUT_S,
             )
         except (WorkerEnded, LaunchError) as reason:

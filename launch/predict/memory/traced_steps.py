@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from launch.predict.facts import Facts
-from launch.predict.step.sources import Question
 from launch.predict.traces import Trace, with_targets
 from launch.schema.data_section import DataSection
 from launch.schema.plan import MULTIPLE, Strategy
+from launch.schema.recorded_step import Question
 from launch.schema.rows import MicroBatchSize
 
 _LEAST_LENGTH = 8  # tokens of a row that is worth a trace

@@ -21,8 +21,8 @@ from launch.predict.step.reduced import (
     passes_of_runs,
     plus,
 )
-from launch.predict.step.sources import Question, Sources
-from launch.schema.recorded_step import LOSS, Event, Layer, Passes, RecordedStep
+from launch.predict.step.sources import Sources
+from launch.schema.recorded_step import LOSS, Event, Layer, Passes, Question, RecordedStep
 
 # Least share of a recorded step's seconds beside products that another step takes: where the
 # recorded one computes in another precision; where one of them makes its logits at once, the other

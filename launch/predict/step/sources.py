@@ -7,45 +7,7 @@ from dataclasses import dataclass, replace
 from launch.predict.step import part_sizes
 from launch.predict.step.compose import Composer
 from launch.predict.step.recorded import LEAST_PARTS, NotComposed, Recorded
-from launch.schema.plan import Strategy
-from launch.schema.recorded_step import LOSS, PARTS, Log, RecordedStep
-
-
-@dataclass(frozen=True)
-class Question:
-    """One step to trace. Lengths are tokens of a padded row (of source and target)."""
-
-    strategy: Strategy
-    lengths: tuple[int, int]
-    is_padded: bool = True  # some row of a batch is shorter, so that masks are needed
-    architecture: str = ""  # the GPU whose kernels run; "" on a CPU
-    fused_attention: bool = True  # the GPU has kernels for it
-    documents: int = 0  # documents in a row, if rows are flattened for attention; else 0
-    few_shapes: bool = False  # micro-batches have, for which cuDNN's attention may come first
-    parts_apart: bool = False  # for compose: the parts of the logits are told apart
-    all_layers: bool = False  # every layer is recorded, though many may be alike
-
-    @property
-    def is_single(self) -> bool:
-        """One sample is traced for itself: copies that a larger batch needs are views there.
-        Flattened rows are always a single one."""
-        return self.strategy.per_device_train_batch_size == 1 and not self.documents
-
-    @property
-    def accumulates(self) -> bool:
-        return self.strategy.gradient_accumulation_steps > 1
-
-    @property
-    def loss_parts(self) -> int:
-        """The parts of the logits, as many as the step has; 0: it may be composed of any number."""
-        return 0 if self.parts_apart else self.strategy.levers.num_output_chunks
-
-    @property
-    def cast(self) -> str:
-        """The engine that casts the whole model; "": none does."""
-        mode = self.strategy.launch_mode
-        is_cast = not mode.is_whole and self.strategy.mixed_precision != "no"
-        return mode.engine if is_cast else ""
+from launch.schema.recorded_step import LOSS, PARTS, Log, Question, RecordedStep
 
 
 @dataclass(frozen=True)

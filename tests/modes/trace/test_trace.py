@@ -22,11 +22,10 @@ from launch.predict.models import model_config
 from launch.predict.step import reduced
 from launch.predict.step.compose import Composer
 from launch.predict.step.recorded import MIDDLE, NotComposed, Recorded
-from launch.predict.step.sources import Question
 from launch.predict.traces import Traces
 from launch.schema.plan import DataFormat, ModelSize, Plan
 from launch.schema.recipe import Recipe
-from launch.schema.recorded_step import BATCH, TRAINED, Log, Operator, RecordedStep
+from launch.schema.recorded_step import BATCH, TRAINED, Log, Operator, Question, RecordedStep
 from tests import builders, real_steps
 from tests.builders import CODE, machine
 from training.data.batches import TARGET_IDS

@@ -23,14 +23,12 @@ from launch.data.worker import (
     ReadParts,
     RecordSteps,
     Request,
-    Step,
     Worker,
     WorkerEnded,
 )
-from launch.predict.step.sources import Question
 from launch.schema.model_sections import TokenizerSection
 from launch.schema.plan import DataFormat
-from launch.schema.recorded_step import STEP
+from launch.schema.recorded_step import STEP, Question
 from launch.schema.rows import Division
 from tests import builders
 from tests.unit.predict.memory.test_largest_batches import write
@@ -57,7 +55,7 @@ def requests(tmp_path: Path) -> list[Request]:
     question = Question(plan.strategy, (64, 64), architecture="8.6")
     data_format = DataFormat("prompt_response", COLUMNS, "jsonl", "given")
     tokens = token_cache.token_cache(tmp_path / "cache", recipe, plan.shape, data_format)
-    steps = {"step": Step(**vars(question), is_single=question.is_single)}
+    steps = {"step": question}
     return [
         ReadParts(config.to_dict()),
         AddTokens(tmp_path, None, ("<a>", "<b>")),

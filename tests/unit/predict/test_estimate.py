@@ -21,14 +21,13 @@ from launch.predict.memory.allocator import EMPTY_CACHE, STREAM, replay_parts
 from launch.predict.memory.partial_sums import partial_sums_bytes
 from launch.predict.memory.phases import Parts
 from launch.predict.step import reduced
-from launch.predict.step.sources import Question
 from launch.predict.time import rates, timing
 from launch.predict.traces import Trace, Traces
 from launch.schema.levers import Levers
 from launch.schema.machine import GIB
 from launch.schema.plan import PAGED, MemoryEstimate, Plan, Strategy
 from launch.schema.recipe import Recipe
-from launch.schema.recorded_step import Operator, Passes
+from launch.schema.recorded_step import Operator, Passes, Question
 from launch.schema.result import SecondStep
 from launch.schema.run_sections import LaunchSection
 from tests.builders import changed, facts_of, gpu, machine, plan, recipe_of

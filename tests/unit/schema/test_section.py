@@ -10,7 +10,6 @@ from typing import get_args
 import pytest
 
 from launch.predict.history import cache_keys
-from launch.predict.step.sources import Question
 from launch.predict.traces import Traces
 from launch.report import comparable
 from launch.run_folder import resume
@@ -18,6 +17,7 @@ from launch.schema import section as schema_section
 from launch.schema.plan import ModelSize
 from launch.schema.recipe import Recipe
 from launch.schema.recipe_keys import SECTIONS, affected_by, all_keys
+from launch.schema.recorded_step import Question
 from tests.builders import plan, recipe_of
 
 MODEL = ModelSize("tiny", {"model_type": "llama"}, 1000, 1000)

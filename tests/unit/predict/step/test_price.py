@@ -14,9 +14,8 @@ from launch.predict.step.compose import Composer
 from launch.predict.step.price import OTHER_CAST, OTHER_KERNELS, Price, Priced, RecordedSteps
 from launch.predict.step.recorded import Recorded
 from launch.predict.step.reduced import Sizes
-from launch.predict.step.sources import Question
 from launch.predict.traces import Traces
-from launch.schema.recorded_step import BATCH, Layer, Log, RecordedStep
+from launch.schema.recorded_step import BATCH, Layer, Log, Question, RecordedStep
 from tests.unit.predict.step.test_compose import of_llama
 from training.trace import step
 
