@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from launch.predict.time.rates import NAMED, Cores, HostPace
+from launch.predict.time.rates import NAMED, HostPace, Rates
 from launch.predict.time.timeline import Cost
 from launch.schema.recorded_step import Operator, Parts, Passes
 
@@ -36,6 +36,9 @@ _CACHE_CLOCK_BYTES, _CACHED_SHARE = 15.6, 0.5
 # FLOP a clock of a multiprocessor, of fused attention by a part of its name, in 16 bits: medians
 # of the same card. Others, and those of a card whose clocks are not known: a share of products'.
 _CLOCK_FLOPS = {"flash": 800, "varlen": 800, "efficient": 420, "cudnn": 1340}
+# Share of its peak that fused attention gets. FlashAttention-2: 0.5 to 0.7 of an A100 (arXiv
+# 2307.08691).
+ATTENTION_SHARE = 0.5
 # Bytes of kernels that read less than their tensors have: an embedding its rows of the table, a
 # loss its targets' logits
 _READ: Mapping[str, Callable[[float, float, float, float], Parts]] = {
@@ -53,24 +56,12 @@ LIST_VIEWS = 0.5
 _UNCOMPILED = ("embedding", "nll_loss", "cross_entropy")
 
 
-@dataclass(frozen=True)
-class Pace:
-    """The share of a rank in its device and its host."""
-
-    flops_per_s: Mapping[str, float]  # rates of products, by dtype and alignment
-    attention_share: float  # rate of fused attention, as a share of a product's
-    bytes_per_s: float
-    multiprocessor_hz: float  # clocks of all multiprocessors together; infinite where not known
-    host: HostPace
-    cache_bytes: int = 0  # of the cache that all multiprocessors share; 0: no faster than memory
-    cores: Cores | None = None  # of a CPU, whose cores compute and launch
-
-
 def cost_of(
-    pace: Pace, rows: float, targets: float, least_share: float, bytes_share: float = 1.0
+    pace: Rates, rows: float, targets: float, least_share: float, bytes_share: float = 1.0
 ) -> Callable[[Operator], Cost]:
     """The cost of each operator in a micro-batch with so many targets in a part of the logits.
-    `least_share`: of the seconds beside products; `bytes_share`: of the bytes."""
+    `pace`: what a rank gets of its device; `least_share`: of the seconds beside products;
+    `bytes_share`: of the bytes."""
 
     def cost(operator: Operator) -> Cost:
         host_s = least_share * _host_s(operator, pace.host)
@@ -149,7 +140,7 @@ def _host_s(operator: Operator, host: HostPace) -> float:
     return host.operator_s * (TRITON_OPERATORS if operator.name.startswith(TRITON) else 1)
 
 
-def _bytes_per_s(operator: Operator, pace: Pace, moved: float) -> float:
+def _bytes_per_s(operator: Operator, pace: Rates, moved: float) -> float:
     named = (form for part, form in NAMED.items() if part in operator.name)
     clock_bytes = _CLOCK_BYTES.get(next(named, operator.form), math.inf)
     if moved < _CACHED_SHARE * pace.cache_bytes:
@@ -157,12 +148,13 @@ def _bytes_per_s(operator: Operator, pace: Pace, moved: float) -> float:
     return min(pace.bytes_per_s, clock_bytes * pace.multiprocessor_hz)
 
 
-def _flops_per_s(operator: Operator, pace: Pace) -> float:
+def _flops_per_s(operator: Operator, pace: Rates) -> float:
     rate = _rate(pace.flops_per_s, operator.dtype)
     if operator.kind == "product":
         return rate
     named = (flops for part, flops in _CLOCK_FLOPS.items() if part in operator.name)
-    return min(pace.attention_share * rate, next(named, math.inf) * pace.multiprocessor_hz)
+    share = ATTENTION_SHARE / pace.product_share
+    return min(share * rate, next(named, math.inf) * pace.multiprocessor_hz)
 
 
 def _rate(of_dtypes: Mapping[str, float], dtype: str) -> float:

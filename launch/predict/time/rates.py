@@ -140,7 +140,7 @@ _HOSTS = {"9.0": HostPace(operator_s=32e-6, product_s=47e-6, view_s=4e-6, module
 
 
 @dataclass(frozen=True)
-class Cores:
+class _Cores:
     """The cores of a rank: figures of one thread, and of all its threads."""
 
     single: CoreFigures
@@ -189,7 +189,7 @@ class Rates:
     cache_bytes: int = 0  # of a cache that is much faster than its memory
     product_share: float = _PRODUCT_SHARE  # share of flops_per_s that large products reach
     host: HostPace = _ASSUMED_HOST
-    cores: Cores | None = None  # those of a rank, where it trains on a CPU
+    cores: _Cores | None = None  # those of a rank, where it trains on a CPU
     host_bytes_per_s: float = HOST_BYTES_PER_S  # bandwidth of the memory of the cards' host
 
 
@@ -272,7 +272,7 @@ def cpu(num_cores: int, num_ranks: int = 1, measured: tuple[CoreFigures, ...] = 
     )
 
 
-def cores_of_rank(measured: tuple[CoreFigures, ...], num_cores: int, num_ranks: int) -> Cores:
+def cores_of_rank(measured: tuple[CoreFigures, ...], num_cores: int, num_ranks: int) -> _Cores:
     """The cores of a rank of so many on a machine. `measured`: with one thread and with all cores;
     (): neither was measured."""
     single, rank = measured or _assumed(num_cores)
@@ -284,7 +284,7 @@ def cores_of_rank(measured: tuple[CoreFigures, ...], num_cores: int, num_ranks: 
         flops_per_s = share(single.flops_per_s, rank.flops_per_s)
         bytes_per_s = share(single.bytes_per_s, rank.bytes_per_s)
         rank = replace(rank, flops_per_s=flops_per_s, bytes_per_s=bytes_per_s)
-    return Cores(single, rank)
+    return _Cores(single, rank)
 
 
 def _assumed(num_cores: int) -> tuple[CoreFigures, CoreFigures]:

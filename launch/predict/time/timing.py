@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from launch.predict.time import operators, timeline
-from launch.predict.time.operators import Pace
 from launch.predict.time.padding import StepSplit
 from launch.predict.time.rates import Rates
 from launch.schema.levers import SLOTS
@@ -26,9 +25,8 @@ from launch.schema.plan import (
 )
 from launch.schema.recorded_step import Passes
 
-# Shares of the peak. Streaming gets 0.89 of an A800's memory: github.com/mli/
-# transformers-benchmarks issue 4. FlashAttention-2: 0.5 to 0.7 of an A100 (arXiv 2307.08691).
-ATTENTION_SHARE = 0.5
+# Share of the peak. Streaming gets 0.89 of an A800's memory: github.com/mli/
+# transformers-benchmarks issue 4.
 _MEMORY_SHARE = 0.8
 
 _BACKWARD_SHARE = 2 / 3  # share of a micro-step; a reduction in this time costs nothing
@@ -97,11 +95,9 @@ class _Traffic:
 class Speed:
     """The share of a rank in its device, its links and its host."""
 
-    pace: Pace
+    pace: Rates  # with the rates of large products, and of memory, that a step gets
     bus_bytes_per_s: float
     host_device_bytes_per_s: float
-    host_bytes_per_s: float
-    has_links: bool  # its cards have links of their own
     reason: str
 
 
@@ -169,7 +165,7 @@ def estimate(
     return TimeEstimate(sum(parts), *parts, strategy.effective_batch_size, speed.reason)
 
 
-def _hooks_s(strategy: Strategy, model: ModelSize, pace: Pace) -> tuple[float, float]:
+def _hooks_s(strategy: Strategy, model: ModelSize, pace: Rates) -> tuple[float, float]:
     """Seconds that an engine's hooks, and on a CPU the Trainer, take of the host in a micro-step,
     and in an update. FSDP2 calls none where a checkpointed layer computes again."""
     mode = strategy.launch_mode
@@ -214,14 +210,10 @@ def speed_of(
         source += f"; copies at {copies / 1e9:.1f} GB/s, measured here by selfcheck"
     if strategy.tf32:
         peaks["float32"] = peaks.get("tfloat32", peaks["float32"])
-    pace = Pace(
+    pace = replace(
+        rates,
         flops_per_s={dtype: share * peak for dtype, peak in peaks.items()},
-        attention_share=ATTENTION_SHARE / rates.product_share,
         bytes_per_s=(1.0 if rates.cores else _MEMORY_SHARE) * rates.bytes_per_s,
-        multiprocessor_hz=rates.multiprocessor_hz,
-        cache_bytes=rates.cache_bytes,
-        host=rates.host,
-        cores=rates.cores,
     )
     return Speed(
         pace,
@@ -231,8 +223,6 @@ def speed_of(
             if rates.cores
             else min(copies, rates.host_bytes_per_s / strategy.processes_per_machine)
         ),
-        host_bytes_per_s=rates.host_bytes_per_s,
-        has_links=rates.link_bytes_per_s is not None,
         reason=f"{rates.name}: {source}" + (f"; {bus_from}" if bus_from else ""),
     )
 
@@ -307,7 +297,7 @@ def _exposed_s(
     if strategy.backend == "nccl":
         hidden_s = micro_step_s * _BACKWARD_SHARE
         if strategy.launch_mode.shards_parameters:
-            hidden_s = micro_step_s if speed.has_links else 0.0
+            hidden_s = 0.0 if speed.pace.link_bytes_per_s is None else micro_step_s
 
     def exposed_s(size: float) -> float:
         return max(
@@ -383,4 +373,4 @@ def _host_update_s(
     # per element, read and written
     states = MASTER_BYTES * full_copy.optimizer_bytes / max(full_copy.gradients_bytes, 1)
     on_machine = model.trainable_parameters / strategy.num_machines
-    return on_machine * (_UPDATE_BYTES + 2 * states) / speed.host_bytes_per_s
+    return on_machine * (_UPDATE_BYTES + 2 * states) / speed.pace.host_bytes_per_s

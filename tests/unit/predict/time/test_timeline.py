@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.predict.time import operators, rates, timeline
-from launch.predict.time.operators import HostPace, Pace
+from launch.predict.time.rates import UNKNOWN, HostPace, Rates
 from launch.predict.time.timeline import Cost
 from launch.probe import described
 from launch.schema.recorded_step import Form, Operator, Passes
@@ -23,7 +23,14 @@ COSTS = st.lists(
 RUNS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=12), min_size=1, max_size=4)
 REPEATS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=6)
 PLAIN = HostPace(operator_s=10e-6, product_s=10e-6, view_s=1e-6, module_s=2e-6)
-PACE = Pace({"bfloat16": 1e14, "float32": 1e13}, 0.5, 1e12, 1e11, PLAIN)
+PACE = replace(
+    UNKNOWN,
+    flops_per_s={"bfloat16": 1e14, "float32": 1e13},
+    bytes_per_s=1e12,
+    multiprocessor_hz=1e11,
+    product_share=1.0,
+    host=PLAIN,
+)
 
 
 def passes_of(costs: list[Cost], runs: list[list[int]], *steps: list[tuple[int, int]]) -> Passes:
@@ -186,7 +193,7 @@ def test_rows_of_a_table_are_read_and_logits_of_targets():
 
 
 def test_the_host_takes_longer_for_a_product():
-    pace = Pace(PACE.flops_per_s, 0.5, 1e12, 1e11, HostPace(1e-5, 3e-5, 1e-6, 1e-6))
+    pace = replace(PACE, host=HostPace(1e-5, 3e-5, 1e-6, 1e-6))
     product, other = (
         operators.cost_of(pace, 1, 0, 1.0)(Operator("any", kind, "bfloat16")).host_s
         for kind in ("product", "other")
@@ -194,7 +201,7 @@ def test_the_host_takes_longer_for_a_product():
     assert (product, other) == (3e-5, 1e-5)
 
 
-def moved_s(name: str, form: Form, pace: Pace = PACE) -> float:
+def moved_s(name: str, form: Form, pace: Rates = PACE) -> float:
     kernel = Operator(name, "other", "bfloat16", bytes=(0, 1e9, 0, 0), launches=1, form=form)
     return operators.cost_of(pace, 2, 0, 1.0)(kernel).device_s - operators.KERNEL_S
 
@@ -206,7 +213,7 @@ def test_kernels_of_uneven_tensors_are_as_slow_as_their_multiprocessors():
         [min(slower[0], 2e-3 * 10 / 11.0), *slower[1:]]
     )
     assert moved_s("aten::sum", "broadcast") < moved_s("aten::add", "broadcast")
-    slow_memory = Pace(PACE.flops_per_s, 0.5, 1e11, 1e11, PLAIN)
+    slow_memory = replace(PACE, bytes_per_s=1e11)
     assert moved_s("aten::add", "strided", slow_memory) == pytest.approx(2e-2)
 
 
@@ -228,7 +235,7 @@ def test_an_operator_without_a_kernel_takes_the_host_alone():
 
 def test_efficient_attention_is_slower_than_flash_and_no_faster_than_its_card():
     h200 = rates.card(described.from_words("H200", 1, 64).gpus[0])
-    pace = Pace(h200.flops_per_s, 0.5, 4e12, h200.multiprocessor_hz, PLAIN)
+    pace = replace(h200, bytes_per_s=4e12, product_share=1.0, host=PLAIN)
 
     def attention_s(name: str) -> float:
         call = Operator(name, "attention", "bfloat16", flops=(1e13, 0, 0, 0), launches=1)

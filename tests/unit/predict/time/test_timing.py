@@ -508,7 +508,7 @@ def test_attention_gets_less_of_the_peak_than_a_product():
 
     unknown = replace(A100_80, multiprocessor_hz=float("inf"))
     ratio = taken_s("attention", unknown) / taken_s("product", unknown)
-    assert ratio == pytest.approx(unknown.product_share / timing.ATTENTION_SHARE, rel=1e-3)
+    assert ratio == pytest.approx(unknown.product_share / operators.ATTENTION_SHARE, rel=1e-3)
 
 
 # ---- published runs

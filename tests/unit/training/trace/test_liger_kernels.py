@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from launch.predict.time.operators import TRITON, TRITON_OPERATORS, HostPace, Pace, cost_of
+from launch.predict.time.operators import TRITON, TRITON_OPERATORS, cost_of
+from launch.predict.time.rates import UNKNOWN, HostPace
 from launch.schema.recorded_step import BATCH, Log
 from training.compat.torch_private import FakeTensorMode
 from training.trace.cuda_semantics import Target
@@ -56,7 +58,7 @@ def test_the_sums_of_a_norms_weight_have_a_row_for_each_multiprocessor():
 
 
 def test_a_launch_takes_as_long_as_several_operators_of_the_host():
-    pace = Pace({"float32": 1e12}, 1.0, 1e12, float("inf"), HostPace(1e-5, 1e-5, 1e-6, 1e-6))
+    pace = replace(UNKNOWN, host=HostPace(1e-5, 1e-5, 1e-6, 1e-6))
     log = recorded("LigerSiLUMulFunction", (BATCH, WIDTH), (BATCH, WIDTH))
     host_s = {each.name: cost_of(pace, 1, 0, 1.0)(each).host_s for each in log.operators}
     assert host_s["aten::empty_like"] == pytest.approx(1e-5)
