@@ -48,14 +48,20 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Keyed:
+    """A line of the ledger, by the keys of cache_keys."""
+
+    machine_key: str
+    model_key: str
+    recipe_key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Keyed):
     """The predicted and the measured figures of an ended attempt."""
 
     time: float  # unix time
     run_id: str
-    machine_key: str
-    model_key: str
-    recipe_key: str
     device: Device
     device_name: str
     mode: Mode

@@ -24,7 +24,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from launch.base import files, locks
 from launch.base.errors import ResourceError
 from launch.predict.history import calibration
-from launch.predict.history.calibration import Measurement
+from launch.predict.history.calibration import Keyed, Measurement
 from launch.schema.machine import Device
 from launch.schema.plan import Strategy
 
@@ -34,13 +34,10 @@ FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOFOLLOW
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuned:
+class Tuned(Keyed):
     """The strategy that tuning chose."""
 
     time: float  # unix time
-    machine_key: str
-    model_key: str
-    recipe_key: str
     strategy: Strategy
     why: str
     step_s: float
@@ -48,12 +45,9 @@ class Tuned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Forgotten:
+class _Forgotten(Keyed):
     """A mark that drops earlier results of tuning with these keys."""
 
-    machine_key: str
-    model_key: str
-    recipe_key: str
     kind: Literal["forgotten"] = "forgotten"
 
 
