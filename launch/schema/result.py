@@ -268,27 +268,37 @@ class Xid:
     line: str  # of the report
 
 
+@dataclass
+class Ended:
+    """The end of an attempt's ranks, as seen from outside."""
+
+    returncode: int = 0  # exit status of the launcher; negative: the signal that ended it
+    host_peak_bytes: int = 0
+    # least of what the job had and what was free beside it; 0: not measured
+    host_left_bytes: int = 0
+    is_refuted: bool = False  # the second step took more than was planned
+    hang: str = ""  # the rank that was silent, where and how long
+    pressure: str = ""  # why the host's RAM was about to run out
+    is_yielded: bool = False  # its user gave its memory to the runs that wait
+    # pids of ranks that ran on after another rank had ended, and were ended here
+    ended_ranks: list[int] = field(default_factory=list)
+    unkillable: list[int] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class AttemptRecord:
     """The facts of an ended attempt. classify() reads nothing else."""
 
-    returncode: int  # of the launcher; negative: the signal that killed it
+    ended: Ended
     rank_errors: tuple[RankError, ...]  # earliest first
     log_tail: str
     # growth of the kernel's oom_kill counter during the attempt; None: it cannot be read here
     oom_kills: int | None
     host_limit_bytes: int
-    host_peak_bytes: int
     completed: bool  # rank 0 wrote its outcome and reached the last step
     stopped_by: int | None = None  # signal number that the user sent to the supervisor
     oom_kills_of_machine: bool = False  # other programs count too
     preempted: Outcome | None = None  # of ranks that agreed to stop
-    hang: str = ""  # the silent rank, the section that it was in, and for how long
-    # why the host's RAM was about to run out, if the ranks were stopped for that
-    pressure: str = ""
-    is_yielded: bool = False  # they were stopped for the runs that wait for memory
-    # pids of ranks that the supervisor ended, since another had ended before them
-    ended_ranks: tuple[int, ...] = ()
     silent_ranks: tuple[tuple[int, int], ...] = ()  # (rank, pid) of ranks that wrote no error
     vram_reserved_bytes: int = 0  # of the fullest rank at the last logged step
     vram_total_bytes: int = 0  # 0: no GPU, or no step

@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -18,10 +18,10 @@ from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import Machine
 from launch.schema.plan import Command
 from launch.schema.recipe import Recipe
-from launch.schema.result import AttemptEnd, AttemptRecord, Outcome, RunResult, SecondStep
+from launch.schema.result import AttemptEnd, AttemptRecord, Ended, Outcome, RunResult, SecondStep
 from launch.supervise import failures, heartbeats, stop_signals
 from launch.supervise.screen import Screen
-from launch.supervise.watch import Ended, RankWatcher
+from launch.supervise.watch import RankWatcher
 
 _LOG_TAIL_BYTES = 1 << 20  # a cause and the stacks of eight ranks after it, at 98 KiB each
 # Variables by which launchers configure their ranks. Those of a launcher around this one, or
@@ -95,24 +95,22 @@ def result_of(
     outcome = attempt.read_outcome()
     completed = bool(outcome and outcome.complete)
     # the ranks measure once more at their end, after the last measurement from outside
-    host_peak_bytes = max(ended.host_peak_bytes, outcome.host_pss_bytes if outcome else 0)
+    ended = replace(
+        ended,
+        host_peak_bytes=max(ended.host_peak_bytes, outcome.host_pss_bytes if outcome else 0),
+    )
     beats, rank_errors = heartbeats.read_all(attempt), tuple(attempt.rank_errors())
     with_error = {error.rank for error in rank_errors}
     record = AttemptRecord(
-        returncode=ended.returncode,
+        ended=ended,
         rank_errors=rank_errors,
         log_tail=log_tail(attempt.log_file),
         oom_kills=_grown(beginning.oom_kills, oom_kills := machine.oom_kills()),
         oom_kills_of_machine=oom_kills.is_of_machine,
         host_limit_bytes=host_limit_bytes,
-        host_peak_bytes=host_peak_bytes,
         completed=completed,
         stopped_by=stopped_by,
         preempted=None if completed else outcome,
-        hang=ended.hang,
-        pressure=ended.pressure,
-        is_yielded=ended.is_yielded,
-        ended_ranks=tuple(ended.ended_ranks),
         # not the process that tokenises, which has a rank's place
         silent_ranks=tuple(
             (beat.rank, beat.pid)
@@ -149,7 +147,7 @@ def result_of(
         exit_code=failure.exit_code if failure else 0,
         failure=failure,
         seconds=time.monotonic() - beginning.monotonic_s,
-        host_peak_bytes=host_peak_bytes,
+        host_peak_bytes=ended.host_peak_bytes,
         host_left_bytes=ended.host_left_bytes,
         summary=asdict(outcome) if outcome and completed else {},
         plan_again=ended.is_refuted,

@@ -136,21 +136,21 @@ def _cause(record: AttemptRecord) -> Failure:
     was_killed = _is_killed(record) or _WORKER_KILLED in record.log_tail
     if record.oom_kills and (was_killed or not record.oom_kills_of_machine):
         return _oom_kill(record)
-    if record.pressure:
+    if record.ended.pressure:
         return Failure(
             "host_pressure",
             6,
             f"the ranks were stopped before the host ran out of RAM{_saved(record)}",
-            record.pressure,
+            record.ended.pressure,
             "give the run more memory, or lower training.dataloader_num_workers (the limit:"
             " launch.host_stop_fraction)",
         )
-    if record.hang:
+    if record.ended.hang:
         fix = "see ranks/*/stacks.txt in the attempt's folder"
-        return Failure("hang", 7, f"{record.hang}{_saved(record)}", "its heartbeat file", fix)
+        return Failure("hang", 7, f"{record.ended.hang}{_saved(record)}", "its heartbeat file", fix)
     if record.stopped_by is not None:
         return stopped(record.stopped_by, _saved(record))
-    if record.is_yielded:
+    if record.ended.is_yielded:
         cause = f"gave its memory to the runs that wait{_saved(record)}"
         return Failure(YIELDED, 75, cause, "python -m launch queue yield", CONTINUE)
     if _has_stopped(record):
@@ -161,7 +161,7 @@ def _cause(record: AttemptRecord) -> Failure:
 def _has_stopped(record: AttemptRecord) -> bool:
     """Say whether the ranks stopped of themselves, or because the launcher stopped them when one
     of them had failed or was killed."""
-    if record.preempted is None or record.returncode == -signal.SIGKILL:
+    if record.preempted is None or record.ended.returncode == -signal.SIGKILL:
         return False
     types = [error.type for error in record.rank_errors]
     if _STOPPED in types[1:] and types[0] != _STOPPED:
@@ -172,10 +172,10 @@ def _has_stopped(record: AttemptRecord) -> bool:
 
 def _without_ours(record: AttemptRecord) -> str:
     """The log without the launcher's lines on ranks that the supervisor has ended with SIGKILL."""
-    if not record.ended_ranks:
+    if not record.ended.ended_ranks:
         return record.log_tail
     ours = re.compile(
-        rf"(-9\b.*\(pid: |Signal 9 .* PID )({'|'.join(map(str, record.ended_ranks))})\b"
+        rf"(-9\b.*\(pid: |Signal 9 .* PID )({'|'.join(map(str, record.ended.ended_ranks))})\b"
     )
     return "\n".join(line for line in record.log_tail.splitlines() if not ours.search(line))
 
@@ -211,7 +211,7 @@ def too_little_time(
 
 
 def _oom_kill(record: AttemptRecord) -> Failure:
-    limit, peak = record.host_limit_bytes / GIB, record.host_peak_bytes / GIB
+    limit, peak = record.host_limit_bytes / GIB, record.ended.host_peak_bytes / GIB
     measured = f", job at {peak:.2f} GiB when last measured" if peak else ""
     return Failure(
         "host_oom",
@@ -256,7 +256,7 @@ def _fallen(record: AttemptRecord) -> Failure:
 
 def _is_killed(record: AttemptRecord) -> bool:
     """True if SIGKILL ended the launcher, or the rank that failed first."""
-    return record.returncode == -9 or bool(_KILLED_FIRST.search(record.log_tail))
+    return record.ended.returncode == -9 or bool(_KILLED_FIRST.search(record.log_tail))
 
 
 def _killed(log: str) -> str:
@@ -308,7 +308,7 @@ def _from_texts(record: AttemptRecord, rank_errors: Sequence[RankError]) -> Fail
 def _silent(record: AttemptRecord) -> str:
     """The first rank that ended before the others and left no error, whose end torchrun neither
     caused nor calls a failure; "" if there is none."""
-    ended = {int(pid) for pid in CLOSED.findall(record.log_tail)} | {*record.ended_ranks}
+    ended = {int(pid) for pid in CLOSED.findall(record.log_tail)} | {*record.ended.ended_ranks}
     failed = {int(rank) for rank in _REPORTED.findall(record.log_tail)}
     ranks = (rank for rank, pid in record.silent_ranks if rank not in failed and pid not in ended)
     return next((f"rank {rank}" for rank in ranks), "")
@@ -401,7 +401,7 @@ def _unknown(record: AttemptRecord) -> Failure:
     return Failure(
         "unknown",
         1,
-        f"the launcher ended with exit code {record.returncode} and no rank left a reason",
+        f"the launcher ended with exit code {record.ended.returncode} and no rank left a reason",
         _proof(lines[-1]) if lines else "no log",
         "read the attempt's log.txt",
     )

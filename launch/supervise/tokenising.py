@@ -16,12 +16,11 @@ from launch.data import token_cache
 from launch.plan import facts as plan_facts
 from launch.predict.facts import Facts
 from launch.run_folder.layout import AttemptDir, RunDir
-from launch.schema.result import Failure, RunResult, TokenisingEnd
+from launch.schema.result import Ended, Failure, RunResult, TokenisingEnd
 from launch.supervise import attempt as supervise_attempt
 from launch.supervise import heartbeats, restarts
 from launch.supervise.screen import Tail
 from launch.supervise.stop_signals import StopSignals
-from launch.supervise.watch import Ended
 
 GRACE_S = 5.0  # time for the child to remove half-written files
 

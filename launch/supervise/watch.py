@@ -7,14 +7,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from launch.base import files, processes
 from launch.base.text import size
 from launch.probe import machine
 from launch.run_folder.layout import AttemptDir, RunDir
-from launch.schema.result import SecondStep
+from launch.schema.result import Ended, SecondStep
 from launch.schema.run_sections import LaunchSection
 from launch.supervise import heartbeats
 from launch.supervise.heartbeats import Beat, Progress
@@ -31,23 +31,6 @@ _REPORT_S = 2.0  # time for the launcher to report how each rank ended, once all
 # share of ten seconds in which all processes of the machine waited for memory
 _STALLED_PERCENT = 50.0
 _PRESSURE = re.compile(r"^full avg10=([\d.]+)", re.MULTILINE)
-
-
-@dataclass
-class Ended:
-    """The end of an attempt's ranks, as seen from outside."""
-
-    returncode: int = 0  # exit status of the launcher; negative: the signal that ended it
-    host_peak_bytes: int = 0
-    # least of what the job had and what was free beside it; 0: not measured
-    host_left_bytes: int = 0
-    is_refuted: bool = False  # the second step took more than was planned
-    hang: str = ""  # the rank that was silent, where and how long
-    pressure: str = ""  # why the host's RAM was about to run out
-    is_yielded: bool = False  # its user gave its memory to the runs that wait
-    # pids of ranks that ran on after another rank had ended, and were ended here
-    ended_ranks: list[int] = field(default_factory=list)
-    unkillable: list[int] = field(default_factory=list)
 
 
 class RankWatcher:

@@ -239,11 +239,11 @@ def test_a_failure_kind(copy):
     }
     assert changed == files_named("A failure kind")
     script = """
-from launch.schema.result import AttemptRecord
+from launch.schema.result import AttemptRecord, Ended
 from launch.supervise import failures, restarts
 evidence = AttemptRecord(
-    returncode=1, rank_errors=(), log_tail="step 3\\nkitchen.BeanError: no beans left",
-    oom_kills=0, host_limit_bytes=3 << 30, host_peak_bytes=2 << 30, completed=False,
+    ended=Ended(1), rank_errors=(), log_tail="step 3\\nkitchen.BeanError: no beans left",
+    oom_kills=0, host_limit_bytes=3 << 30, completed=False,
 )
 failure = failures.classify(evidence)
 following = restarts.decide(failure, restarts.History(), 0, 3, 2, limit=10)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.schema.result import AttemptRecord, Outcome, RankError
+from launch.schema.result import AttemptRecord, Ended, Outcome, RankError
 from launch.supervise import failures
 
 ALLOCATOR = (
@@ -33,13 +33,13 @@ ALONE = (
 
 
 def evidence(**fields) -> AttemptRecord:
+    ends = {name: fields.pop(name) for name in ("returncode", "ended_ranks") if name in fields}
     facts = {
-        "returncode": 1,
+        "ended": Ended(**{"returncode": 1, "host_peak_bytes": 2 << 30, **ends}),
         "rank_errors": (),
         "log_tail": "",
         "oom_kills": 0,
         "host_limit_bytes": 3 << 30,
-        "host_peak_bytes": 2 << 30,
         "completed": False,
     }
     return AttemptRecord(**{**facts, **fields})
@@ -101,7 +101,7 @@ Root Cause (first observed failure):
 
 
 def test_a_rank_that_was_killed_is_named_and_the_one_that_the_supervisor_ended_after_it_is_not():
-    found = failures.classify(evidence(log_tail=TWO_ENDS.format(end="-9"), ended_ranks=(14440,)))
+    found = failures.classify(evidence(log_tail=TWO_ENDS.format(end="-9"), ended_ranks=[14440]))
     assert found is not None
     assert (found.kind, found.proof) == (
         "killed",
@@ -120,7 +120,7 @@ def test_a_rank_that_was_killed_is_named_and_the_one_that_the_supervisor_ended_a
 )
 def test_what_the_supervisor_ended_hides_no_other_cause(end, left, kind):
     found = failures.classify(
-        evidence(log_tail=TWO_ENDS.format(end=end), ended_ranks=(14440,), rank_errors=left)
+        evidence(log_tail=TWO_ENDS.format(end=end), ended_ranks=[14440], rank_errors=left)
     )
     assert found is not None
     assert found.kind == kind

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.base import errors
-from launch.schema.result import AttemptRecord, Failure, RankError, Xid
+from launch.schema.result import AttemptRecord, Ended, Failure, RankError, Xid
 from launch.supervise import attempt, failures
 from launch.supervise.failure_patterns import PATTERNS
 
@@ -60,9 +60,9 @@ def read(path: Path) -> tuple[str, str]:
 
 
 def evidence(log: str = "", **fields) -> AttemptRecord:
-    nothing = AttemptRecord(
-        1, (), log, oom_kills=0, host_limit_bytes=3 << 30, host_peak_bytes=2 << 30, completed=False
-    )
+    ends = {name: fields.pop(name) for name in ("hang", "ended_ranks") if name in fields}
+    ended = Ended(1, host_peak_bytes=2 << 30, **ends)
+    nothing = AttemptRecord(ended, (), log, oom_kills=0, host_limit_bytes=3 << 30, completed=False)
     return replace(nothing, **fields)
 
 
@@ -236,7 +236,7 @@ def test_a_rank_that_left_without_an_error_is_named_but_none_that_was_ended():
     closed = f"{log}W1121 api.py:1028] Sending process 4711 closing signal SIGTERM\n"
     for ended in (
         evidence(closed, rank_errors=(lost,), silent_ranks=((1, 4711),)),
-        evidence(log, rank_errors=(lost,), silent_ranks=((1, 4711),), ended_ranks=(4711,)),
+        evidence(log, rank_errors=(lost,), silent_ranks=((1, 4711),), ended_ranks=[4711]),
     ):
         assert verdict(ended).kind == "network"
 

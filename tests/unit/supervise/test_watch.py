@@ -18,12 +18,12 @@ import pytest
 
 from launch.base import files, processes
 from launch.run_folder.layout import RunDir
-from launch.schema.result import SecondStep
+from launch.schema.result import Ended, SecondStep
 from launch.schema.run_sections import LaunchSection
 from launch.supervise.heartbeats import Beat
 from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
-from launch.supervise.watch import Ended, RankWatcher
+from launch.supervise.watch import RankWatcher
 
 # A launcher starts a rank in each of its folders, and ends with 7 when all have ended.
 LAUNCHER = """
