@@ -66,7 +66,7 @@ class Fit:
     def tokens_per_s(self) -> float | None:
         if self.chosen is None or self.chosen.time is None:
             return None
-        return self.chosen.time.samples_per_s * self.length
+        return self.chosen.candidate.effective_batch_size * self.length / self.chosen.time.step_s
 
     @property
     def tokens_per_s_range(self) -> tuple[float, float] | None:

@@ -63,7 +63,6 @@ class TimeEstimate:
     optimizer_s: float  # the update, on the device or on the host
     communication_s: float  # communication that no computation hides
     offload_s: float  # copies between host and device that no computation hides
-    num_samples: int  # the effective batch
     reason: str
     correction: SecondsCorrection = NOT_CORRECTED  # correction in the seconds
 
@@ -76,10 +75,6 @@ class TimeEstimate:
     @property
     def waits_share(self) -> float:
         return self.launch_s / self.step_s
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.num_samples / self.step_s
 
 
 @dataclass(frozen=True)
@@ -162,7 +157,7 @@ def estimate(
     )
     optimizer_s = seconds.update_s + _host_update_s(strategy, model, full_copy, speed)
     parts = (compute_s, memory_s, launch_s, optimizer_s, communication_s, offload_s)
-    return TimeEstimate(sum(parts), *parts, strategy.effective_batch_size, speed.reason)
+    return TimeEstimate(sum(parts), *parts, speed.reason)
 
 
 def _hooks_s(strategy: Strategy, model: ModelSize, pace: Rates) -> tuple[float, float]:

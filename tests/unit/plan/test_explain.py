@@ -20,7 +20,7 @@ STRATEGY = plan(RECIPE, machine(1)).strategy
 
 def judged(gib: float, seconds: float | None, misses: str | None = None, **strategy: Any) -> Judged:
     peak = Peak("backward", "mm", {"activations": int(gib * GIB)}) if gib else None
-    time = TimeEstimate(seconds, seconds, 0, 0, 0, 0, 0, 16, "") if seconds else None
+    time = TimeEstimate(seconds, seconds, 0, 0, 0, 0, 0, "") if seconds else None
     candidate = replace(STRATEGY, **strategy)
     return Judged(candidate, MemoryEstimate(0, 0, 0, peak=peak), time, 20 * GIB, misses)
 

@@ -34,7 +34,7 @@ CONTEXT = facts_of("t5-tiny")  # of which the least that a step holds is not kno
 def judged(gib: float, seconds: float | None, host_gib: float = 2, **strategy: Any) -> Judged:
     peak = Peak("backward", "mm", {"activations": int(gib * GIB)})
     memory = MemoryEstimate(0, 0, 0, peak=peak, host={"imports": int(host_gib * GIB)})
-    time = TimeEstimate(seconds, seconds, 0, 0, 0, 0, 0, 16, "") if seconds else None
+    time = TimeEstimate(seconds, seconds, 0, 0, 0, 0, 0, "") if seconds else None
     rows = strategy.pop("rows", STRATEGY.per_device_train_batch_size)
     candidate = replace(STRATEGY, per_device_train_batch_size=rows).with_levers(**strategy)
     return Judged(candidate, memory, time, 20 * GIB, None)
