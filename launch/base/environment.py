@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from launch.base.errors import ConfigError, NetworkError
-from launch.base.secrets import SECRET_NAME, SECRET_VALUE
+from launch.base.text import SECRET_NAME, SECRET_VALUE
 from launch.base.variables import NAMES, OF_LIBRARIES, OF_MPI, PREFIXES, WITHHELD
 
 _CONNECTION_S = 60.0  # limit for a connection on a busy machine

@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 
 from launch.base import environment
 from launch.base.errors import ConfigError, LaunchError
-from launch.base.secrets import holds_secret
-from launch.base.text import did_you_mean, nearest, shown
+from launch.base.text import did_you_mean, holds_secret, nearest, shown
 from launch.base.workspace import FILES
 from launch.predict.facts import Wishes
 from launch.probe import described

@@ -15,7 +15,7 @@ from launch.base.text import columns, shown, size
 from launch.base.workspace import Workspace
 from launch.commands.recipe_arguments import refuse
 from launch.predict.history.ledger import Ledger
-from launch.run_folder import cleanup, sample_audit
+from launch.run_folder import disk_space, sample_audit
 from launch.run_folder.layout import RunDir
 
 _INTERVAL_S = 2.0  # pause between two looks of `watch`
@@ -123,13 +123,13 @@ def _list(workspace: Workspace, arguments: Namespace) -> None:
 
 
 def _clean(workspace: Workspace, arguments: Namespace) -> None:
-    """Free disk space by the rules of cleanup.py."""
+    """Free disk space by the rules of disk_space.py."""
     keep = _KEEP if arguments.keep is None else arguments.keep
     refuse(
         (keep < 0, f"runs clean --keep {keep}: expected 0 or more runs, such as --keep 5"),
         (arguments.json, "runs clean: --json is for the list alone; leave it out"),
     )
-    freed_bytes, survey = 0, cleanup.survey(workspace.runs, keep, arguments.unfinished)
+    freed_bytes, survey = 0, disk_space.survey(workspace.runs, keep, arguments.unfinished)
     for removal in survey.removals:
         part = "checkpoints of the" if removal.rule in ("complete", "unfinished") else "a"
         name = f"{removal.run.root.parent.name}/{removal.run.root.name}"
@@ -137,7 +137,7 @@ def _clean(workspace: Workspace, arguments: Namespace) -> None:
             f"{part} {removal.rule}{' run' if part != 'a' else ''}: {name}, {size(removal.bytes)}"
         )
         line += f" ({removal.note})" if removal.note else ""
-        if not arguments.dry_run and not cleanup.remove(removal):
+        if not arguments.dry_run and not disk_space.remove(removal):
             line = f"stays: {name}: a start has just taken it"
         else:
             freed_bytes += removal.bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launch.base.text import size
-from launch.probe import gpu_health, gpu_signs
+from launch.probe import gpu_signs
 from launch.schema.machine import GIB, Gpu, Machine
 
 # graphics of a Ryzen or an APU, which rocm-smi lists beside the real card, are smaller
@@ -249,11 +249,11 @@ def _nvidia() -> _Nvidia:
                 continue
             sizes, capability = (int(memory.total), int(memory.free)), f"{major}.{minor}"
             reason = f"NVML device {index}"
-            slowdown = gpu_health.slowdown(pynvml, handle)
+            slowdown = gpu_signs.slowdown(pynvml, handle)
             gpu = Gpu(index, name, "nvidia", *sizes, capability, driver, reason, uuid, slowdown)
             listed.append((uuid, gpu))
             # CUDA gives out only parts of a divided card, of which NVML reports the sum
-            mode = gpu_health.ask(pynvml, "nvmlDeviceGetMigMode", handle)
+            mode = gpu_signs.ask(pynvml, "nvmlDeviceGetMigMode", handle)
             if mode and mode[0]:
                 divided.add(uuid)
         cuda_driver = _cuda_driver(pynvml)

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from launch.base.errors import ConfigError
-from launch.base.secrets import SECRET_NAME, holds_secret
-from launch.base.text import did_you_mean, nearest
+from launch.base.text import SECRET_NAME, did_you_mean, holds_secret, nearest
 from launch.base.workspace import FILES
 from launch.recipe import key_reference, strict_yaml, training_arguments, unread_keys
 from launch.recipe.strict_yaml import KeyPath, dotted, mend, plain, show, wrong

@@ -1,12 +1,29 @@
-"""Disk space for the checkpoints of a run and for its model, checked before anything is started."""
+"""Disk space of runs: for the checkpoints and the model of a start, checked before anything is
+started; and that which finished runs still take, and its removal by rules.
 
+1. Folders of dry runs, and of starts that ended before they had a plan.
+2. Checkpoints of complete runs, but of the newest runs of each recipe.
+3. Only if asked: checkpoints of unfinished runs, and of complete runs whose model is no longer in
+   output_dir, but of the newest runs of each recipe.
+
+Logs, figures and reports of runs stay. A run that is in use is left alone, and so is a checkpoint
+from which another, unfinished run continues. Nothing goes that no plan marks as ours, under a name
+that a run does not write, or behind a link."""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from launch.base import files
-from launch.base.errors import ResourceError
+from launch.base import files, locks
+from launch.base.errors import CheckpointError, LockHeld, ResourceError
 from launch.base.text import size
-from launch.run_folder import manifest
-from launch.run_folder.layout import RunDir
+from launch.queue import leases
+from launch.run_folder import layout, manifest
+from launch.run_folder.layout import DRY_RUN, RunDir, holds_model
 from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
@@ -78,3 +95,148 @@ def check(run: RunDir, recipe: Recipe, plan: Plan, leased_bytes: int = 0) -> lis
 
 def _less(leased_bytes: int) -> str:
     return f" beside {size(leased_bytes)} of other runs' leases" if leased_bytes else ""
+
+
+# ---- removal
+# ---------------------------------------------------------------------------
+
+_ONLY_WEIGHTS = "its model is not in its output_dir any more, these are its only weights here"
+UNTOUCHED_S = 60.0  # a start makes its folder some seconds before its plan
+
+
+@dataclass(frozen=True)
+class Removal:
+    """A folder whose content can go: all of it, or the checkpoints of a run."""
+
+    rule: Literal["dry run", "start without a plan", "complete", "unfinished"]
+    run: RunDir
+    bytes: int
+    note: str = ""
+
+    @property
+    def paths(self) -> list[Path]:
+        """Paths to remove. The folder of checkpoints stays."""
+        if self.rule in ("complete", "unfinished"):
+            return manifest.written(self.run.checkpoints)
+        return [self.run.root]
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """Removals in the order of the rules, and lines on runs that stay although they are old."""
+
+    removals: list[Removal]
+    stays: list[str]
+
+
+def survey(runs: Path, keep: int, unfinished: bool) -> _Survey:
+    """Look at all runs; nothing is changed. `keep`: so many of the newest runs of each recipe keep
+    their checkpoints; `unfinished`: those of unfinished runs can go too."""
+    removals, stays = list(_leftovers(runs)), []
+    planned = RunDir.all(runs)
+    continued = set(_continued(planned))
+    for name in sorted({run.root.parent.name for run in planned}):
+        trained = [run for run in RunDir.all(runs, name) if has_checkpoints(run) or _ended(run)]
+        for run in filter(has_checkpoints, trained[keep:]):
+            checkpoints_bytes = sum(map(size_bytes, manifest.written(run.checkpoints)))
+            is_complete = _ended(run)
+            are_last = is_complete and not _has_model(run)
+            links = (run.root.parent, run.root, run.checkpoints)
+            if link := next((path for path in links if path.is_symlink()), None):
+                stays.append(f"{run.run_id}: its checkpoints lie behind the link {link}")
+            elif _is_in_use(run):
+                stays.append(f"{run.run_id}: in use")
+            elif run.root.resolve() in continued:
+                stays.append(f"{run.run_id}: an unfinished run continues from its checkpoint")
+            elif is_complete and not are_last:
+                removals.append(Removal("complete", run, checkpoints_bytes))
+            elif unfinished:
+                note = _ONLY_WEIGHTS if are_last else "it could still be continued"
+                removals.append(Removal("unfinished", run, checkpoints_bytes, note))
+            else:
+                why = _ONLY_WEIGHTS if are_last else "not complete"
+                stays.append(f"{run.run_id}: {why}; --unfinished removes its checkpoints")
+    order = {"dry run": 0, "start without a plan": 1, "complete": 2, "unfinished": 3}
+    return _Survey(sorted(removals, key=lambda removal: order[removal.rule]), stays)
+
+
+def _leftovers(runs: Path) -> Iterator[Removal]:
+    for root in sorted(runs.glob("*/*")):
+        run = RunDir(root)
+        if (
+            not run.is_removable()
+            or _is_in_use(run)
+            or time.time() - root.stat().st_mtime < UNTOUCHED_S
+        ):
+            continue
+        if root.name == DRY_RUN:
+            yield Removal("dry run", run, size_bytes(root))
+        elif layout.STAMP.fullmatch(root.name) and not run.plan_file.exists():
+            yield Removal("start without a plan", run, size_bytes(root))
+
+
+def remove(removal: Removal) -> bool:
+    """Remove it; False if a start has taken the run in the meantime."""
+    is_run = removal.rule in ("complete", "unfinished")
+    try:
+        with layout.run_lock(removal.run) if is_run else nullcontext():
+            for path in removal.paths:
+                files.remove(path)
+    except LockHeld:
+        return False
+    return True
+
+
+def has_checkpoints(run: RunDir) -> bool:
+    return run.checkpoints.is_dir() and any(run.checkpoints.glob("checkpoint-*"))
+
+
+def _is_in_use(run: RunDir) -> bool:
+    """True if a start trains the run, or waits for its memory."""
+    own = (lease for lease in leases.of_this_machine() if lease.is_own)
+    leased = {Path(lease.record.run).resolve() for lease in own}
+    return run.root.resolve() in leased or locks.holder_pid(run.lock_file) is not None
+
+
+def _ended(run: RunDir) -> bool:
+    """True if the run is complete; one whose outcome is damaged is not known to be."""
+    try:
+        return run.outcome() is not None
+    except CheckpointError:
+        return False
+
+
+def _continued(runs: Sequence[RunDir]) -> Iterator[Path]:
+    """Folders of the runs from whose checkpoints unfinished runs continue."""
+    for run in runs:
+        try:
+            continues = run.read_continues()
+        except CheckpointError:
+            continue  # it cannot continue either
+        if continues and not _ended(run):
+            yield continues.checkpoint.parent.parent.resolve()
+
+
+def _has_model(run: RunDir) -> bool:
+    """True if the output_dir of a complete run holds its model."""
+    outcome = run.outcome()
+    return outcome is not None and holds_model(Path(outcome.model_dir), run.run_id)
+
+
+def size_bytes(folder: Path) -> int:
+    """Bytes of a file, or of all files in a folder; one with several names counts once, links do
+    not."""
+    if folder.is_file():
+        return folder.stat().st_size
+    total, seen = 0, set[tuple[int, int]]()
+    for place, _, names in os.walk(folder):
+        for name in names:
+            try:
+                status = Path(place, name).lstat()
+            except FileNotFoundError:  # a running run removes files
+                continue
+            if status.st_nlink > 1 and (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            total += status.st_size
+    return total

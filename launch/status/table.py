@@ -12,7 +12,7 @@ from rich.text import Text
 
 from launch.base import files
 from launch.base.text import shown, size
-from launch.run_folder import cleanup
+from launch.run_folder import disk_space
 from launch.run_folder.layout import RunDir
 from launch.schema.result import Outcome
 from launch.status.runs import RunFiles, RunState, newest_of_recipes, waiting_folders
@@ -78,8 +78,8 @@ def _row(run: RunDir, waiting: Collection[str], is_newest: bool) -> _RunRow:
         replace(state, verdict="") if state.state == "complete" else state,
         started_at=started_at,
         ended=outcome.ended if outcome and outcome.complete else state.state,
-        bytes=cleanup.size_bytes(run.root),
-        checkpoint_bytes=cleanup.size_bytes(run.checkpoints),
+        bytes=disk_space.size_bytes(run.root),
+        checkpoint_bytes=disk_space.size_bytes(run.checkpoints),
     )
 
 

@@ -15,7 +15,7 @@ from launch.base.errors import ConfigError
 from launch.base.progress import eta
 from launch.base.text import BARS, encodable, shown, suggestion
 from launch.base.workspace import Workspace
-from launch.probe.gpu_health import ask
+from launch.probe.gpu_signs import ask
 from launch.queue import leases
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB

@@ -13,7 +13,7 @@ from typing import IO
 
 from launch.base import environment, files, processes
 from launch.probe import machine
-from launch.probe.gpu_health import XidWatch
+from launch.probe.gpu_signs import XidWatch
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.machine import Machine
 from launch.schema.plan import Command

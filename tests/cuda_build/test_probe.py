@@ -51,7 +51,7 @@ import json, os, time
 from dataclasses import astuple
 from pathlib import Path
 from launch.probe import machine
-from launch.probe.gpu_health import XidWatch
+from launch.probe.gpu_signs import XidWatch
 
 log = Path(os.environ["LOWMEM_SYSTEM_ROOT"], "dev/kmsg")
 line = "NVRM: Xid (PCI:0000:{}:00): {}, GPU has fallen off the bus"

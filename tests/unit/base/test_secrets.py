@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from launch.base.secrets import SECRET_NAME, holds_secret, without_secrets
-from launch.base.text import shown
+from launch.base.text import SECRET_NAME, holds_secret, shown, without_secrets
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,7 @@ from launch.base import files, locks
 from launch.base.errors import ResourceError
 from launch.base.workspace import Workspace
 from launch.render import run_files
-from launch.run_folder import cleanup, layout
+from launch.run_folder import disk_space, layout
 from launch.run_folder.layout import RunDir
 from launch.schema.result import AttemptEnd, Continues, ExportedModel, HeldOut, Outcome
 from tests import builders
@@ -67,8 +67,8 @@ def test_a_file_of_two_names_is_counted_once(tmp_path):
     (tmp_path / "a" / "first").write_bytes(b"x" * 100)
     (tmp_path / "b" / "second").hardlink_to(tmp_path / "a" / "first")
     (tmp_path / "b" / "third").write_bytes(b"x" * 10)
-    assert cleanup.size_bytes(tmp_path) == 110
-    assert cleanup.size_bytes(tmp_path / "a" / "first") == 100
+    assert disk_space.size_bytes(tmp_path) == 110
+    assert disk_space.size_bytes(tmp_path / "a" / "first") == 100
 
 
 def test_dry_runs_go_first_then_checkpoints_of_complete_runs_beyond_the_newest(workspace, capsys):
@@ -79,11 +79,11 @@ def test_dry_runs_go_first_then_checkpoints_of_complete_runs_beyond_the_newest(w
     left_over = dry_run(workspace)
     (workspace.root / "models/wish-1/lowmem.json").unlink()  # of another run now
     (oldest.checkpoints / "commits.damaged").touch()  # a list of checkpoints that could not be read
-    before = cleanup.size_bytes(workspace.runs)
+    before = disk_space.size_bytes(workspace.runs)
     command = ["runs", "clean", "--keep", "2"]
     assert main([*command, "--dry-run"]) == 0
     promised = capsys.readouterr().out
-    assert cleanup.size_bytes(workspace.runs) == before
+    assert disk_space.size_bytes(workspace.runs) == before
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert promised.replace("would free", "freed").splitlines() == lines
@@ -93,19 +93,19 @@ def test_dry_runs_go_first_then_checkpoints_of_complete_runs_beyond_the_newest(w
     assert lines[3].startswith("stays: wish-20260102-000000: its model is not in its output_dir")
     assert lines[3].endswith("only weights here; --unfinished removes its checkpoints")
     assert lines[4] == "freed 2.1 KiB"
-    assert before - cleanup.size_bytes(workspace.runs) == 2 * CHECKPOINT_BYTES + 100
+    assert before - disk_space.size_bytes(workspace.runs) == 2 * CHECKPOINT_BYTES + 100
     assert not left_over.root.exists()
     assert oldest.outcome() and not any(oldest.checkpoints.iterdir())
     for run in (older, unfinished, *newest, other):
-        assert cleanup.has_checkpoints(run)
+        assert disk_space.has_checkpoints(run)
 
 
 def test_unfinished_runs_go_only_when_asked(workspace, capsys):
     run = made(workspace, 0, is_complete=False)
     assert main(["runs", "clean", "--keep", "0"]) == 0
-    assert cleanup.has_checkpoints(run)
+    assert disk_space.has_checkpoints(run)
     assert main(["runs", "clean", "--keep", "0", "--unfinished"]) == 0
-    assert not cleanup.has_checkpoints(run)
+    assert not disk_space.has_checkpoints(run)
     assert "(it could still be continued)" in capsys.readouterr().out
 
 
@@ -116,12 +116,12 @@ def test_a_run_in_use_and_the_source_of_an_unfinished_run_stay(workspace, capsys
     files.write_json(continuing.continues_file, continues)
     with layout.run_lock(running):
         assert main(["runs", "clean", "--keep", "0"]) == 0
-        assert not cleanup.remove(cleanup.Removal("complete", running, 0))
+        assert not disk_space.remove(disk_space.Removal("complete", running, 0))
     words = capsys.readouterr().out
     assert "stays: wish-20260102-000000: in use" in words
     assert "stays: wish-20260101-000000: an unfinished run continues from its checkpoint" in words
     assert words.endswith("freed 0.0 KiB\n")
-    assert cleanup.has_checkpoints(source) and cleanup.has_checkpoints(running)
+    assert disk_space.has_checkpoints(source) and disk_space.has_checkpoints(running)
 
 
 @pytest.mark.parametrize("linked", ["checkpoints", "run", "recipe"])

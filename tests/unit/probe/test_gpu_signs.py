@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launch.probe import gpu_health
+from launch.probe import gpu_signs
 from launch.schema.result import Xid
 
 # github.com/NVIDIA/NVSentinel/issues/155, in the form of /dev/kmsg
@@ -32,12 +32,12 @@ def test_the_kernels_log_gives_the_xids_since_a_time(tmp_path: Path):
         (103.0, OFF_THE_BUS.replace("44", "c1")),  # the card of somebody else
     )
     cards = {(0, 0x01): "GPU 0", (0, 0x44): "GPU 1"}
-    found = [*gpu_health.kernel_xids(log(tmp_path, *records), 100.0, cards)]
+    found = [*gpu_signs.kernel_xids(log(tmp_path, *records), 100.0, cards)]
     assert found == [Xid(79, "GPU 1", OFF_THE_BUS)]
 
 
 def test_a_log_that_may_not_be_read_says_nothing(tmp_path: Path):
-    assert not [*gpu_health.kernel_xids(tmp_path / "dev/kmsg", 0.0, {(0, 0x44): "GPU 1"})]
+    assert not [*gpu_signs.kernel_xids(tmp_path / "dev/kmsg", 0.0, {(0, 0x44): "GPU 1"})]
 
 
 def test_the_kernels_words_take_the_place_of_nvmls_number_and_the_newest_advice_counts():
@@ -47,8 +47,8 @@ def test_the_kernels_words_take_the_place_of_nvmls_number_and_the_newest_advice_
     silent = [Xid(number, "GPU 0", f"NVML: Xid {number} on GPU 0") for number in (154, 45, 154)]
     lost, twice = Xid(79, "GPU 0", OFF_THE_BUS), Xid(79, "GPU 1", OFF_THE_BUS)
     reset, reboot = advice("GPU Reset Required"), advice("Node Reboot Required")
-    assert gpu_health.merged(silent, []) == tuple(silent[:2])
-    assert gpu_health.merged(silent, [lost, reset, twice, reboot]) == (reboot, silent[1], lost)
+    assert gpu_signs.merged(silent, []) == tuple(silent[:2])
+    assert gpu_signs.merged(silent, [lost, reset, twice, reboot]) == (reboot, silent[1], lost)
 
 
 class NVMLError(Exception):
@@ -80,4 +80,4 @@ def test_a_driver_before_535_that_says_no_clock_still_says_the_reason(bits, reas
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda card: bits,
         nvmlDeviceGetClockInfo=refuse,
     )
-    assert gpu_health.slowdown(library, object()).removesuffix(", as under full load") == reason
+    assert gpu_signs.slowdown(library, object()).removesuffix(", as under full load") == reason
