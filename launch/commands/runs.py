@@ -129,8 +129,9 @@ def _clean(workspace: Workspace, arguments: Namespace) -> None:
         (keep < 0, f"runs clean --keep {keep}: expected 0 or more runs, such as --keep 5"),
         (arguments.json, "runs clean: --json is for the list alone; leave it out"),
     )
-    freed_bytes, survey = 0, disk_space.survey(workspace.runs, keep, arguments.unfinished)
-    for removal in survey.removals:
+    freed_bytes = 0
+    removals, stays = disk_space.survey(workspace.runs, keep, arguments.unfinished)
+    for removal in removals:
         part = "checkpoints of the" if removal.rule in ("complete", "unfinished") else "a"
         name = f"{removal.run.root.parent.name}/{removal.run.root.name}"
         line = (
@@ -142,7 +143,7 @@ def _clean(workspace: Workspace, arguments: Namespace) -> None:
         else:
             freed_bytes += removal.bytes
         print(shown(line))
-    for line in survey.stays:
+    for line in stays:
         print(shown(f"stays: {line}"))
     print(f"{'would free' if arguments.dry_run else 'freed'} {size(freed_bytes)}")
 

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from launch.base.text import size
 from launch.probe import gpu_signs
@@ -61,7 +61,6 @@ _COMPUTE_FIX = (
     " driver again"
 )
 
-_Parsed = TypeVar("_Parsed")
 _Listed = list[tuple[str, Gpu]]  # (uuid, or "" when unknown; GPU) in the vendor's order
 _ROCM_SMI_QUERY = (
     "--showproductname",
@@ -362,7 +361,7 @@ def _ask(
     queries: Sequence[Sequence[str]],
     env: Mapping[str, str],
     timeout_s: float,
-    parse: Callable[[str], _Parsed],
+    parse: Callable[[str], Any],
     combine: Callable[..., Iterable[tuple[str, Gpu]]],
 ) -> tuple[_Listed, str]:
     """Run a tool once for each query, parse its outputs and combine them into a list of GPUs. If
@@ -462,8 +461,10 @@ def _amd_smi_gpus(
             _first(asic, "target_graphics_version"),
             _first(_part(row, "driver"), "version"),
         )
-        gpu = Gpu(index, name, "amd", *sizes, gfx, driver, f"amd-smi GPU {index}")
-        yield _amd_uuid(_first(asic, "asic_serial")), gpu
+        yield (
+            _amd_uuid(_first(asic, "asic_serial")),
+            Gpu(index, name, "amd", *sizes, gfx, driver, f"amd-smi GPU {index}"),
+        )
 
 
 def _part(row: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,14 @@ def measure(cache: Path, device: Device, forget: bool = False) -> "Imports":
         newer = replace(before, context_bytes=context_bytes, context_source=card.context_source)
         card = before if is_more else newer
     figures = Imports(**private, mapped_bytes=mapped, reason="measured here", card=card)
-    _store(figures_file(cache, device), asdict(figures))
+    _store(figures_file(cache, device), figures)
     return figures
 
 
 def keep_card(cache: Path, card: CardFigures) -> None:
     """Store figures of this machine's card for later plans."""
     figures = replace(measured_or_assumed(cache, "cuda"), card=card)
-    _store(figures_file(cache, "cuda"), asdict(figures))
+    _store(figures_file(cache, "cuda"), figures)
 
 
 def no_flash_attn(cache: Path) -> str | None:
@@ -91,7 +91,7 @@ def _file(cache: Path, prefix: str, identity: Sequence[Any]) -> Path:
     return cache / "imports" / f"{prefix}{files.digest(identity)}.json"
 
 
-def _store(file: Path, result: Mapping[str, Any]) -> None:
+def _store(file: Path, result: Imports | Mapping[str, str]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     files.write_json(file, result)
 

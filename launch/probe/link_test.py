@@ -76,8 +76,9 @@ def link(
     key = files.digest(facts)
     if not fresh and (cached := _read_cache(path, say).get(key)):
         return cached.link
-    search = _Search(machine, num_processes, environ, collective, device, say, limits, shm)
-    tested = search.run(backends)
+    tested = _Search(machine, num_processes, environ, collective, device, say, limits, shm).run(
+        backends
+    )
     if all(link_causes.BY_NAME[attempt.cause].lasting for attempt in tested.tries):
         _store(path, facts, tested, say)
     _of_this_process[path, key] = tested

@@ -131,8 +131,7 @@ def host_available(
             else "nothing: its memory.stat cannot be read"
         )
         free.append((max(0, cap - used), f"{folder}/{name} = {size(cap)} less {use_text}"))
-    caps = [*_slurm_caps(env), *_rlimit_caps()]
-    free += [(cap, f"{where} = {size(cap)}") for cap, where in caps]
+    free += [(cap, f"{of} = {size(cap)}") for cap, of in (*_slurm_caps(env), *_rlimit_caps())]
     if _read(root, _OVERCOMMIT) == "2":
         promised = max(memory["CommitLimit"] - memory["Committed_AS"], 0)
         free.append((promised, f"CommitLimit less Committed_AS = {size(promised)}"))

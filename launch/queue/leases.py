@@ -119,11 +119,8 @@ class Lease:
     @property
     def name(self) -> str:
         """The run by number, user and process, and to its own user by recipe."""
-        recipe = f" {self.record.recipe}," if self.is_own and self.record.recipe else ""
-        process = _process(self.pid)
-        return f"run {self.number} of {user_name(self.uid)} ({recipe.lstrip()} {process})".replace(
-            "( ", "("
-        )
+        recipe = f"{self.record.recipe}, " if self.is_own and self.record.recipe else ""
+        return f"run {self.number} of {user_name(self.uid)} ({recipe}{_process(self.pid)})"
 
 
 class NoLeases(ResourceError):

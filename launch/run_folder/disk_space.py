@@ -13,7 +13,7 @@ that a run does not write, or behind a link."""
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +27,7 @@ from launch.run_folder.layout import DRY_RUN, RunDir, holds_model
 from launch.schema.model_sections import DTYPE_BYTES
 from launch.schema.plan import Plan
 from launch.schema.recipe import Recipe
+from launch.schema.result import Outcome
 
 # whatever the limit says: one checkpoint alone can be damaged, and there would be none
 _MIN_KEPT = 2
@@ -121,26 +122,20 @@ class Removal:
         return [self.run.root]
 
 
-@dataclass(frozen=True)
-class _Survey:
-    """Removals in the order of the rules, and lines on runs that stay although they are old."""
+def survey(runs: Path, keep: int, unfinished: bool) -> tuple[list[Removal], list[str]]:
+    """(removals in the order of the rules, lines on runs that stay although they are old).
 
-    removals: list[Removal]
-    stays: list[str]
-
-
-def survey(runs: Path, keep: int, unfinished: bool) -> _Survey:
-    """Look at all runs; nothing is changed. `keep`: so many of the newest runs of each recipe keep
-    their checkpoints; `unfinished`: those of unfinished runs can go too."""
+    Nothing is changed. `keep`: so many of the newest runs of each recipe keep their checkpoints;
+    `unfinished`: those of unfinished runs can go too."""
     removals, stays = list(_leftovers(runs)), []
     planned = RunDir.all(runs)
     continued = set(_continued(planned))
     for name in sorted({run.root.parent.name for run in planned}):
-        trained = [run for run in RunDir.all(runs, name) if has_checkpoints(run) or _ended(run)]
+        trained = [run for run in RunDir.all(runs, name) if has_checkpoints(run) or _outcome(run)]
         for run in filter(has_checkpoints, trained[keep:]):
             checkpoints_bytes = sum(map(size_bytes, manifest.written(run.checkpoints)))
-            is_complete = _ended(run)
-            are_last = is_complete and not _has_model(run)
+            outcome = _outcome(run)
+            are_last = outcome and not holds_model(Path(outcome.model_dir), run.run_id)
             links = (run.root.parent, run.root, run.checkpoints)
             if link := next((path for path in links if path.is_symlink()), None):
                 stays.append(f"{run.run_id}: its checkpoints lie behind the link {link}")
@@ -148,7 +143,7 @@ def survey(runs: Path, keep: int, unfinished: bool) -> _Survey:
                 stays.append(f"{run.run_id}: in use")
             elif run.root.resolve() in continued:
                 stays.append(f"{run.run_id}: an unfinished run continues from its checkpoint")
-            elif is_complete and not are_last:
+            elif outcome and not are_last:
                 removals.append(Removal("complete", run, checkpoints_bytes))
             elif unfinished:
                 note = _ONLY_WEIGHTS if are_last else "it could still be continued"
@@ -157,7 +152,7 @@ def survey(runs: Path, keep: int, unfinished: bool) -> _Survey:
                 why = _ONLY_WEIGHTS if are_last else "not complete"
                 stays.append(f"{run.run_id}: {why}; --unfinished removes its checkpoints")
     order = {"dry run": 0, "start without a plan": 1, "complete": 2, "unfinished": 3}
-    return _Survey(sorted(removals, key=lambda removal: order[removal.rule]), stays)
+    return sorted(removals, key=lambda removal: order[removal.rule]), stays
 
 
 def _leftovers(runs: Path) -> Iterator[Removal]:
@@ -198,29 +193,20 @@ def _is_in_use(run: RunDir) -> bool:
     return run.root.resolve() in leased or locks.holder_pid(run.lock_file) is not None
 
 
-def _ended(run: RunDir) -> bool:
-    """True if the run is complete; one whose outcome is damaged is not known to be."""
-    try:
-        return run.outcome() is not None
-    except CheckpointError:
-        return False
+def _outcome(run: RunDir) -> Outcome | None:
+    """The outcome of a complete run; one whose outcome is damaged is not known to be complete."""
+    with suppress(CheckpointError):
+        return run.outcome()
+    return None
 
 
 def _continued(runs: Sequence[RunDir]) -> Iterator[Path]:
     """Folders of the runs from whose checkpoints unfinished runs continue."""
     for run in runs:
-        try:
+        with suppress(CheckpointError):  # a damaged one cannot continue either
             continues = run.read_continues()
-        except CheckpointError:
-            continue  # it cannot continue either
-        if continues and not _ended(run):
-            yield continues.checkpoint.parent.parent.resolve()
-
-
-def _has_model(run: RunDir) -> bool:
-    """True if the output_dir of a complete run holds its model."""
-    outcome = run.outcome()
-    return outcome is not None and holds_model(Path(outcome.model_dir), run.run_id)
+            if continues and not _outcome(run):
+                yield continues.checkpoint.parent.parent.resolve()
 
 
 def size_bytes(folder: Path) -> int:
@@ -228,15 +214,10 @@ def size_bytes(folder: Path) -> int:
     not."""
     if folder.is_file():
         return folder.stat().st_size
-    total, seen = 0, set[tuple[int, int]]()
+    sizes: dict[tuple[int, int], int] = {}
     for place, _, names in os.walk(folder):
         for name in names:
-            try:
+            with suppress(FileNotFoundError):  # a running run removes files
                 status = Path(place, name).lstat()
-            except FileNotFoundError:  # a running run removes files
-                continue
-            if status.st_nlink > 1 and (status.st_dev, status.st_ino) in seen:
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            total += status.st_size
-    return total
+                sizes[status.st_dev, status.st_ino] = status.st_size
+    return sum(sizes.values())

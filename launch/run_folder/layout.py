@@ -372,8 +372,12 @@ def as_begun(tokens: TokenCache, runs: Path, recipe: Recipe, resume: str) -> Tok
     before = tokens.folder.with_name(digest(identity))
     earlier = [run_at(resume)]
     if resume == "auto":
-        own = (run for run in RunDir.all(runs, recipe.name) if run.writes_to(recipe.output_dir))
-        earlier = (run for run in own if run.has_trained() or run.continues_file.exists())
+        earlier = (
+            run
+            for run in RunDir.all(runs, recipe.name)
+            if run.writes_to(recipe.output_dir)
+            and (run.has_trained() or run.continues_file.exists())
+        )
     used = None
     with suppress(CheckpointError):  # decide() says what is damaged
         used = next((run.read_tokens() for run in earlier), None)
@@ -434,8 +438,11 @@ def kept_aside(folder: Path, run_id: str) -> list[str]:
 def downloads(recipe: Recipe) -> list[Downloaded]:
     """The origins of a recipe's model and data, as far as they were downloaded by name."""
     folders = [*filter(None, [recipe.model.path]), *recipe.data.paths]
-    records = [read_or_none(Path(folder) / DOWNLOADED, Downloaded) for folder in folders]
-    return [record for record in records if record is not None]
+    return [
+        record
+        for folder in folders
+        if (record := read_or_none(Path(folder) / DOWNLOADED, Downloaded))
+    ]
 
 
 def log_file(root: Path, run: RunDir) -> Path:

@@ -81,13 +81,13 @@ def decide(
         kinds = {change.word for change in changes}
         is_longer = "schedule" in kinds and finished.step < (plan.total_steps(recipe) or math.inf)
         if not (is_longer and kinds <= set(recipe.resume.allow)):
-            differences = "; ".join(change.text for change in changes)
-            line = f"starting a new run: changed since {newest.run_id}: {differences}"
+            parts = [change.text for change in changes]
             if is_longer and kinds == {"schedule"}:
-                line += (
-                    f"; add --resume.allow=[schedule] to go on from its step {finished.step:,}"
+                parts.append(
+                    f"add --resume.allow=[schedule] to go on from its step {finished.step:,}"
                     " instead"
                 )
+            line = f"starting a new run: changed since {newest.run_id}: {'; '.join(parts)}"
             return ResumeChoice(
                 new_run(), "\n".join([line, *_unfinished([*begun[1:], *elsewhere])])
             )
@@ -216,8 +216,11 @@ def _refusal(run: RunDir, refused: Sequence[Change]) -> str:
     texts = "; ".join(change.text for change in refused)
     undo = "".join(change.undo for change in refused)
     allowed = ",".join(sorted({change.word or "" for change in refused}))
-    can_be_allowed = all(change.word for change in refused)
-    override = f" continue all the same with --resume.allow=[{allowed}]," if can_be_allowed else ""
+    override = (
+        f" continue all the same with --resume.allow=[{allowed}],"
+        if all(change.word for change in refused)
+        else ""
+    )
     return (
         f"{run.root}: this {'finished' if run.outcome() else 'unfinished'} run cannot be continued:"
         f" its model, data or settings have changed ({texts}). Undo the change to continue it"
@@ -278,8 +281,9 @@ def _take_over(source: Path, new_run: _NewRun, reason: str) -> ResumeChoice:
     if samples_seen is None:
         raise CheckpointError(f"{source}: its manifest does not say how many samples it has seen")
     run = new_run()
-    continues = Continues(source.resolve(), samples_seen, facts.get("group_size"))
-    base_files.write_json(run.continues_file, continues)
+    base_files.write_json(
+        run.continues_file, Continues(source.resolve(), samples_seen, facts.get("group_size"))
+    )
     return ResumeChoice(
         run,
         f"continuing {source.parent.parent.name}/{source.name} in a new run ({reason}):"

@@ -49,8 +49,7 @@ def lines(run: layout.RunDir) -> list[str]:
         line = f"epoch {epoch}: {'all' if is_complete else num_rows} of {rows:,} {kind}, each once"
         if documents is not None:
             num_documents = sum(len(documents[row]) for row in times_by_row)
-            line += f", and so {'all' if is_complete else num_documents} of"
-            line += f" {packed:,} rows"
+            line += f", and so {'all' if is_complete else num_documents} of {packed:,} rows"
         report.append(line)
     return report or ["no step has been recorded"]
 

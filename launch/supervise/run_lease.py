@@ -169,7 +169,6 @@ class Blocked:
             return f"launch.not_before: {self._not_before:%Y-%m-%d %H:%M}"
         if self._after:
             for lease in leases.live(self._place):
-                is_its_run = lease.is_own and lease.record.run == self._after
-                if str(lease.number) == self._after or is_its_run:
+                if self._after in (str(lease.number), lease.record.run if lease.is_own else ""):
                     return f"launch.after: the end of {lease.name}"
         return ""
