@@ -81,8 +81,10 @@ def amd(root: Path) -> tuple[list[str], list[str]]:
         if card.vram_bytes is None:
             passed_over.append(f"{card}: the size of its memory is not known")
         elif card.vram_bytes <= _BUILT_IN_BYTES:
-            memory = f"{size(card.vram_bytes)} of memory of its own"
-            passed_over.append(f"{card}: {memory}, as graphics built into a processor have")
+            passed_over.append(
+                f"{card}: {size(card.vram_bytes)} of memory of its own, as graphics built into a"
+                " processor have"
+            )
         else:
             signs.append(f"{card}, {size(card.vram_bytes)}")
     return signs, passed_over
@@ -91,8 +93,10 @@ def amd(root: Path) -> tuple[list[str], list[str]]:
 def rocr_ids(root: Path) -> set[str]:
     """The ids by which ROCR_VISIBLE_DEVICES can name this machine's AMD cards, as the kernel has
     them; 0 is none."""
-    files = root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")
-    matches = (re.search(r"^unique_id (\d+)$", system_text(file), re.MULTILINE) for file in files)
+    matches = (
+        re.search(r"^unique_id (\d+)$", system_text(file), re.MULTILINE)
+        for file in root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")
+    )
     return {f"GPU-{int(match[1]):016x}" for match in matches if match and int(match[1])}
 
 

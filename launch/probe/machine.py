@@ -45,8 +45,8 @@ def machine(
     from launch.schema.machine import Machine
 
     limit = min(host_limits(root, env), key=_size)
-    # Each plan counts the memory that this process has already
-    own_bytes = _own_bytes() if root == Path("/") else 0
+    # Each plan counts the anonymous memory that this process has already
+    own_bytes = _sizes(root, "/proc/self/status").get("RssAnon", 0) if root == Path("/") else 0
     host = (
         *limit,
         *host_available(root, env, own_bytes),
@@ -156,13 +156,6 @@ def check_mapping(folder: Path, file_bytes: int, root: Path = Path("/")) -> None
             f"{folder}: its largest file has {size(file_bytes)}, and none can be mapped that is"
             f" larger than {most[1]}; add swap, or allow it with `sysctl vm.overcommit_memory=1`"
         )
-
-
-def _own_bytes() -> int:
-    """Anonymous memory of this process."""
-    status = _read(Path("/"), "/proc/self/status")
-    match = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
 
 
 def _mappings_count(root: Path) -> str:
@@ -287,8 +280,7 @@ def _rlimit_caps() -> list[_Cap]:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    lines = (line.split() for line in _read(root, "/proc/meminfo").splitlines())
-    sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1:] == ["kB"]}
+    sizes = _sizes(root, "/proc/meminfo")
     for key in ("MemTotal", "MemAvailable"):
         if key not in sizes:
             raise ResourceError(
@@ -296,6 +288,12 @@ def _meminfo(root: Path) -> dict[str, int]:
                 " only"
             )
     return sizes
+
+
+def _sizes(root: Path, path: str) -> dict[str, int]:
+    """The bytes that a file names, in lines that end with kB."""
+    lines = (line.split() for line in _read(root, path).splitlines())
+    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1:] == ["kB"]}
 
 
 def _shm(root: Path) -> _Cap:

@@ -353,19 +353,17 @@ def _begin(place: Path, mutex: int, record: Record) -> OwnLease:
     last = max([_last_number(mutex), *(lease.number for lease in live(place))])
     try:
         number, file = _new_file(place, last)
+        lease = OwnLease(lease_path(place, number), file, number, record)
+        try:
+            os.fchmod(file, 0o644)  # for the other users, whatever the umask
+            _lock(file, place)
+            os.pwrite(file, _content(record), 0)
+            os.pwrite(mutex, str(number).encode().ljust(16), 0)
+        except BaseException:
+            lease.release()
+            raise
     except OSError as error:
         raise NoLeases(f"{place}: no lease can be written there ({error.strerror})") from error
-    lease = OwnLease(lease_path(place, number), file, number, record)
-    try:
-        os.fchmod(file, 0o644)  # for the other users, whatever the umask
-        _lock(file, place)
-        os.pwrite(file, _content(record), 0)
-        os.pwrite(mutex, str(number).encode().ljust(16), 0)
-    except BaseException as error:
-        lease.release()
-        if isinstance(error, OSError):
-            raise NoLeases(f"{place}: no lease can be written there ({error.strerror})") from error
-        raise
     return lease
 
 

@@ -133,7 +133,7 @@ class AttemptDir:
         """The errors of failing ranks, earliest first: the first is the root cause, the others
         follow from it. A damaged file is left out: the log has the same traceback."""
         files = self.root.glob("ranks/*/error.json")
-        errors = [error for path in files if (error := read_or_none(path, RankError))]
+        errors = (error for path in files if (error := read_or_none(path, RankError)))
         return sorted(errors, key=lambda error: error.time)
 
 

@@ -28,8 +28,7 @@ def of_attempt(
     """The shortage in which the run's last attempt has just ended; `planned_on` is the machine as
     it was at the time of the plan."""
     of = _OF_KINDS.get(failure.kind, "host")
-    attempt = run.attempts()[-1]
-    beats = [beat for beat in heartbeats.read_all(attempt) if beat.section != "tokenise"]
+    beats = [beat for beat in heartbeats.read_all(run.attempts()[-1]) if beat.section != "tokenise"]
     section = max(beats, key=lambda beat: beat.monotonic_s).section if beats else "load"
     predicted = _predicted_bytes(plan)[of]
     if of == "device" and section in oom_history.WRITING:
@@ -102,9 +101,11 @@ def add_refuted(
     """Add a plan whose second step took more memory than there is."""
     predicted = _predicted_bytes(plan)
     for of, measured in compared.needs.items():
-        available = available_bytes(of, planned_on, plan.strategy)
-        limit = _limit_bytes(of, planned_on, plan)
-        event = OomEvent(of, "step", plan.strategy, predicted[of], measured, limit, available)
+        event = OomEvent(
+            *(of, "step", plan.strategy, predicted[of], measured),
+            limit_bytes=_limit_bytes(of, planned_on, plan),
+            available_bytes=available_bytes(of, planned_on, plan.strategy),
+        )
         oom_history = add(oom_history, event, run)
     return replace(
         oom_history,

@@ -43,8 +43,10 @@ def until_done(facts: Facts, run: RunDir, say: Callable[[str], None], signals: S
     further attempt would mend."""
     assert facts.rows.tokens is not None
     history, launch = restarts.History(), facts.recipe.launch
-    names = shown(facts.recipe.data.train_names)
-    say(f"tokenising {names}, once: the plan needs the lengths of its rows")
+    say(
+        f"tokenising {shown(facts.recipe.data.train_names)}, once: the plan needs the lengths of"
+        " its rows"
+    )
     signals.collect()
     processes.adopt()
     while True:

@@ -16,8 +16,7 @@ from launch.probe import machine
 from launch.run_folder.layout import AttemptDir, RunDir
 from launch.schema.result import Ended, SecondStep
 from launch.schema.run_sections import LaunchSection
-from launch.supervise import heartbeats
-from launch.supervise.heartbeats import Beat, Progress
+from launch.supervise.heartbeats import BEFORE_TRAINING, MAPPING, Beat, Progress, read_all
 from launch.supervise.screen import Screen
 from launch.supervise.stop_signals import StopSignals
 
@@ -102,7 +101,7 @@ class RankWatcher:
         self._looked_s = now_s
         return [
             replace(beat, monotonic_s=max(beat.monotonic_s, self._woke_s))
-            for beat in heartbeats.read_all(self._attempt)
+            for beat in read_all(self._attempt)
             if processes.is_alive(beat.pid)
         ]
 
@@ -117,7 +116,7 @@ class RankWatcher:
         return True
 
     def _measure(self, now_s: float, beats: list[Beat]) -> None:
-        in_training = bool(beats) and all(beat.section not in heartbeats.MAPPING for beat in beats)
+        in_training = bool(beats) and all(beat.section not in MAPPING for beat in beats)
         if now_s - self._measured_at < _MEASURED_INTERVAL_S:
             self._job.sample(in_training)
             return
@@ -166,7 +165,7 @@ class RankWatcher:
                 processes.send(beat.pid, number)
         if not beats and not self._signalled and child.poll() is None:
             child.terminate()
-        is_training = any(beat.section not in heartbeats.BEFORE_TRAINING for beat in beats)
+        is_training = any(beat.section not in BEFORE_TRAINING for beat in beats)
         return self._signals.at_once or (
             not is_training and now_s - self._stopping_since > _LOAD_GRACE_S
         )
@@ -202,10 +201,8 @@ class RankWatcher:
         In a collective of NCCL a rank takes no signal but SIGKILL, and torchrun's agent, which
         sends SIGTERM, waits for it. Killed with its ranks, the agent would never report which of
         them ended first, and how."""
-        trained = [
-            beat for beat in heartbeats.read_all(self._attempt) if beat.section != "tokenise"
-        ]
-        if child.poll() is not None or all(processes.is_alive(beat.pid) for beat in trained):
+        ranks = [beat for beat in read_all(self._attempt) if beat.section != "tokenise"]
+        if child.poll() is not None or all(processes.is_alive(beat.pid) for beat in ranks):
             return False
         self._alone_since = self._alone_since or now_s
         if now_s - self._alone_since <= _ALONE_GRACE_S:
