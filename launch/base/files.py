@@ -114,6 +114,13 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, to_json(content, indent=1) + "\n")
 
 
+def store_json(path: Path, value: Any) -> None:
+    """Write a file of a cache, which can be made again, as write_json() does; its folder is made.
+    read_or_none() reads it back."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, value)
+
+
 def regular_bytes(path: Path) -> bytes:
     """The bytes of a regular file. Raises OSError, also for a FIFO or a device, whose reader would
     wait for a writer or never come to an end."""

@@ -90,8 +90,9 @@ def table() -> tuple[Card, ...]:
 def _content() -> Mapping[str, Any]:
     import yaml
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(FILE.read_text(encoding="utf-8"), loader)
+    return yaml.load(
+        FILE.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    )
 
 
 def _card(line: Mapping[str, Any], source: str) -> Card:

@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,14 @@ def measure(cache: Path, device: Device, forget: bool = False) -> "Imports":
         newer = replace(before, context_bytes=context_bytes, context_source=card.context_source)
         card = before if is_more else newer
     figures = Imports(**private, mapped_bytes=mapped, reason="measured here", card=card)
-    _store(figures_file(cache, device), figures)
+    files.store_json(figures_file(cache, device), figures)
     return figures
 
 
 def keep_card(cache: Path, card: CardFigures) -> None:
     """Store figures of this machine's card for later plans."""
     figures = replace(measured_or_assumed(cache, "cuda"), card=card)
-    _store(figures_file(cache, "cuda"), figures)
+    files.store_json(figures_file(cache, "cuda"), figures)
 
 
 def no_flash_attn(cache: Path) -> str | None:
@@ -80,7 +80,7 @@ def no_flash_attn(cache: Path) -> str | None:
     result = files.read_or_none(file, dict[str, str])
     if result is None or "failure" not in result:
         result = {"failure": _import_failure("flash_attn")}
-        _store(file, result)
+        files.store_json(file, result)
     failure = result["failure"]
     return f"flash_attn {installed} cannot be imported ({failure})" if failure else None
 
@@ -89,11 +89,6 @@ def _file(cache: Path, prefix: str, identity: Sequence[Any]) -> Path:
     """The cache file of a result; its name contains a hash of everything that the result depends
     on."""
     return cache / "imports" / f"{prefix}{files.digest(identity)}.json"
-
-
-def _store(file: Path, result: Imports | Mapping[str, str]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(file, result)
 
 
 def _import_failure(package: str) -> str:

@@ -304,8 +304,10 @@ def _read_cache(path: Path, say: Callable[[str], None]) -> dict[str, _CachedLink
     try:
         entries = files.read(path, dict[str, _CachedLink]) or {}
     except CheckpointError as error:
-        reason = str(error).partition(";")[0]
-        say(f"link test: earlier results cannot be read: {reason}; testing again")
+        say(
+            f"link test: earlier results cannot be read: {str(error).partition(';')[0]}; testing"
+            " again"
+        )
         return {}
     return {
         key: cached
@@ -320,8 +322,7 @@ def _store(path: Path, facts: Mapping[str, Any], link: Link, say: Callable[[str]
     entries[files.digest(facts)] = _CachedLink(time.time(), facts, link)
     newest = list(entries.items())[-_KEPT_RESULTS:]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_json(path, {name: asdict(cached) for name, cached in newest})
+        files.store_json(path, {name: asdict(cached) for name, cached in newest})
     except OSError as error:  # a full disk does not make the link worse
         say(f"link test: the result is not kept: {path}: {error.strerror}")
 

@@ -26,8 +26,10 @@ class _Shortage:
     available_bytes: int
 
     def __str__(self) -> str:
-        available = size(max(self.available_bytes, 0))
-        return f"{size(self.needed_bytes)} of {self.of}, of which {available} can be had"
+        return (
+            f"{size(self.needed_bytes)} of {self.of}, of which"
+            f" {size(max(self.available_bytes, 0))} can be had"
+        )
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,10 @@ def leased_now(say: Callable[[str], None] = lambda line: None) -> Leased:
 def machines_to_wait_for(now: Machine, recipe: Recipe) -> list[Machine]:
     """The machine as it will be when the leases of now have ended, and as it would be without any
     program: a run that waits is planned for the first of them that it fits."""
-    later = alone(now, granted()), empty(now)
-    return [budgets.by_free_memory(budgets.limited(machine, recipe)[0]) for machine in later]
+    return [
+        budgets.by_free_memory(budgets.limited(machine, recipe)[0])
+        for machine in (alone(now, granted()), empty(now))
+    ]
 
 
 def alone(machine: Machine, leases: Sequence[Lease]) -> Machine:
@@ -182,8 +186,7 @@ def shortage(needs: Needs, supply: Supply, ended: Collection[int] = ()) -> _Shor
     """The first memory that is too little for a start; None if all is there. `ended`: numbers of
     leases that are imagined to have ended."""
     live = [lease for lease in supply.leases if lease.number not in ended]
-    gone = [lease for lease in supply.leases if lease.number in ended]
-    machine = alone(supply.machine, gone)
+    machine = alone(supply.machine, [lease for lease in supply.leases if lease.number in ended])
     host_bytes = machine.host_available_bytes - sum(rest(lease).host_bytes for lease in live)
     host_bytes -= needs.reserve_bytes
     if needs.host_limit_bytes is not None:

@@ -146,13 +146,23 @@ def _cause(record: AttemptRecord) -> Failure:
             " launch.host_stop_fraction)",
         )
     if record.ended.hang:
-        fix = "see ranks/*/stacks.txt in the attempt's folder"
-        return Failure("hang", 7, f"{record.ended.hang}{_saved(record)}", "its heartbeat file", fix)
+        return Failure(
+            "hang",
+            7,
+            f"{record.ended.hang}{_saved(record)}",
+            "its heartbeat file",
+            "see ranks/*/stacks.txt in the attempt's folder",
+        )
     if record.stopped_by is not None:
         return stopped(record.stopped_by, _saved(record))
     if record.ended.is_yielded:
-        cause = f"gave its memory to the runs that wait{_saved(record)}"
-        return Failure(YIELDED, 75, cause, "python -m launch queue yield", CONTINUE)
+        return Failure(
+            YIELDED,
+            75,
+            f"gave its memory to the runs that wait{_saved(record)}",
+            "python -m launch queue yield",
+            CONTINUE,
+        )
     if _has_stopped(record):
         return _preempted(record)
     return _fallen(record)

@@ -58,12 +58,11 @@ def decide(
     programs or tokenising caused, which may pass."""
     history.in_vain = 0 if committed > began else history.in_vain
     is_memory = failure.kind in MEMORY
-    if is_memory and not replans:
-        return _Next("stop", "launch.on_oom: fail")
-    if is_memory and is_plans_fault:
+    if is_memory and replans and is_plans_fault:
         return _Next("plan")
     has_progress = failure.kind in _AFTER_PROGRESS and reached > began
     obstacles = (
+        (is_memory and not replans, "launch.on_oom: fail"),
         (not (failure.kind in PASSING or is_memory or has_progress), ""),  # it would come again
         (
             (failure.kind, reached) in history.ends and reached > 0,

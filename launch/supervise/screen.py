@@ -138,8 +138,12 @@ class Screen:
             self.note(line)
         beat = heartbeats.read(self._attempt.heartbeat_file(0))
         if self._bar and beat:
-            work = _SECTION_WORDS.get(beat.section, beat.section)
-            self._bar.show(work, beat.step, beat.max_steps, self._figures)
+            self._bar.show(
+                _SECTION_WORDS.get(beat.section, beat.section),
+                beat.step,
+                beat.max_steps,
+                self._figures,
+            )
 
     def stop(self) -> None:
         """Remove the bar; lines go on."""

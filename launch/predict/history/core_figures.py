@@ -53,8 +53,7 @@ def measure(folder: Path, num_cores: int) -> tuple[CoreFigures, ...]:
     elif stored.figures:
         figures = tuple(map(_best, figures, stored.figures))
     with suppress(OSError):  # traces refuse a folder that keeps nothing
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write_json(file, _Kept(figures))
+        files.store_json(file, _Kept(figures))
     return figures
 
 

@@ -44,9 +44,8 @@ class LargestBatches:
         except WorkerEnded as ended:
             self.failure = f"the tokenised rows in {self._tokens} could not be read: {ended}"
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         for division, largest in zip(missing, json.loads(reply), strict=True):
-            files.write_json(self._file(division), largest)
+            files.store_json(self._file(division), largest)
 
     def get(self, division: Division) -> LargestMicroBatches | None:
         """The largest of this division; None if the rows could not be read."""
