@@ -58,12 +58,11 @@ _SHARED_FOLDER_S = 30.0  # a network file system may show a new folder late
 
 
 Pairs = list[tuple[Conversation, str]]  # (conversation before the last answer, that answer)
-_OpenRun = Callable[[RankStart, ExitStack], tuple[str, str] | None]
 
 
 def train(
     start: RankStart,
-    open_run: _OpenRun,
+    open_run: Callable[[RankStart, ExitStack], tuple[str, str] | None],
     opened: list[AttemptDir],
     watch: Callable[[LowMemTrainer], None] = lambda trainer: None,
     control: Control | None = None,
@@ -220,7 +219,6 @@ def build_parts(
         _hold_to_free_memory(plan, args.device)
         _check_pinned_memory(plan, args.device, platform.release(), args.local_process_index)
     meter = StepMeter(attempt.samples_file(rank))
-    draw = not start.supervised and sys.stdout.isatty()
     watch = nan_guard.NanGuard(
         order,
         attempt.root,
@@ -233,9 +231,12 @@ def build_parts(
         ),
     )
     peaks = MemoryPeaks(args.device)
-    reporter = Reporter(attempt, rank, meter, order, peaks, draw, watch.check_loss)
-    conditions = StopConditions(run) if rank == 0 else None
-    stop_callback = StopCallback(control, heartbeat, conditions)
+    reporter = Reporter(
+        *(attempt, rank, meter, order, peaks),
+        draw=not start.supervised and sys.stdout.isatty(),
+        check_loss=watch.check_loss,
+    )
+    stop_callback = StopCallback(control, heartbeat, StopConditions(run) if rank == 0 else None)
     tokenizer = data_tokenizer.load(tokens / "tokenizer")
     is_divided = plan.strategy.launch_mode.engine == "fsdp2"
     with setup.whole_weights(plan.strategy) if recipe.model.path is None else nullcontext():
@@ -354,8 +355,8 @@ def _attempt(
         is_complete = (is_last or stopped_early) and not parts.control.agreed
         ending = "complete" if is_last else "stopped early"
         # none that was found damaged, whatever its step
-        names = (folder.name for folder in manifest.committed(run.checkpoints))
-        usable = [name for name in names if name in trainer.verified]
+        committed = manifest.committed(run.checkpoints)
+        usable = [folder.name for folder in committed if folder.name in trainer.verified]
         outcome = Outcome(
             **_measured(start.plan.strategy, parts),
             **scoring.scores,
@@ -370,17 +371,21 @@ def _attempt(
         collected = None
         if is_complete:
             parts.heartbeat.beat("export")
-            questions = [question for question, _ in pairs]
-            collected = export.collect(start, trainer, tokens, questions)
+            collected = export.collect(start, trainer, tokens, [question for question, _ in pairs])
     if collected is not None:
-        host, deferred = parts.reporter.host, parts.control.deferred
-        checked = export.write(start, run.run_id, trainer, *collected, host, deferred)
+        checked = export.write(
+            *(start, run.run_id, trainer, *collected),
+            parts.reporter.host,
+            parts.control.deferred,
+        )
         outcome = replace(outcome, export_check=checked)
     for folder in _outcome_folders(start, attempt, args):
-        seconds, host_bytes = time.monotonic() - began, parts.reporter.host.highest()
-        files.write_json(
-            folder.outcome_file, replace(outcome, seconds=seconds, host_pss_bytes=host_bytes)
+        ended = replace(
+            outcome,
+            seconds=time.monotonic() - began,
+            host_pss_bytes=parts.reporter.host.highest(),
         )
+        files.write_json(folder.outcome_file, ended)
 
 
 class _Scoring(TrainerCallback):
@@ -557,9 +562,10 @@ def _questions(start: RankStart, trainer: LowMemTrainer, limit: int) -> Pairs:
         return []
     counts = start.tokens.row_counts if data.validation_size is not None else None
     held_out = sources.of_part(data, start.plan.data_format, counts, "validation")
-    dataset_of_part = sources.samples_in(held_out, data.max_bad_rows)
-    is_pair = start.plan.shape.is_encoder_decoder
-    return evaluate.questions(dataset_of_part, limit, trainer.processing_class, is_pair)
+    return evaluate.questions(
+        *(sources.samples_in(held_out, data.max_bad_rows), limit, trainer.processing_class),
+        start.plan.shape.is_encoder_decoder,
+    )
 
 
 def _agreed(args: TrainingArguments, decide: Callable[[], Any]) -> Any:

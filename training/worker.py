@@ -89,8 +89,12 @@ def _tokens(request: worker.AddTokens) -> NewTokens:
     before = loaded.get_vocab()
     there = {token: before[token] for token in request.tokens if token in before}
     ids = tokenizer.add_tokens(loaded, request.tokens)
-    size = max(loaded.get_vocab().values()) + 1
-    return NewTokens(size_before=max(before.values()) + 1, size=size, ids=ids, there=there)
+    return NewTokens(
+        size_before=max(before.values()) + 1,
+        size=max(loaded.get_vocab().values()) + 1,
+        ids=ids,
+        there=there,
+    )
 
 
 def _cores(request: worker.MeasureCores) -> list[CoreFigures]:
@@ -153,8 +157,9 @@ def _record(request: worker.RecordSteps) -> None:
             budget_bytes=0,
             lora_targets=request.lora_targets,
         )
-        card = each.architecture, each.fused_attention, cudnn
-        on_card = cuda_semantics.Target(*card, documents=int(each.documents > 0))
+        on_card = cuda_semantics.Target(
+            *(each.architecture, each.fused_attention, cudnn, int(each.documents > 0))
+        )
         recorded = step.record(
             recipe,
             plan,

@@ -79,25 +79,25 @@ def _extras(training: TrainingSection, strategy: Strategy, evaluates: bool) -> d
     """The recipe's other fields over our defaults, and levers. Our models use all their
     parameters."""
     defaults = {"ddp_find_unused_parameters": False, "dataloader_persistent_workers": True}
-    # Fields that make_arguments() sets; the only save_strategy of a recipe is steps
-    left_out = ["tf32", "save_strategy"]
-    if not evaluates:
-        left_out.append("eval_on_start")
-    if not strategy.dataloader_num_workers:  # transformers refuses it without workers
-        left_out.append("dataloader_prefetch_factor")
-    if not strategy.levers.torch_compile:  # each of them turns it on
-        left_out += COMPILE_KEYS
+    left_out = [
+        # Fields that make_arguments() sets; the only save_strategy of a recipe is steps
+        *("tf32", "save_strategy"),
+        *([] if evaluates else ["eval_on_start"]),
+        # transformers refuses it without workers
+        *([] if strategy.dataloader_num_workers else ["dataloader_prefetch_factor"]),
+        *([] if strategy.levers.torch_compile else COMPILE_KEYS),  # each of them turns it on
+    ]
     extras = {**defaults, **training.extras, **_levers(training, strategy.levers)}
     return {name: value for name, value in extras.items() if name not in left_out}
 
 
 def _levers(training: TrainingSection, levers: Levers) -> dict[str, Any]:
     """The levers that transformers applies by itself."""
-    checkpointing = training.activation_checkpointing_kwargs.arguments
-    if levers.every_n_layers > 1:
-        checkpointing["every_n_layers"] = levers.every_n_layers
-    if levers.activation_offloading:
-        checkpointing["offload"] = True
+    checkpointing = {
+        **training.activation_checkpointing_kwargs.arguments,
+        **({"every_n_layers": levers.every_n_layers} if levers.every_n_layers > 1 else {}),
+        **({"offload": True} if levers.activation_offloading else {}),
+    }
     return {
         "optim": levers.optim,
         "torch_compile": levers.torch_compile,

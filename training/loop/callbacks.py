@@ -3,7 +3,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
@@ -177,8 +177,9 @@ class Reporter(TrainerCallback):
         """Write the memory of the second step, which the launcher compares with the plan.
         Collective."""
         peaks = self._peaks.of_all_ranks()
-        of_steps = [peaks[part] for part in ("first_step", "step") if part in peaks]
-        highest = PhasePeaks.highest(of_steps)
+        highest = PhasePeaks.highest(
+            [peaks[part] for part in ("first_step", "step") if part in peaks]
+        )
         if self._rank == 0:
             free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
             second_step = SecondStep(
@@ -251,8 +252,9 @@ class Reporter(TrainerCallback):
             self._scheduled = processes.scheduled()
         self._step_began = now_s
         if self._steps == _STEADY_STEP + 1:
-            logging_steps = max(int(args.logging_steps), 1)
-            self._say_time_left_early(state.global_step, state.max_steps, logging_steps)
+            self._say_time_left_early(
+                *(state.global_step, state.max_steps, max(int(args.logging_steps), 1))
+            )
         if self._bar:
             self._bar.show("training", state.global_step, state.max_steps, self._figures)
 
@@ -278,14 +280,16 @@ class Reporter(TrainerCallback):
                 logs["eval_perplexity"],
                 logs["eval_runtime"],
             )
-            done = HeldOut(
-                step=state.global_step,
-                samples_seen=self._order.samples_seen(state.global_step),
-                loss=logs["eval_loss"],
-                seconds=logs["eval_runtime"],
-                time=time.time(),
+            self._write(
+                self._held_out,
+                HeldOut(
+                    step=state.global_step,
+                    samples_seen=self._order.samples_seen(state.global_step),
+                    loss=logs["eval_loss"],
+                    seconds=logs["eval_runtime"],
+                    time=time.time(),
+                ),
             )
-            self._write(self._held_out, [done])
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -319,7 +323,7 @@ class Reporter(TrainerCallback):
             )
             for step in steps
         ]
-        self._write(self._events, events)
+        self._write(self._events, *events)
         for event in events:
             self._check_loss(event.step, event.loss)
         self.last_event = events[-1]
@@ -358,10 +362,12 @@ class Reporter(TrainerCallback):
         pace_s = self._pace_s() or 0.0
         next_log_s = (-step % logging_steps) * pace_s
         if self._rank == 0 and next_log_s > LONG_WAIT_S and step < max_steps:
-            time_left = self._time_left(step, max_steps)
-            logger.info("step %d/%d  %s at %.3g s a step", step, max_steps, time_left, pace_s)
+            logger.info(
+                "step %d/%d  %s at %.3g s a step",
+                *(step, max_steps, self._time_left(step, max_steps), pace_s),
+            )
 
-    def _write(self, file: IO[str] | None, figures: Sequence[StepEvent | HeldOut]) -> None:
+    def _write(self, file: IO[str] | None, *figures: StepEvent | HeldOut) -> None:
         """Write figures. If the disk refuses them they are lost, a warning says so once, and the
         training continues."""
         try:

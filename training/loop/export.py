@@ -267,9 +267,11 @@ def last(history: list[dict[str, float]], key: str) -> float | None:
 
 def _licence(recipe: Recipe) -> list[str]:
     """The line of a card for the licence of the model that was downloaded and trained."""
-    of_model = [each for each in layout.downloads(recipe) if not each.name.startswith("hf:")]
-    licences = [each.licence for each in of_model if re.fullmatch(r"[\w.-]+", each.licence)]
-    return [f"license: {licence}" for licence in licences]
+    return [
+        f"license: {each.licence}"
+        for each in layout.downloads(recipe)
+        if not each.name.startswith("hf:") and re.fullmatch(r"[\w.-]+", each.licence)
+    ]
 
 
 def _card(trainer: LowMemTrainer, recipe: Recipe, plan: Plan, content: str) -> str:

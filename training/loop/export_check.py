@@ -97,8 +97,7 @@ def trained(
 
 
 def _rows(start: RankStart, tokens: Path, questions: Sequence[Conversation]) -> Rows:
-    loaded = tokenizer.load(tokens / tokenise.TOKENIZER)
-    encoder = Encoder(loaded, EncoderSettings.of(start.tokens))
+    encoder = Encoder(tokenizer.load(tokens / tokenise.TOKENIZER), EncoderSettings.of(start.tokens))
     dataset = sources.samples_in(start.tokens.of_part("train"), UNLIMITED)
     return Rows(encoder, list(islice(dataset, NUM_ROWS)), questions[:NUM_ROWS])
 
@@ -206,8 +205,7 @@ def _of_tokenizer(folder: Path, rows: Rows, loading: TokenizerLoading) -> Iterat
     pairs = zip(rows.encoded_by(encoder), rows.encoded, strict=True)
     for number, (read, expected) in enumerate(pairs, 1):
         if read != expected:
-            different = _first_difference(read, expected)
-            yield f"row {number} has other ids than trained: {different}"
+            yield f"row {number} has other ids than trained: {_first_difference(read, expected)}"
     if rows.questions:
         trained_prompts, answered = (
             evaluate.prompts(each, rows.questions, encoder.settings.encoder_decoder)

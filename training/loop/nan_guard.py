@@ -194,10 +194,9 @@ class NanGuard(TrainerCallback):
             logger.warning("%s", message)
 
     def _slower(self) -> str:
-        rate = self._learning_rate / 2
         return (
-            f"start over with half the learning rate (--training.learning_rate={rate:.15g} --resume"
-            " never)"
+            "start over with half the learning rate"
+            f" (--training.learning_rate={self._learning_rate / 2:.15g} --resume never)"
         )
 
     def _write(self, step: int, fault: str, rows: dict[int, list[int]]) -> Path:
@@ -268,8 +267,11 @@ class NanGuard(TrainerCallback):
         ]
         reports = _exchange(f"evaluation-{step}", {"rows": rows})
         listed = _listed(sorted(row for report in reports.values() for row in report["rows"]))
-        rows_text = f"rows {listed} of the tokenised held-out data"
-        raise self._ended(f"step {step}: the held-out loss is {loss}; {rows_text}", self._slower())
+        raise self._ended(
+            f"step {step}: the held-out loss is {loss}; rows {listed} of the tokenised held-out"
+            " data",
+            self._slower(),
+        )
 
     def check_checkpoint(self) -> None:
         """Raises NonFinite on every rank if weights or optimizer states of any rank are not finite.

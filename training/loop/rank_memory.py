@@ -60,8 +60,11 @@ class MemoryPeaks:
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(table, op=torch.distributed.ReduceOp.MAX)
         *peaks, (self.total_bytes, _) = table.tolist()
-        by_part = zip(PARTS, peaks, strict=True)
-        return {part: PhasePeaks(*values) for part, values in by_part if values[1]}
+        return {
+            part: PhasePeaks(*values)
+            for part, values in zip(PARTS, peaks, strict=True)
+            if values[1]
+        }
 
     def _read(self) -> None:
         if self.device.type != "cuda":
@@ -91,8 +94,10 @@ def exclude_from_forks(tensors: Iterable[torch.Tensor]) -> None:
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if size_bytes >= _LEAST_BYTES and libc.madvise(first, end - first, mmap.MADV_DONTFORK):
-            error = os.strerror(ctypes.get_errno())
-            logger.warning("data workers may copy weights and states in host RAM: %s", error)
+            logger.warning(
+                "data workers may copy weights and states in host RAM: %s",
+                os.strerror(ctypes.get_errno()),
+            )
             break
     if hasattr(libc, "malloc_trim"):  # glibc
         libc.malloc_trim(0)

@@ -89,19 +89,18 @@ class SampleAnswers:
                 )
         prompt_tokens = max((length for _, _, length in chosen), default=0)
         self._tokenizer = tokenizer
-        self._conversations = [conversation for conversation, _, _ in chosen]
-        self._references = [reference for _, reference, _ in chosen]
+        self._pairs = [(conversation, reference) for conversation, reference, _ in chosen]
         self._new_tokens = min(max_new_tokens, most - prompt_tokens)
         self._batch_size = max(1, all_tokens // max(prompt_tokens + self._new_tokens, 1))
 
     def __len__(self) -> int:
-        return len(self._conversations)
+        return len(self._pairs)
 
     def replies(self, model: Network, device: torch.device) -> tuple[str, ...]:
         """Greedy answers of the model as it is now."""
         texts: list[str] = []
         for start in range(0, len(self), self._batch_size):
-            batch = self._conversations[start : start + self._batch_size]
+            batch = [row for row, _ in self._pairs[start : start + self._batch_size]]
             texts += evaluate.greedy_answers(
                 model, self._tokenizer, batch, self._new_tokens, device
             )
@@ -110,9 +109,9 @@ class SampleAnswers:
     def write(self, run: RunDir, attempt: AttemptDir, answers: Answers) -> None:
         """Add answers to the run's files. A disk that refuses them costs the answers, not the
         run."""
-        pairs = zip(self._conversations, self._references, strict=True)
         questions = [
-            Question(_shortened(text_of(row)), _shortened(reference)) for row, reference in pairs
+            Question(_shortened(text_of(row)), _shortened(reference))
+            for row, reference in self._pairs
         ]
         try:
             if not run.questions_file.exists():
