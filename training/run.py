@@ -355,8 +355,11 @@ def _attempt(
         is_complete = (is_last or stopped_early) and not parts.control.agreed
         ending = "complete" if is_last else "stopped early"
         # none that was found damaged, whatever its step
-        committed = manifest.committed(run.checkpoints)
-        usable = [folder.name for folder in committed if folder.name in trainer.verified]
+        usable = [
+            folder.name
+            for folder in manifest.committed(run.checkpoints)
+            if folder.name in trainer.verified
+        ]
         outcome = Outcome(
             **_measured(start.plan.strategy, parts),
             **scoring.scores,
@@ -380,12 +383,14 @@ def _attempt(
         )
         outcome = replace(outcome, export_check=checked)
     for folder in _outcome_folders(start, attempt, args):
-        ended = replace(
-            outcome,
-            seconds=time.monotonic() - began,
-            host_pss_bytes=parts.reporter.host.highest(),
+        files.write_json(
+            folder.outcome_file,
+            replace(
+                outcome,
+                seconds=time.monotonic() - began,
+                host_pss_bytes=parts.reporter.host.highest(),
+            ),
         )
-        files.write_json(folder.outcome_file, ended)
 
 
 class _Scoring(TrainerCallback):

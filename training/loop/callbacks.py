@@ -252,9 +252,7 @@ class Reporter(TrainerCallback):
             self._scheduled = processes.scheduled()
         self._step_began = now_s
         if self._steps == _STEADY_STEP + 1:
-            self._say_time_left_early(
-                *(state.global_step, state.max_steps, max(int(args.logging_steps), 1))
-            )
+            self._say_time_left_early(state.global_step, state.max_steps, int(args.logging_steps))
         if self._bar:
             self._bar.show("training", state.global_step, state.max_steps, self._figures)
 

@@ -78,8 +78,7 @@ def prompts(
         renderer.text_in_use(conversation.messages, conversation.tools, prompt=True)
         for conversation in conversations
     ]
-    rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    return rows
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
 def greedy_answers(

@@ -100,9 +100,10 @@ class SampleAnswers:
         """Greedy answers of the model as it is now."""
         texts: list[str] = []
         for start in range(0, len(self), self._batch_size):
-            batch = [row for row, _ in self._pairs[start : start + self._batch_size]]
+            batch = self._pairs[start : start + self._batch_size]
             texts += evaluate.greedy_answers(
-                model, self._tokenizer, batch, self._new_tokens, device
+                *(model, self._tokenizer, [question for question, _ in batch]),
+                *(self._new_tokens, device),
             )
         return tuple(map(_shortened, texts))
 

@@ -73,7 +73,7 @@ def test_short_questions_are_chosen_and_answers_fit_beside_them(
     samples = sample_answers.SampleAnswers(
         pairs, Words(), 2, 32, row_tokens, all_tokens, is_pair=True
     )
-    asked = [row.messages[0]["content"] for row in samples._conversations]
+    asked = [row.messages[0]["content"] for row, _ in samples._pairs]
     assert asked == chosen
     assert (samples._new_tokens, samples._batch_size) == (new_tokens, batch_size)
 
