@@ -30,10 +30,14 @@ def apply(trainer: Any, levers: Levers) -> None:
 
 def compile_layers(network: Network, backend: str, mode: str | None = None) -> None:
     """Compile the layers of a model, or a model of no layers as a whole."""
-    classes = transformers_private.layer_classes(network)
-    layers = [module for module in network.modules() if type(module).__name__ in classes]
-    for layer in layers or [network]:
+    for layer in undivided_layers(network) or [network]:
         layer.compile(dynamic=True, backend=backend, mode=mode)
+
+
+def undivided_layers(network: Network) -> list[torch.nn.Module]:
+    """The layers of a model: modules of the classes that are sharded as a unit."""
+    classes = transformers_private.layer_classes(network)
+    return [module for module in network.modules() if type(module).__name__ in classes]
 
 
 def eagerly(args: TrainingArguments) -> AbstractContextManager[Any]:

@@ -37,8 +37,11 @@ def patch(model: Network, switches: dict[str, bool]) -> list[torch.nn.Module]:
         forward = type(module).forward
         if functions.keys() & set(forward.__code__.co_names):
             module.forward = MethodType(_with_globals(forward, functions), module)
-    after = _forwards(model).items()
-    return [module for module, forward in after if before.get(module, 0) is not forward]
+    return [
+        module
+        for module, forward in _forwards(model).items()
+        if before.get(module, 0) is not forward
+    ]
 
 
 def _forwards(model: Network) -> dict[torch.nn.Module, Any]:
@@ -62,8 +65,9 @@ def _taken_back(python_module: Any, before: dict[str, Any]) -> dict[str, Any]:
 
 def _with_globals(function: Any, values: dict[str, Any]) -> FunctionType:
     """The same code, which finds other values by these names."""
-    names = {**function.__globals__, **values}
-    parts = function.__name__, function.__defaults__, function.__closure__
-    copy = FunctionType(function.__code__, names, *parts)
+    copy = FunctionType(
+        *(function.__code__, {**function.__globals__, **values}),
+        *(function.__name__, function.__defaults__, function.__closure__),
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy

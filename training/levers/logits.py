@@ -58,11 +58,11 @@ class LossHead:
         """Make the model's logits those of the targets alone. `named`: the collator's tensors;
         without them every position of `labels` (batch, seq) counts."""
         if named and TARGET_POSITIONS in named:
-            ids, positions = named[TARGET_IDS][None], named[TARGET_POSITIONS]
-            self._targets = Targets(ids, positions, smoothing)
+            self._targets = Targets(named[TARGET_IDS][None], named[TARGET_POSITIONS], smoothing)
         else:
-            ids = _next_tokens(labels) if self._shift else labels
-            self._targets = Targets(ids, smoothing=smoothing)
+            self._targets = Targets(
+                _next_tokens(labels) if self._shift else labels, None, smoothing
+            )
         try:
             yield
         finally:

@@ -57,8 +57,7 @@ class LayerInput:
 
     def __init__(self, owner: "Offloading", buffer: torch.Tensor, on_device: torch.Tensor) -> None:
         self._owner, self._buffer, self.device = owner, buffer, on_device.device
-        view = buffer[: on_device.nbytes].view(on_device.dtype)
-        self.host = view.view(on_device.shape)
+        self.host = buffer[: on_device.nbytes].view(on_device.dtype).view(on_device.shape)
         self.on_device: torch.Tensor | None = on_device
         self.copied: Event = None  # the last copy, in either direction
 

@@ -86,8 +86,7 @@ class Streaming:
         self._layers = [_Layer(module) for module in build.streamed_layers(network, levers)]
         self.bytes = sum(layer.bytes for layer in self._layers)  # on the host
         self.slots = self._empty_slots(max(layer.bytes for layer in self._layers))
-        buffer = self._moved(local_rank, ranks)
-        self._on_host = buffer.split([layer.bytes for layer in self._layers])
+        self._on_host = self._moved(local_rank, ranks).split([each.bytes for each in self._layers])
         self._places = [-1] * SLOTS  # the layer in each slot, or on its way there
         self._copied: list[Event] = [None] * SLOTS  # of a slot's last copy
         self._entered = -1  # the layer that has begun last
@@ -138,9 +137,10 @@ class Streaming:
     def attach(self) -> None:
         """Let the layers fetch their weights, forward and backward."""
         for place, layer in enumerate(self._layers):
-            before = layer.module.register_forward_pre_hook(partial(self._before_forward, place))
-            behind = layer.module.register_forward_hook(partial(self._behind_forward, place))
-            self._hooks += [before, behind]
+            self._hooks += [
+                layer.module.register_forward_pre_hook(partial(self._before_forward, place)),
+                layer.module.register_forward_hook(partial(self._behind_forward, place)),
+            ]
 
     def give_back(self) -> None:
         """Give the layers their weights back, on the host, for good: they are merged or saved."""
@@ -193,8 +193,7 @@ def _pin(buffer: torch.Tensor) -> None:
     """Lock a buffer in its exact size: PyTorch's own pinned memory is rounded to a power of two."""
     try:
         runtime = torch.cuda.cudart()
-        registered = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
-        torch.cuda.check_error(int(registered))
+        torch.cuda.check_error(int(runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
     except RuntimeError as error:
         raise RuntimeError(
             f"the host does not lock {size(buffer.nbytes)} for a rank"

@@ -147,9 +147,8 @@ class _Tiled(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         tiles: _Tiles = ctx.tiles
-        tokens, of_tokens, (gradient,) = tiles.input(), None, gradients
-        if ctx.needs_input_grad[1]:
-            of_tokens = torch.empty_like(tokens)
+        tokens, (gradient,) = tiles.input(), gradients
+        of_tokens = torch.empty_like(tokens) if ctx.needs_input_grad[1] else None
         totals: list[torch.Tensor | None] = [None] * len(tiles.trained)
         begin = 0
         with tiles.as_before():

@@ -82,9 +82,11 @@ def build(
             for _, layer in four_bit.layers(model):
                 four_bit.keep_rows(layer.weight, *rows_of)
     else:
-        on_device = device or torch.device("cpu")
         with _keeping(rows_of, model_size.family):
-            model = from_folder(section, quantization, on_device, attention, levers, keeps_streamed)
+            model = from_folder(
+                *(section, quantization, device or torch.device("cpu")),
+                *(attention, levers, keeps_streamed),
+            )
         grow_vocabulary(model, model_size.config.get("vocab_size", 0), seed)
     rows = model.get_input_embeddings().num_embeddings
     data_tokenizer.check_ids(tokenizer, rows, tokenizer.name_or_path)

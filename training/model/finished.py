@@ -19,12 +19,15 @@ def load(finished: FinishedModel, tokenizer: Any, device: torch.device) -> Netwo
 
     Raises ResourceError."""
     transformers_logging.disable_progress_bar()
-    section = ModelSection(path=str(finished.base), dtype=finished.dtype)
     quantization = (
         QuantizationSection.model_validate(finished.quantization) if finished.quantization else None
     )
     try:
-        model: Network = build.from_folder(section, quantization, device, attention=None)
+        model: Network = build.from_folder(
+            ModelSection(path=str(finished.base), dtype=finished.dtype),
+            *(quantization, device),
+            attention=None,
+        )
         if finished.is_adapter:
             build.prepare_base(model, tokenizer, finished.folder)
             model = peft_private.with_adapter(model, finished.folder)

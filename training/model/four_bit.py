@@ -174,8 +174,11 @@ def gather_trained(model: torch.nn.Module, keeps: bool) -> None:
 def named_numbers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """named_parameters() without the weights of 4 bits, whose bytes are no numbers of their type
     where FSDP2 has divided them."""
-    modules = model.modules()
-    packed = {id(each.weight) for each in modules if getattr(each, "quant_state", None) is not None}
+    packed = {
+        id(module.weight)
+        for module in model.modules()
+        if getattr(module, "quant_state", None) is not None
+    }
     return (pair for pair in model.named_parameters() if id(pair[1]) not in packed)
 
 

@@ -209,7 +209,7 @@ def choose(target: Target, call: Call) -> Kernel:
         or not _heads_fit(call)
     ):
         return "math"
-    if _prefers_cudnn(target) and _takes_cudnn(target, call):
+    if _takes_cudnn(target, call):
         return "cudnn"
     if _takes_flash(target, call):
         return "flash"
@@ -224,19 +224,16 @@ def _heads_fit(call: Call) -> bool:
     return query.shape[1] % key.shape[1] == 0 if call.enable_gqa else query.shape[1] == key.shape[1]
 
 
-def _prefers_cudnn(target: Target) -> bool:
-    """check_prefer_cudnn_attention: cuDNN is tried first on Hopper and on Blackwell's data centre
-    cards."""
-    return target.cudnn > 91500 and target.architecture in PREFER_CUDNN
-
-
 def _takes_cudnn(target: Target, call: Call) -> bool:
-    """can_use_cudnn_attention, for a card that prefers it."""
+    """check_prefer_cudnn_attention: cuDNN is tried first on Hopper and on Blackwell's data centre
+    cards; can_use_cudnn_attention, for such a card."""
     query, mask = call.query, call.mask
     widest = 256 if target.capability == (9, 0) else 128
     widths = (query.shape[-1], call.value.shape[-1])
     return (
-        query.dtype in HALF
+        target.cudnn > 91500
+        and target.architecture in PREFER_CUDNN
+        and query.dtype in HALF
         and all(width <= widest and width % 8 == 0 for width in widths)
         and (mask is None or (not mask.requires_grad and mask.dim() in (2, 4)))
         and call.key.shape[2] > 1

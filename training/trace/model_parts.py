@@ -66,9 +66,10 @@ def model_parts(config: dict[str, Any]) -> ModelParts:
 
 def _built(config: dict[str, Any]) -> PreTrainedModel:
     with torch.device("meta"):
-        size = ModelSize("meta", config, 0, 0)
         # the parameters of each attention are the same; not each type has sdpa
-        return build.from_shape(ModelSection(shape="meta"), size, attention="eager")
+        return build.from_shape(
+            ModelSection(shape="meta"), ModelSize("meta", config, 0, 0), attention="eager"
+        )
 
 
 def _of_depth(model: PreTrainedModel, config: dict[str, Any]) -> tuple[tuple[str, ...], int]:

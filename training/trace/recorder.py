@@ -51,14 +51,20 @@ class Recorder(torch_private.TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, batch: int = BATCH) -> None:
+    def __init__(
+        self,
+        batch: int = BATCH,
+        padded: bool = True,
+        vocabulary: int | None = None,
+        target: Target | None = None,
+    ) -> None:
+        """`padded`: a row of the batch is shorter than the longest, so that masks are kept.
+        `vocabulary`: tensors with this last size are logits or their loss. `target`: the card whose
+        kernels have buffers; None: the CPU."""
         super().__init__()
         self.log = Log(batch=batch)
         self.phase = "start"
-        # a row of the batch is shorter than the longest, so that masks are kept
-        self.padded = True
-        self.vocabulary: int | None = None  # tensors with this last size are logits or their loss
-        self.target: Target | None = None  # card whose kernels have buffers; None: the CPU
+        self.padded, self.vocabulary, self.target = padded, vocabulary, target
         self.decompositions: Mapping[Any, Any] = {}  # operator -> its kernel, made of operators
         self._ids: dict[int, int] = {}  # storage -> block
         self._deaths: dict[int, weakref.ref[Any]] = {}  # block -> its storage, while it lives

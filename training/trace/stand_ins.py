@@ -18,6 +18,7 @@ from training.compat import (
 )
 from training.compat.levers_private import replaced
 from training.compat.torch_private import FakeTensorMode, op_implementations_dict
+from training.levers.compile import undivided_layers
 from training.levers.offloading import LayerInput, Offloading
 from training.levers.streaming import Streaming
 from training.model import four_bit
@@ -113,10 +114,12 @@ class _Kernel:
 
         def launch(*args: Any, **options: Any) -> None:
             tensors = [each for each in args if isinstance(each, torch.Tensor)]
-            sums = [each for each in tensors if grid == (1,) and each.shape[:-1] == (1,)]
             again = [args[place] for place in _WRITTEN_IN_PLACE.get(self._name, ())]
-            more_rows = self._programs - 1
-            workspace = [more_rows * each.nbytes for each in sums]
+            workspace = [
+                (self._programs - 1) * each.nbytes
+                for each in tensors
+                if grid == (1,) and each.shape[:-1] == (1,)
+            ]
             self._recorder.kernel(f"triton::{self._name}", [*tensors, *again], workspace)
 
         return launch
@@ -184,13 +187,11 @@ def as_computed(network: torch.nn.Module, strategy: Strategy) -> Precision:
 def _fsdp2_modules(network: transformers_private.Network) -> list[torch.nn.Module]:
     """The modules that Accelerate shards on their own: the layers, the embeddings, the final
     norm."""
-    layer_classes = transformers_private.layer_classes(network)
     outer = [
         accelerate_private.final_norm(network),
         *(getattr(network, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")),
     ]
-    layers = (module for module in network.modules() if type(module).__name__ in layer_classes)
-    return [*layers, *(module for module in outer if module is not None)]
+    return [*undivided_layers(network), *(module for module in outer if module is not None)]
 
 
 def _float32_output(module: torch.nn.Module, args: Any, output: Any) -> Any:

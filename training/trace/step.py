@@ -255,9 +255,7 @@ def step(
         tf32=False,
         levers=replace(planned.levers, use_liger_kernel=has_liger, torch_compile=False),
     )
-    recorder = Recorder(batch)
-    recorder.padded, recorder.vocabulary = padded, plan.shape.config["vocab_size"]
-    recorder.target = target
+    recorder = Recorder(batch, padded, plan.shape.config["vocab_size"], target)
     fp16 = planned.mixed_precision == "fp16"
     collects = gc.isenabled()
     with (
@@ -314,9 +312,11 @@ def _tracer(
 ) -> _Tracer:
     """A trainer of a model without weights, whose parameters and layers the recorder watches."""
     with unset_fake_temporarily():
-        quantization = recipe.quantized(plan.strategy.mixed_precision)
-        of_model = recipe.model, plan.shape, recipe.lora, plan.lora_targets, quantization
-        network = build.without_weights(*of_model, strategy.levers.attn_implementation)
+        network = build.without_weights(
+            *(recipe.model, plan.shape, recipe.lora, plan.lora_targets),
+            recipe.quantized(plan.strategy.mixed_precision),
+            strategy.levers.attn_implementation,
+        )
         if stand_ins.as_computed(network, plan.strategy) == "no":
             strategy = replace(strategy, mixed_precision="no")
     batch, steps = strategy.per_device_train_batch_size, strategy.gradient_accumulation_steps
@@ -366,7 +366,6 @@ def _tracer(
     )
     tracer.remove_callback(PrinterCallback)
     steady.tracer = tracer
-    source, target = lengths
     if levers.logits_at_targets:
         tracer.num_targets = TARGETS * levers.num_output_chunks
     tracer.flattens = levers.flattens
@@ -374,7 +373,7 @@ def _tracer(
     parts = math.lcm(
         levers.num_output_chunks if tracer.flattens else 1, levers.tiled_mlp_num_shards
     )
-    source, target = (-(-length // parts) * parts for length in (source, target))
+    source, target = (-(-length // parts) * parts for length in lengths)
     if tracer.flattens:
         target = source
     mask = "position_ids" if recipe.data.packing or tracer.flattens else "attention_mask"
@@ -407,5 +406,7 @@ def record(
     if all_layers or few is None or re.search(r"(^|[. ])\d", modules):
         return RecordedStep(step(recipe, plan, lengths, padded, batch, target, parts_apart))
     few_layers = replace(plan, shape=replace(plan.shape, config=few.config))
-    log = step(recipe, few_layers, lengths, padded, batch, target, parts_apart)
-    return RecordedStep(log, few.layers, few.period)
+    return RecordedStep(
+        step(recipe, few_layers, lengths, padded, batch, target, parts_apart),
+        *(few.layers, few.period),
+    )
