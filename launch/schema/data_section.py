@@ -58,8 +58,10 @@ def short_names(paths: Iterable[str | Path]) -> dict[str, str]:
     names = {}
     for path, own in parts.items():
         others = [other for other in parts.values() if other != own]
-        counts = range(1, len(own))
-        count = next((n for n in counts if all(o[-n:] != own[-n:] for o in others)), len(own))
+        count = next(
+            (n for n in range(1, len(own)) if all(other[-n:] != own[-n:] for other in others)),
+            len(own),
+        )
         names[path] = str(Path(*own[-count:]))
     return names
 

@@ -2,8 +2,6 @@
 trains. A lever is a field of Levers, a row of LEVERS and a module of training/levers/, beside the
 key of the recipe that asks for it. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -208,13 +206,13 @@ class Levers:
             if (index + 1) * count // num_layers > index * count // num_layers
         ]
 
-    def without(self, name: str) -> Levers:
+    def without(self, name: str) -> "Levers":
         """The same with a lever off; without checkpointing nothing is kept on the host, or
         streamed."""
         both = {"every_n_layers": 0, "activation_offloading": False, "streamed_layers": 0}
         return replace(self, **(both if name == "every_n_layers" else {name: ROWS[name].plain}))
 
-    def saves_as_much_as(self, other: Levers) -> bool:
+    def saves_as_much_as(self, other: "Levers") -> bool:
         """True if no lever saves less memory here than there."""
         return all(row.saved(row.read(self)) >= row.saved(row.read(other)) for row in TRIED)
 
@@ -273,7 +271,7 @@ class Lever:
     exactness: Literal["bit-equal", "same function", "other function"]
     text: Callable[[Any], str]
     off: str  # the words of a step without it
-    requested: Callable[[Recipe], Any]
+    requested: Callable[["Recipe"], Any]
     tried: tuple[Any, ...] = ()
     # values that are tried in place of these, where they depend on the model
     tried_around: Callable[[Around], Sequence[Any]] | None = None
@@ -307,18 +305,22 @@ class Lever:
 
 
 def _checkpointing_keys(every_n_layers: int) -> dict[str, Any]:
-    which = {"every_n_layers": every_n_layers} if every_n_layers > 1 else {}
-    return {"training.activation_checkpointing": every_n_layers > 0, KWARGS: which}
+    return {
+        "training.activation_checkpointing": every_n_layers > 0,
+        KWARGS: {"every_n_layers": every_n_layers} if every_n_layers > 1 else {},
+    }
 
 
 def _why_checkpointing(every_n_layers: int) -> str:
     if every_n_layers == 1:
         return "recomputing activations changes no result"
-    share = f"{1 / every_n_layers:.0%} of the layers compute twice"
-    return f"the other layers' activations fit: {share}, with the same result"
+    return (
+        f"the other layers' activations fit: {1 / every_n_layers:.0%} of the layers compute twice,"
+        " with the same result"
+    )
 
 
-def _asked_layers(recipe: Recipe) -> int | None:
+def _asked_layers(recipe: "Recipe") -> int | None:
     training = recipe.training
     if "activation_checkpointing" not in training.model_fields_set:
         return None
@@ -326,30 +328,32 @@ def _asked_layers(recipe: Recipe) -> int | None:
     return n if training.activation_checkpointing else 0
 
 
-def _unless(can: Callable[[ForwardFacts], bool], lack: str, is_in_layers: bool = False) -> Refused:
+def _first_met(*obstacles: tuple[bool, str]) -> str | None:
+    """The reason of the first obstacle that is met."""
+    return next((reason for is_met, reason in obstacles if is_met), None)
+
+
+def _unless(
+    can: Callable[["ForwardFacts"], bool], lack: str, is_in_layers: bool = False
+) -> Refused:
     """The refusal of a model that lacks what a lever needs, as `lack` says, and, if it changes the
     layers, of torch.compile, which compiles them."""
 
-    def refusal(levers: Levers, family: ModelFamily) -> str | None:
-        obstacles = (
-            (not can(family.forward), f"the model is a {family.model_type}, {lack}"),
-            (is_in_layers and levers.torch_compile, _NOT_COMPILED),
-        )
-        return next((reason for is_met, reason in obstacles if is_met), None)
-
-    return refusal
+    return lambda levers, family: _first_met(
+        (not can(family.forward), f"the model is a {family.model_type}, {lack}"),
+        (is_in_layers and levers.torch_compile, _NOT_COMPILED),
+    )
 
 
 def _no_tiles_in(mode: LaunchMode, num_shards: int) -> str | None:
     option = f"training.tiled_mlp_num_shards {num_shards}"
-    obstacles = (
+    return _first_met(
         (mode.engine == "fsdp2", f"has not been tested with {option}; leave one out"),
         (
             mode.shards_parameters,
             f"would gather the weights of an MLP for each part of {option}; leave one out",
         ),
     )
-    return next((reason for is_met, reason in obstacles if is_met), None)
 
 
 def _most_parts(tokens: int) -> int:
@@ -358,8 +362,8 @@ def _most_parts(tokens: int) -> int:
     return next((parts for parts in (8, 4, 2) if tokens // parts >= _LEAST_TOKENS), 1)
 
 
-def _streams(levers: Levers, family: ModelFamily) -> str | None:
-    obstacles = (
+def _streams(levers: Levers, family: "ModelFamily") -> str | None:
+    return _first_met(
         (
             family.is_encoder_decoder,
             f"the model is a {family.model_type}, and only the layers of a decoder alone are"
@@ -372,7 +376,6 @@ def _streams(levers: Levers, family: ModelFamily) -> str | None:
         ),
         (levers.torch_compile, _NOT_COMPILED),
     )
-    return next((reason for is_met, reason in obstacles if is_met), None)
 
 
 def aligned_bytes(size_bytes: int) -> int:
@@ -609,7 +612,7 @@ ROWS: Mapping[str, Lever] = {row.name: row for row in LEVERS}
 TRIED = tuple(row for row in LEVERS if row.tried)
 
 
-def requested(recipe: Recipe) -> Levers:
+def requested(recipe: "Recipe") -> Levers:
     """The levers that a recipe asks for, and plain values for what it leaves open."""
     values = ((row.name, row.requested(recipe)) for row in LEVERS)
     return Levers(**{name: value for name, value in values if value is not None})
@@ -624,7 +627,7 @@ def typed(levers: Levers) -> dict[str, Any]:
     return asking
 
 
-def refused(recipe: Recipe, family: ModelFamily) -> Iterator[str]:
+def refused(recipe: "Recipe", family: "ModelFamily") -> Iterator[str]:
     """Yield a line for each lever that a recipe asks for and its training cannot have."""
     levers = requested(recipe)
     for row in LEVERS:

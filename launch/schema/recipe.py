@@ -147,13 +147,20 @@ class Recipe(Section):
         """The end of a refusal: flags with which at most `most` processes, instead of `asked`, take
         equal parts of an effective batch, and its factors; "" if no number of them can."""
         training, launch = self.training, self.launch
-        counts = (count for count in range(most, 0, -1) if count % launch.nodes == 0)
-        count = next((each for each in counts if effective_batch_size % each == 0), None)
+        count = next(
+            (
+                count
+                for count in range(most, 0, -1)
+                if count % launch.nodes == 0 and effective_batch_size % count == 0
+            ),
+            None,
+        )
         if count is None:
             return ""
         part = effective_batch_size // count
-        sizes = range(training.per_device_train_batch_size, 0, -1)
-        rows = next(size for size in sizes if part % size == 0)
+        rows = next(
+            size for size in range(training.per_device_train_batch_size, 0, -1) if part % size == 0
+        )
         wanted = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": part // rows}
         named = launch.named_mode
         alone = (

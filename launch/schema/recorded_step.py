@@ -236,21 +236,23 @@ def dumped(step: RecordedStep) -> str:
     own."""
     log = step.log
     placed = [*log.events, *log.calls]
-    phases = list(dict.fromkeys(each.phase for each in placed))
-    layers = list(dict.fromkeys(each.layer for each in placed))
-    phase_of = {phase: number for number, phase in enumerate(phases)}
-    layer_of = {layer: number for number, layer in enumerate(layers)}
+    phases = {
+        phase: number for number, phase in enumerate(dict.fromkeys(each.phase for each in placed))
+    }
+    layers = {
+        layer: number for number, layer in enumerate(dict.fromkeys(each.layer for each in placed))
+    }
 
     def row(number: int, each: Event | Call) -> list[int]:
-        return [number, phase_of[each.phase], layer_of[each.layer]]
+        return [number, phases[each.phase], layers[each.layer]]
 
     content = json.dumps(
         {
             "depths": step.depths,
             "period": step.period,
             "batch": log.batch,
-            "phases": phases,
-            "layers": layers,
+            "phases": [*phases],
+            "layers": [*layers],
             "blocks": [list(astuple(block)) for block in log.blocks],
             "events": [
                 row(event.block if event.birth else ~event.block, event) for event in log.events
@@ -275,11 +277,10 @@ def loaded(text: str) -> RecordedStep:
         Event(block if block >= 0 else ~block, block >= 0, phases[phase], layers[layer])
         for block, phase, layer in step["events"]
     ]
-    operators = [operator_of(row) for row in step["operators"]]
     calls = [
         Call(operator, phases[phase], layers[layer]) for operator, phase, layer in step["calls"]
     ]
-    log = Log(blocks, events, operators, calls, step["batch"])
+    log = Log(blocks, events, [*map(operator_of, step["operators"])], calls, step["batch"])
     return RecordedStep(log, tuple(step["depths"]), step["period"])
 
 

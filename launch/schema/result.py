@@ -241,8 +241,10 @@ class Downloaded:
     sizes: Mapping[str, int] = field(default_factory=dict)  # bytes of each file
 
     def __str__(self) -> str:
-        licence = self.licence or "none in its card"
-        return f"{self.name} at commit {self.commit[:12]}, licence: {licence}"
+        return (
+            f"{self.name} at commit {self.commit[:12]}, licence:"
+            f" {self.licence or 'none in its card'}"
+        )
 
 
 EXPORTED = ".exported"  # a file in the folder of a finished export
