@@ -41,5 +41,4 @@ def fused_forward(
     type."""
     if hidden.dtype is not norm.weight.dtype:
         return plain(hidden)
-    eps = norm.variance_epsilon
-    return aten._fused_rms_norm(hidden, hidden.shape[-1:], norm.weight, eps)[0]
+    return aten._fused_rms_norm(hidden, hidden.shape[-1:], norm.weight, norm.variance_epsilon)[0]

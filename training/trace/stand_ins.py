@@ -1,4 +1,4 @@
-"""Stand-ins for a card and an engine in a trace: products of experts, Liger's kernels, copies to
+"""Stand-ins of a trace for a card and an engine: products of experts, Liger's kernels, copies to
 pinned host memory, and the precision in which an engine computes."""
 
 from collections.abc import Iterator
