@@ -94,8 +94,10 @@ def from_request(request: Request) -> RankStart:
                 source="the log has",
                 columns=columns(),
             )
-            unused = unused_values(os.environ, plan, recipe.training.max_grad_norm)
-            lines = [*unused, *screen[: -len(_SHOWN_LATER)]]
+            lines = [
+                *unused_values(os.environ, plan, recipe.training.max_grad_norm),
+                *screen[: -len(_SHOWN_LATER)],
+            ]
         print(shown("\n".join(lines)), flush=True)
     return RankStart(
         workspace=Workspace.here(),
@@ -223,8 +225,7 @@ def _flag(argv: list[str], name: str) -> str | None:
 def _mode_of_config_file(argv: list[str]) -> LaunchMode | None:
     """The mode by which a configuration file of ours is named: Accelerate's own keys cannot say CPU
     or Gloo for several ranks."""
-    path = _flag(argv, "config_file")
-    name = Path(path).stem if path else None
+    name = Path(_flag(argv, "config_file") or "").stem
     return next((row for mode, row in LAUNCH_MODES.items() if mode == name), None)
 
 
@@ -239,8 +240,7 @@ def _sharding_mode(environ: Mapping[str, str]) -> Mode | None:
         return "fsdp2"
     if environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() != "true":
         return None
-    path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if path:
+    if path := environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
         zero = deepspeed.read_deepspeed(deepspeed.existing_path(path)).get("zero_optimization", {})
         stage = zero.get("stage", 0)
         offload = (zero.get("offload_optimizer") or {}).get("device", "none")
@@ -271,27 +271,17 @@ def unused_values(environ: Mapping[str, str], plan: Plan, max_grad_norm: float) 
     """A line for each value that was given to accelerate and does not run: the recipe decides
     it."""
     strategy = plan.strategy
-    decided = {
-        "mixed_precision": (
-            "ACCELERATE_MIXED_PRECISION",
-            strategy.mixed_precision,
-            "training.bf16, training.fp16",
-        ),
+    decided = {  # accelerate's name -> its default, the value that runs, the key of the recipe
+        "mixed_precision": ("no", strategy.mixed_precision, "training.bf16, training.fp16"),
         "gradient_accumulation_steps": (
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+            "1",
             str(strategy.gradient_accumulation_steps),
             "training.gradient_accumulation_steps",
         ),
-        "gradient_clipping": (
-            "ACCELERATE_GRADIENT_CLIPPING",
-            str(max_grad_norm),
-            "training.max_grad_norm",
-        ),
+        "gradient_clipping": ("auto", str(max_grad_norm), "training.max_grad_norm"),
     }
-    defaults = {"mixed_precision": "no", "gradient_accumulation_steps": "1"}
     return [
-        f"accelerate was given {name} {environ[variable]}; the recipe says {runs}, which runs"
-        f" ({key})"
-        for name, (variable, runs, key) in decided.items()
-        if environ.get(variable, runs) not in (runs, defaults.get(name), "auto")
+        f"accelerate was given {name} {value}; the recipe says {runs}, which runs ({key})"
+        for name, (default, runs, key) in decided.items()
+        if (value := environ.get(f"ACCELERATE_{name.upper()}", runs)) not in (runs, default, "auto")
     ]

@@ -133,8 +133,9 @@ class LaunchContext:
 
     def read_memory_of_now(self) -> None:
         """Plan for the memory that is free now, from here on."""
-        leased = admission.leased_now(self.screen.say)
-        self.facts = resolve.with_memory_of_now(self.facts, leased, self.workspace.root)
+        self.facts = resolve.with_memory_of_now(
+            self.facts, admission.leased_now(self.screen.say), self.workspace.root
+        )
 
     def command(
         self, choice: Choice, run: RunDir, attempt: AttemptDir, resume: str = "auto"
@@ -160,7 +161,7 @@ class Attempts:
         end = None
         while end is None:
             first_step = self.run.last_step()
-            result = self._attempt()
+            result = self._attempt(first_step)
             if result.plan_again:
                 end = self._after_refuted_plan(result)
             elif result.failure is None or result.unkillable:  # an unkillable rank keeps its memory
@@ -169,10 +170,9 @@ class Attempts:
                 end = self._after_failure(result, result.failure, first_step)
         return end
 
-    def _attempt(self) -> RunResult:
+    def _attempt(self, first_step: int) -> RunResult:
         """Write the plan's files, and run the ranks to their end."""
         start, choice, run = self.start, self.choice, self.run
-        first_step = run.last_step()
         recipe, machine, plan = choice.recipe, choice.machine, choice.plan
         attempt = run_files.write_run(run, recipe, machine, plan, start.workspace)
         assert choice.facts.rows.tokens is not None
@@ -305,8 +305,7 @@ class Attempts:
         """Take the history for the next plan; a shortage that others caused costs none of ours."""
         self._num_plans += is_own
         if self.run.last_step():
-            history = self.start.facts.history
-            history = replace(history, began_with=self.choice.plan.strategy.levers)
+            history = replace(self.start.facts.history, began_with=self.choice.plan.strategy.levers)
             self.start.facts = replace(self.start.facts, history=history)
         self.start.oom_history = oom_history.for_plan(is_last=self._num_plans == MAX_PLANS)
 

@@ -55,9 +55,10 @@ def _examine(workspace: Workspace) -> bool:
     elif stops:
         say("link: not tested: see the problem below first")
     else:
-        variables = environment.passed(os.environ)
         link = link_test.link(
-            machine, len(machine.gpus), workspace.cache, variables, say=say, fresh=True
+            *(machine, len(machine.gpus), workspace.cache, environment.passed(os.environ)),
+            say=say,
+            fresh=True,
         )
         say("\n".join(link_test.lines(link)))
         stops = is_blocked(link)
@@ -166,14 +167,9 @@ def is_blocked(link: Link) -> bool:
 
 
 def _torch_problems(machine: Machine) -> list[_Problem]:
-    build = torch_build.installed()
-    if build is None:
-        return [
-            _Problem(
-                "torch is not installed", "python -m pip install -r requirements.txt", stops=True
-            )
-        ]
-    refusal = torch_build.refusal(build, machine.gpus, machine.cuda_driver, os.environ)
+    refusal = "torch is not installed; fix: python -m pip install -r requirements.txt"
+    if build := torch_build.installed():
+        refusal = torch_build.refusal(build, machine.gpus, machine.cuda_driver, os.environ)
     what, _, fix = refusal.partition("; fix: ")
     return [_Problem(what, fix, stops=True)] if refusal else []
 
@@ -181,11 +177,9 @@ def _torch_problems(machine: Machine) -> list[_Problem]:
 def import_problem(error: ResourceError) -> _Problem:
     """The problem of a process that could not import a rank's packages, or compute a step."""
     cause, _ = link_causes.find(str(error), "failed")
-    if cause.name in ("driver", "card_busy"):
-        return _Problem(str(error), cause.fix, stops=True)
-    return _Problem(
-        str(error), "install the packages anew: make clean, then start again", stops=True
-    )
+    is_of_card = cause.name in ("driver", "card_busy")
+    fix = cause.fix if is_of_card else "install the packages anew: make clean, then start again"
+    return _Problem(str(error), fix, stops=True)
 
 
 def main(arguments: Namespace) -> int:
@@ -193,7 +187,11 @@ def main(arguments: Namespace) -> int:
     compile_caches.settle()
     if machine := recipe_arguments.described_machine(arguments):
         assumed = [f"assumed: {machine.assumed}"] if machine.assumed else []
-        lines = [*probe_machine.describe(machine), *assumed]
-        print(*lines, "link: not tested: a described machine", sep="\n")
+        print(
+            *probe_machine.describe(machine),
+            *assumed,
+            "link: not tested: a described machine",
+            sep="\n",
+        )
         return 0
     return 0 if _examine(Workspace.here()) else 3

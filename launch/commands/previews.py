@@ -92,7 +92,11 @@ FLAGS = {  # the flags of each verb
         "--line": {"type": _positive, "help": "the row at this line of the file alone"},
     },
     "keys": {
-        "section": {"nargs": "?", "help": "of this section alone, or this key alone"},
+        "section": {
+            "nargs": "?",
+            "default": "",
+            "help": "of this section alone, or this key alone",
+        },
     },
 }
 
@@ -142,9 +146,10 @@ def _fit(arguments: Namespace) -> None:
     if arguments.json and arguments.lines:
         raise ConfigError("--json and --lines: expected one of them; --json has each line, too")
     models = [_model_name(name) for name in arguments.model or fit.MODELS]
-    expected = f"tokens from 8 to {_MOST_TOKENS:,}"
     lengths = [
-        recipe_arguments.whole_number("--length", text, 8, _MOST_TOKENS, expected)
+        recipe_arguments.whole_number(
+            "--length", text, 8, _MOST_TOKENS, f"tokens from 8 to {_MOST_TOKENS:,}"
+        )
         for text in arguments.length or map(str, fit.LENGTHS)
     ]
     workspace = Workspace.here()
@@ -157,9 +162,10 @@ def _fit(arguments: Namespace) -> None:
         )
     of_imports = import_memory.measured_or_assumed(workspace.cache, "cuda")
     answers = []
-    traced = fit.fits(machine, of_imports, workspace.traces, models, lengths=lengths, say=_progress)
     total = len(models) * len(fit.METHODS) * len(lengths)
-    for each in traced:
+    for each in fit.fits(
+        machine, of_imports, workspace.traces, models, lengths=lengths, say=_progress
+    ):
         answers.append(each)
         _progress(f"{len(answers)} of {total}: {each.model} {each.method} {each.length}")
     _progress("")
@@ -214,10 +220,12 @@ def _show(arguments: Namespace, unparsed: Sequence[str]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     colours = console.is_terminal and not console.no_color
     data, is_one_row = facts.recipe.data, arguments.line is not None
-    lines = shown_rows.lines(
-        data, facts.rows.format, files, rows, colours, is_one_row, console.encoding
+    console.print(
+        *shown_rows.lines(
+            data, facts.rows.format, files, rows, colours, is_one_row, console.encoding
+        ),
+        sep="\n",
     )
-    console.print(*lines, sep="\n")
     if not is_one_row:
         show_rows.refuse_untrained(files, rows)
 
@@ -258,7 +266,7 @@ def _files(recipe: Recipe, requested: str | None, line: int | None) -> list[Path
 
 def _list_keys(arguments: Namespace) -> None:
     """List every key of a recipe with its type, default and meaning."""
-    section: str = arguments.section or ""
+    section: str = arguments.section
     listed = [
         key
         for key in key_reference.all_keys()

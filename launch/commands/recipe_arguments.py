@@ -187,8 +187,11 @@ def read(
     batch = names[1] if len(names) == 2 else None
     if batch and names[0].isdigit() and not batch.isdigit():
         raise _mistake(arguments, f"found {names[0]} before the recipe", f"{batch} {names[0]}")
-    switches = [f"--launch.{key}=true" for key in SWITCHES if getattr(arguments, key)]
-    overrides = [*variables, *switches, *key_flags]
+    overrides = [
+        *variables,
+        *(f"--launch.{key}=true" for key in SWITCHES if getattr(arguments, key)),
+        *key_flags,
+    ]
     batch_keys = [
         text for text in overrides if text.partition("=")[0].replace("-", "_").endswith(_BATCH_KEY)
     ]
@@ -278,8 +281,7 @@ def _advice(arguments: Namespace, name: str, plain: str, value: str, is_key: boo
     """The error for an unknown flag or a key without a value, with what to type instead."""
     types = {key.name: key.type for key in key_reference.all_keys()}
     if value.startswith("{") and (sections := nearest(plain, SECTIONS, cutoff=_ALIKE)):
-        advice = _of_section(sections[0], value, types)
-        return f"{name}: a section is no flag; {advice}"
+        return f"{name}: a section is no flag; {_of_section(sections[0], value, types)}"
     if is_key and plain in types:
         return f"{name}: a key of the recipe needs a value; write {_typed(plain, types[plain], '')}"
     section = plain.rpartition(".")[0]

@@ -310,10 +310,12 @@ def _show_plan(
     if not explain:
         below = [("run", opened.line), *([("log", from_here(log_file))] if log_file else [])]
         steps_done = 0 if opened.complete else opened.run.last_step()
-        lines = first_screen.lines(
-            recipe, machine, plan, datetime.now(), steps_done, below, columns=columns()
+        screen.say(
+            *first_screen.lines(
+                recipe, machine, plan, datetime.now(), steps_done, below, columns=columns()
+            ),
+            log=False,
         )
-        screen.say(*lines, log=False)
     if not start.is_first:
         return
     screen.say(*layout.kept_aside(Path(recipe.output_dir), opened.run.run_id))

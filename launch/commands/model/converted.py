@@ -91,8 +91,11 @@ def readme(name: str, model: Path, base: str, figures: str, ask: str) -> str:
     """The README.md of an export: base, licence, the lines of the model's own README.md, what was
     compared, how to ask it."""
     is_ours = (model / "lowmem.json").is_file()
-    facts = [line for line in _card(model).splitlines() if is_ours and _FACT.match(line)]
-    facts = [_OF_FOLDER.sub("", line) for line in facts]
+    facts = [
+        _OF_FOLDER.sub("", line)
+        for line in _card(model).splitlines()
+        if is_ours and _FACT.match(line)
+    ]
     licence = (_licence(Path(base)) if base else "") or _licence(model)
     front = ["---", f"license: {licence}", "---"] if licence else []
     return "\n".join(

@@ -127,10 +127,10 @@ def keep_context(bench: Bench, card: str, context_bytes: int) -> None:
     far has as many."""
     figures = import_memory.measured_or_assumed(bench.cache, "cuda").card
     if figures.name in ("", card) and context_bytes > figures.context_bytes:
-        measured = replace(
-            figures, name=card, context_bytes=context_bytes, context_source="selfcheck"
+        import_memory.keep_card(
+            bench.cache,
+            replace(figures, name=card, context_bytes=context_bytes, context_source="selfcheck"),
         )
-        import_memory.keep_card(bench.cache, measured)
 
 
 def _card(bench: Bench) -> dict[str, Any]:

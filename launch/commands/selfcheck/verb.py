@@ -194,7 +194,7 @@ def lines(finding: Finding) -> list[str]:
     ]
     if all(seconds := finding.figures.get("seconds_per_step") or [None]):
         text.append("  seconds a step: predicted {:.4f}, measured {:.4f}".format(*seconds))
-    text += [f"  {name}: {number:.4g}" for name, number in _rates(finding).items()]
+    text += [f"  {name}: {number:.4g}" for name, number in finding.figures.get("rates", {}).items()]
     return text
 
 
@@ -210,11 +210,6 @@ def _memory(finding: Finding) -> Iterator[tuple[str, str, Sequence[int]]]:
     ):
         if pair := finding.figures.get(key):
             yield part, figure, pair
-
-
-def _rates(finding: Finding) -> Mapping[str, float]:
-    """Measurements that no prediction stands beside, by name and unit."""
-    return finding.figures.get("rates", {})
 
 
 def html(results: Results) -> str:
@@ -236,7 +231,7 @@ def html(results: Results) -> str:
             for name, pair in speed
             if isinstance(pair, Sequence)
         ],
-        rates=[each for finding in findings for each in _rates(finding).items()],
+        rates=[each for finding in findings for each in finding.figures.get("rates", {}).items()],
     )
 
 

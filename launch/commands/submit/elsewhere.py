@@ -189,24 +189,25 @@ def _time(seconds: float) -> str:
 def skypilot(choice: Choice, argv: Sequence[str]) -> str:
     """A file for `sky jobs launch`: exit code 75 goes on."""
     cards = _cards(choice)
-    task = {
-        "name": _name(choice),
-        "workdir": ".",
-        "resources": {
-            **({"accelerators": cards} if cards else {}),
-            "memory": f"{_host_gib(choice)}+",
-            "disk_size": _disk_gib(choice),
-            "job_recovery": {"recover_on_exit_codes": [_GO_ON]},
-        },
-        "file_mounts": {
-            **{there: here for here, there in _files(choice, argv).items()},
-            _KEY: str(manifest.cloud_key_file()),
-        },
-        "volumes": {_STATE: "lowmem"},
-        "setup": _SETUP,
-        "run": _line(choice, argv),
-    }
-    return _HEAD + strict_yaml.dump({key: value for key, value in task.items() if value})
+    return _HEAD + strict_yaml.dump(
+        {
+            "name": _name(choice),
+            "workdir": ".",
+            "resources": {
+                **({"accelerators": cards} if cards else {}),
+                "memory": f"{_host_gib(choice)}+",
+                "disk_size": _disk_gib(choice),
+                "job_recovery": {"recover_on_exit_codes": [_GO_ON]},
+            },
+            "file_mounts": {
+                **{there: here for here, there in _files(choice, argv).items()},
+                _KEY: str(manifest.cloud_key_file()),
+            },
+            "volumes": {_STATE: "lowmem"},
+            "setup": _SETUP,
+            "run": _line(choice, argv),
+        }
+    )
 
 
 def dstack(choice: Choice, argv: Sequence[str]) -> str:
@@ -215,24 +216,25 @@ def dstack(choice: Choice, argv: Sequence[str]) -> str:
     again = (
         f"code={_GO_ON}; while [ $code -eq {_GO_ON} ]; do code=0; {{}} || code=$?; done; exit $code"
     )
-    task = {
-        "type": "task",
-        "name": _name(choice),
-        "repos": ["."],
-        "files": [
-            *(f"{here}:{there}" for here, there in _files(choice, argv).items()),
-            f"{manifest.cloud_key_file()}:{_KEY}",
-        ],
-        "volumes": [f"lowmem:{_STATE}"],
-        "commands": [_SETUP, again.format(_line(choice, argv))],
-        "resources": {
-            "memory": f"{_host_gib(choice)}GB..",
-            "disk": f"{_disk_gib(choice)}GB..",
-            **({"gpu": cards} if cards else {}),
-        },
-        "retry": {"on_events": ["no-capacity", "interruption"], "duration": "7d"},
-    }
-    return _HEAD + strict_yaml.dump({key: value for key, value in task.items() if value})
+    return _HEAD + strict_yaml.dump(
+        {
+            "type": "task",
+            "name": _name(choice),
+            "repos": ["."],
+            "files": [
+                *(f"{here}:{there}" for here, there in _files(choice, argv).items()),
+                f"{manifest.cloud_key_file()}:{_KEY}",
+            ],
+            "volumes": [f"lowmem:{_STATE}"],
+            "commands": [_SETUP, again.format(_line(choice, argv))],
+            "resources": {
+                "memory": f"{_host_gib(choice)}GB..",
+                "disk": f"{_disk_gib(choice)}GB..",
+                **({"gpu": cards} if cards else {}),
+            },
+            "retry": {"on_events": ["no-capacity", "interruption"], "duration": "7d"},
+        }
+    )
 
 
 def _line(choice: Choice, argv: Sequence[str]) -> str:

@@ -170,8 +170,8 @@ def freeze(
     # the paths of a recipe of configs/ are relative to the workspace
     cwd = Path.cwd() if load.is_file(typed.recipe) else workspace.root
     code = _copy_code(workspace)
-    job = SubmittedJob(job_dir.root.name, argv, cwd, time.time(), hashes(facts), code)
-    _write(job_dir, job, workspace, facts.recipe, environ, _code_folder(workspace, code))
+    job = SubmittedJob(job_dir.root.name, argv, cwd, time.time(), hashes(facts), code.name)
+    _write(job_dir, job, workspace, facts.recipe, environ, code)
     return job_dir
 
 
@@ -340,8 +340,8 @@ def _write(
     files.write_json(job_dir.root / "job.json", job)
 
 
-def _copy_code(workspace: Workspace) -> str:
-    """Copy the code that runs now, unless that is done; its hash."""
+def _copy_code(workspace: Workspace) -> Path:
+    """Copy the code that runs now, unless that is done; the folder, whose name is its hash."""
     paths = [
         *(CODE / name for name in _CODE_FILES),
         *(path for name in _CODE_FOLDERS for path in (CODE / name).rglob("*")),
@@ -351,10 +351,9 @@ def _copy_code(workspace: Workspace) -> str:
     for path in sorted(paths):
         contents[path.relative_to(CODE)] = content = path.read_bytes()
         digest.update(f"{path.relative_to(CODE)}\0{len(content)}\0".encode() + content)
-    code = digest.hexdigest()[:16]
-    place = _code_folder(workspace, code)
+    place = _folder(workspace) / "code" / digest.hexdigest()[:16]
     if not place.is_dir():
-        aside = place.with_name(f"{code}.{os.getpid()}.tmp")
+        aside = place.with_name(f"{place.name}.{os.getpid()}.tmp")
         for name, content in contents.items():
             (aside / name).parent.mkdir(parents=True, exist_ok=True)
             (aside / name).write_bytes(content)
@@ -362,8 +361,4 @@ def _copy_code(workspace: Workspace) -> str:
         with suppress(OSError):  # another submit has just made it
             aside.rename(place)
         shutil.rmtree(aside, ignore_errors=True)
-    return code
-
-
-def _code_folder(workspace: Workspace, code: str) -> Path:
-    return _folder(workspace) / "code" / code
+    return place

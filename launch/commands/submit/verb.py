@@ -144,10 +144,13 @@ def _slurm(workspace: Workspace, submission: Asked, environ: Mapping[str, str]) 
     folder, file = job_dir.root, job_dir.root / "job.sbatch"
     text = elsewhere.slurm_script(folder.name, [str(job_dir.script)], folder, request, more, tasks)
     file.write_text(text, encoding="utf-8")
-    shown_lines = first_screen.lines(
-        choice.recipe, choice.machine, choice.plan, datetime.now(), columns=columns()
+    say(
+        "\n".join(
+            first_screen.lines(
+                choice.recipe, choice.machine, choice.plan, datetime.now(), columns=columns()
+            )
+        )
     )
-    say("\n".join(shown_lines))
     _say_notes(choice, submission)
     try:
         number = elsewhere.submit_to_slurm(str(file))
@@ -179,7 +182,6 @@ def _start(arguments: Namespace, unparsed: Sequence[str]) -> int:
         arguments, argv = run_arguments([*submitted.argv, *unparsed[1:]])
         code = run.main(arguments, argv, lambda facts: job.check(submitted, facts))
         end(code)
-    workspace = Workspace.here()
     if code == 0 and not submitted.schedule:
-        crontab.remove(workspace.root, submitted.name)
+        crontab.remove(Workspace.here().root, submitted.name)
     return code
