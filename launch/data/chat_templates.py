@@ -182,11 +182,10 @@ def missing_tags(recipe: Recipe) -> list[str]:
     folder = recipe.tokenizer.path or recipe.model.path
     if not (text := _text_of(recipe)):
         return []
-    tags = dict.fromkeys(TAG.findall(COMMENT.sub("", text)))
     there = _vocabulary_text(Path(folder)) if folder else TRAINED_TAGS
     return [
         tag
-        for tag in tags
+        for tag in dict.fromkeys(TAG.findall(COMMENT.sub("", text)))
         if tag not in recipe.tokenizer.add_tokens
         and not any(form in there for form in _written(tag))
     ]
@@ -223,9 +222,8 @@ def _vocabulary_text(folder: Path) -> bytes:
 
 
 def _without_template(file: Path) -> bytes:
-    content = file.read_bytes()
     if file.name != "tokenizer_config.json":
-        return content
+        return file.read_bytes()
     config = {key: value for key, value in _json(file).items() if key != "chat_template"}
     return json.dumps(config, ensure_ascii=False).encode()
 

@@ -387,10 +387,11 @@ def placed_samples(
     columns, reader = data_format.columns, RowReader(data_format)
 
     def choice(schema: Any) -> list[str]:
-        unread = (name for name in schema.names if name not in (*used, *data_format.ignored))
-        return [
-            *used,
-            *filter(lambda name: reader.reads(name) or untrained.is_column(name), unread),
+        return used + [
+            name
+            for name in schema.names
+            if name not in (*used, *data_format.ignored)
+            and (reader.reads(name) or untrained.is_column(name))
         ]
 
     used = list(columns.values())

@@ -94,13 +94,12 @@ def _identity(
     ]
     tokenizer_path = recipe.tokenizer.path or recipe.model.path
     splits = recipe.tokenizer.split_special_tokens
-    hashes = [
+    train = ", ".join(
         shards.ends_fingerprint(Path(source.path))
         if data.streaming
         else shards.fingerprint(Path(source.path), facts)
         for source in data.sources
-    ]
-    train = ", ".join(hashes)
+    )
     validation = None
     if data.validation_file:
         validation = shards.fingerprint(Path(data.validation_file), facts)
@@ -135,10 +134,12 @@ def _identity(
 
 
 def _columns(data_format: DataFormat) -> list[Any]:
-    identity = [data_format.kind, data_format.file_type, dict(data_format.columns)]
-    # Ignored columns decide which later rows are refused
-    identity += [sorted(data_format.ignored)] if data_format.ignored else []
-    return identity + [["source", *_columns(source)] for source in data_format.of_sources]
+    return [
+        *(data_format.kind, data_format.file_type, dict(data_format.columns)),
+        # Ignored columns decide which later rows are refused
+        *([sorted(data_format.ignored)] if data_format.ignored else []),
+        *(["source", *_columns(source)] for source in data_format.of_sources),
+    ]
 
 
 def _changes_of_tokenizer(recipe: Recipe) -> dict[str, Any]:

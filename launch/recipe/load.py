@@ -457,8 +457,7 @@ def _texts(value: Any, key_path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     if isinstance(value, str):
         yield key_path, value
     elif isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _texts(item, (*key_path, key))
 
 
@@ -493,8 +492,11 @@ def _expected(detail: ErrorDetails) -> str:
     bounds = [
         phrase.format(context[bound]) for bound, phrase in _BOUNDS.items() if bound in context
     ]
-    in_words = context.get("expected") or " and ".join(bounds) or _EXPECTED.get(detail["type"])
-    return in_words or detail["msg"]
+    return (
+        context.get("expected")
+        or " and ".join(bounds)
+        or _EXPECTED.get(detail["type"], detail["msg"])
+    )
 
 
 def _training_mistake(key: str, value: Any) -> tuple[str, str, str] | None:

@@ -42,10 +42,13 @@ def lines(
     `source` tells where the full plan is; `columns`: longer lines are shortened or folded."""
     facts = plan_lines.facts(recipe, machine, plan, now, finished_steps, columns)
     rows = {fact.label: fact.value for fact in facts if fact.label in SHOWN and not fact.group}
-    screen = [f"plan for {recipe.name} on {machine.name}"]
-    for label in SHOWN:
-        screen += _with_label(label, [rows[label]] if label in rows else [])
-    screen = [_short(line, columns) for line in screen]
+    screen = [
+        _short(line, columns)
+        for line in (
+            f"plan for {recipe.name} on {machine.name}",
+            *(f"  {label:<{_LABEL - 2}}{rows[label]}" for label in SHOWN if label in rows),
+        )
+    ]
     end = [line for label, text in below for line in labelled(label, text)]
     lines_left = max(LINES - len(screen) - len(end) - 1, 1)
     changes, num_hidden = _changes(plan.changes, lines_left, columns)

@@ -104,8 +104,7 @@ def lines(fits: Sequence[Fit]) -> Iterator[str]:
     yield from _LINES_BEGIN
     for fit in fits:
         if fit.chosen is not None:
-            name = f"# {fit.model} {NAMES[fit.method]}, {fit.length:,} tokens"
-            yield f"{name}: {_speed(fit)} tok/s"
+            yield f"# {fit.model} {NAMES[fit.method]}, {fit.length:,} tokens: {_speed(fit)} tok/s"
             yield line(fit)
 
 

@@ -378,8 +378,7 @@ def _memory(recipe: Recipe, machine: Machine, plan: Plan) -> Iterator[Fact]:
 
 def _peak(plan: Plan, peak: Peak) -> Iterator[str]:
     """Yield what a rank holds at its highest, and beside it."""
-    estimate = plan.estimate
-    strategy = plan.strategy
+    estimate, strategy = plan.estimate, plan.strategy
     varies = strategy.levers.batch_by_tokens and strategy.gradient_accumulation_steps > 1
     content = (
         f"{plan.micro_batch_tokens[0]:,} tokens at once"

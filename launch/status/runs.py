@@ -112,8 +112,9 @@ class RunFiles:
         """True if a start of the run lives, or waits. `waiting`: folders of the runs that wait."""
         return str(self.run.root) in waiting or locks.holder_pid(self.run.lock_file) is not None
 
-    def state(self, waiting: Collection[str] = ()) -> RunState:
-        """Read what has changed. Damaged files count as missing."""
+    def state(self, waiting: Collection[str] = (), is_newest: bool = True) -> RunState:
+        """Read what has changed. Damaged files count as missing. Only the newest run of a recipe
+        says what to do about its end."""
         attempts = self.run.attempts()
         attempt = attempts[-1] if attempts else None
         if attempt is None or attempt.root != self._root:
@@ -131,7 +132,7 @@ class RunFiles:
         past = attempts[::-1] if has_ended else attempts[-1:]
         trained = self._earlier if has_ended and not self._steps else self._steps
         last, pace = trained[-1] if trained else None, self._pace()
-        fix = _fix(end) if has_ended and state != "complete" else ""
+        fix = _fix(end) if is_newest and has_ended and state != "complete" else ""
         scored = next(filter(None, map(steps.evaluations, past)), [])
         step = max(last.step if last else 0, beat.step if beat else 0)
         max_steps = max(last.max_steps if last else 0, beat.max_steps if beat else 0)
@@ -204,13 +205,14 @@ class RunFiles:
     def _verdict(self, attempts: list[AttemptDir], state: State) -> str:
         """The cause of the end of a run that has ended, or of the attempt before the one that runs
         now; "" if none failed. A stop is the user's own: it is no reason to say it again later."""
-        newest = attempts[-1:] if state in _ENDED else attempts[-2:-1]
-        for attempt in newest:
+        for attempt in attempts[-1:] if state in _ENDED else attempts[-2:-1]:
             end = files.read_or_none(attempt.supervisor_file, AttemptEnd)
             is_old_stop = state not in _ENDED and end and end.exit_code in _STOPPED_CODES
             if end and end.failure and not is_old_stop:
-                code = f"{end.exit_code}: {EXIT_CODES.get(end.exit_code, 'unknown')}"
-                return f"attempt {attempt.number}: {end.failure.cause} (exit code {code})"
+                return (
+                    f"attempt {attempt.number}: {end.failure.cause} (exit code {end.exit_code}:"
+                    f" {EXIT_CODES.get(end.exit_code, 'unknown')})"
+                )
         return ""
 
 

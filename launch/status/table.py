@@ -65,9 +65,7 @@ def rows(runs: Path) -> list[_RunRow]:
 
 
 def _row(run: RunDir, waiting: Collection[str], is_newest: bool) -> _RunRow:
-    state = RunFiles(run).state(waiting)
-    if not is_newest:
-        state = replace(state, fix="", again="")
+    state = RunFiles(run).state(waiting, is_newest)
     last = run.attempts()[-1:]
     outcome = files.read_or_none(last[0].outcome_file, Outcome) if last else None
     try:

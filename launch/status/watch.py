@@ -3,7 +3,7 @@ cards of this machine, as text of a terminal."""
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,8 @@ class Watcher:
             (living if run.is_in_use(waiting) else ended).append(run)
         ended.sort(key=lambda run: run.run.root.name, reverse=True)
         newest = newest_of_recipes(roots)
-        states = (run.state(waiting) for run in (*living, *ended[:_ENDED_SHOWN]))
         return [
-            state if Path(state.folder) in newest else replace(state, fix="", again="")
-            for state in states
+            run.state(waiting, run.run.root in newest) for run in (*living, *ended[:_ENDED_SHOWN])
         ]
 
     def waiting(self) -> list[str]:
@@ -72,8 +70,11 @@ class Watcher:
         ]
 
     def _roots(self) -> Iterator[Path]:
-        own = (lease.record.run for lease in leases.of_this_machine() if lease.is_own)
-        of_leases = map(Path, filter(None, own))
+        of_leases = (
+            Path(lease.record.run)
+            for lease in leases.of_this_machine()
+            if lease.is_own and lease.record.run
+        )
         of_workspace = [run.root for run in RunDir.listed(self._workspace.runs)]
         yield from dict.fromkeys(root for root in (*of_leases, *of_workspace) if root.is_dir())
 

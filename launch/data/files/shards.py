@@ -313,8 +313,10 @@ class FileFacts:
         """Write the facts to their file, for later starts."""
         if self._file is not None and self._is_new:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            sealed = {"sha256": _seal(self._entries), "entries": self._entries}
-            files.write_atomic(self._file, json.dumps(sealed))
+            files.write_atomic(
+                self._file,
+                json.dumps({"sha256": _seal(self._entries), "entries": self._entries}),
+            )
             self._is_new = False
 
 
