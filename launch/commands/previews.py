@@ -111,11 +111,13 @@ def _plan(arguments: Namespace, unparsed: Sequence[str]) -> None:
     if arguments.json and arguments.explain:
         raise ConfigError("--json and --explain: expected one of them; --json has the whole plan")
     typed = recipe_arguments.read(arguments, unparsed)
-    expected = "a number of tokens from 1 to data.max_length, such as --rows-of 512"
     rows_of = (
         None
         if arguments.rows_of is None
-        else recipe_arguments.whole_number("--rows-of", arguments.rows_of, 1, math.inf, expected)
+        else recipe_arguments.whole_number(
+            *("--rows-of", arguments.rows_of, 1, math.inf),
+            "a number of tokens from 1 to data.max_length, such as --rows-of 512",
+        )
     )
     compile_caches.settle()
     described = recipe_arguments.described_machine(arguments)

@@ -346,5 +346,6 @@ def _finish_dry_run(start: LaunchContext, choice: Choice, folder: RunDir, resume
     """Write the plan's files, and show the line that trains them in a run of their own."""
     recipe, machine, plan = choice.recipe, choice.machine, choice.plan
     attempt = run_files.write_run(folder, recipe, machine, plan, start.workspace, resume=resume)
-    command = start.command(choice, folder, attempt, resume)
-    start.screen.say("dry run: this line trains", str(command))
+    start.screen.say(
+        "dry run: this line trains", str(start.command(choice, folder, attempt, resume))
+    )

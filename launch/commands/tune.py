@@ -317,8 +317,13 @@ def _longest_rows(facts: Facts, place: Path, effective_batch_size: int) -> Path:
         str(place / "rows"),
         str(effective_batch_size * STEPS),
     ]
-    variables = {**environment.passed(os.environ), "PYTHONPATH": str(CODE)}
-    done = subprocess.run(argv, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        argv,
+        env={**environment.passed(os.environ), "PYTHONPATH": str(CODE)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode != 0:
         raise ResourceError(
             f"the longest rows cannot be read: {done.stderr.strip().splitlines()[-1]}"

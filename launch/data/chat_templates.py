@@ -216,8 +216,10 @@ def _template_in(file: Path) -> str:
 
 def _vocabulary_text(folder: Path) -> bytes:
     """The files that hold the tokens of a folder."""
-    files = [folder / name for name in TOKENIZER_FILES]
-    files += sorted([*folder.glob("*.model"), *folder.glob("vocab.txt")])
+    files = [
+        *(folder / name for name in TOKENIZER_FILES),
+        *sorted([*folder.glob("*.model"), *folder.glob("vocab.txt")]),
+    ]
     return b"\n".join(_without_template(file) for file in files if file.is_file())
 
 

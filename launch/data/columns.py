@@ -120,8 +120,11 @@ def _of_files(
         for path in (base / name for name in data.paths)
         if (names := folders.left_out(path, shards.list_shards(path)))
     ]
-    notes += _notes(files, formats[0], unread_keys)
-    return replace(formats[0], notes=tuple(notes), num_files=len(paths))
+    return replace(
+        formats[0],
+        notes=(*notes, *_notes(files, formats[0], unread_keys)),
+        num_files=len(paths),
+    )
 
 
 def _without(path: Path, paths: Sequence[Path]) -> str:

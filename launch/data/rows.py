@@ -131,9 +131,11 @@ def _items(of: Slice, file_type: str, choice: _ColumnChoice, at_once: int) -> _I
         lines = text_files.read_delimited(of.path, file_type, partial(_cells, of))
         return _unpacked(of, ((Place(of, number, is_line=True), row) for number, row in lines))
     if file_type == "json":
-        elements = text_files.json_elements(of.path, of.end)
-        rows = ((n, _object(each, f"{of.path}: element {n}")) for n, each in elements)
-        return _unpacked(of, ((Place(of, number), row) for number, row in rows))
+        rows = (
+            (Place(of, number), _object(each, f"{of.path}: element {number}"))
+            for number, each in text_files.json_elements(of.path, of.end)
+        )
+        return _unpacked(of, rows)
     if file_type in ("paragraphs", "whole_text"):
         return _texts(of, file_type == "paragraphs")
     return ((place, _line_row(place, line, file_type)) for place, line, _ in _lines(of))

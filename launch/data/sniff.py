@@ -26,8 +26,10 @@ _SAMPLE_GROUPS = 8  # row groups, or batches, that they are looked for in
 _PACKABLE = ("jsonl", "json", *DELIMITERS, "text")  # types read from their beginning
 # names of a row in messages, where it is not a line
 _ROW_NAMES = {"json": "element", "webdataset": "sample"}
-_NO_ROWS = {"json": "the array is empty", "webdataset": "no sample is in it"}
-_NO_ROWS |= dict.fromkeys(DELIMITERS, "the file has no row below its header")
+_NO_ROWS = {
+    **{"json": "the array is empty", "webdataset": "no sample is in it"},
+    **dict.fromkeys(DELIMITERS, "the file has no row below its header"),
+}
 # number of a row, and the kind of each of its values: the values may take much more memory
 _RowKinds = tuple[int | str, Mapping[str, str]]
 

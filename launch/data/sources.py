@@ -259,9 +259,9 @@ def trained_and_held_out(data: DataSection) -> Iterator[str]:
     trained = {
         file.resolve() for source in data.sources for file in shards.list_shards(Path(source.path))
     }
-    held_out = shards.list_shards(Path(data.validation_file))
-    shared = [str(file) for file in held_out if file.resolve() in trained]
-    if shared:
+    if shared := [
+        file for file in shards.list_shards(Path(data.validation_file)) if file.resolve() in trained
+    ]:
         more = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
         yield (
             f"{shared[0]}{more} is in data.train_file and in data.validation_file: the held-out"

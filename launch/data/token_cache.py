@@ -173,10 +173,9 @@ def known_files(cache: Path) -> shards.FileFacts:
 def write_hashes(folder: Path, goes_on: Callable[[], None] = lambda: None) -> None:
     """Write the hashes of all files of a finished token cache."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != HASHES)
-    digests = _digests(paths, goes_on)
     hashes = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(paths, digests, strict=True)
+        for path, digest in zip(paths, _digests(paths, goes_on), strict=True)
     }
     files.write_json(folder / HASHES, {"files": hashes})
 

@@ -121,15 +121,11 @@ def refusal(names: Sequence[str], messages: str | None = None, hint: str | None 
 
 def flag(key: str, value: str | Sequence[str]) -> str:
     """A flag for a key of data:, to be pasted into a shell."""
-    if isinstance(value, str):
-        return _quoted(f"--data.{key}={value}")
-    return _quoted(f"--data.{key}=[{','.join(map(yaml_text, value))}]")
+    text = value if isinstance(value, str) else f"[{','.join(map(yaml_text, value))}]"
+    typed = f"--data.{key}={text}"
+    return typed if _SHELL_TEXT.fullmatch(typed) else shlex.quote(typed)
 
 
 def yaml_text(name: str) -> str:
     """A name as it stands in a list or a map of YAML."""
     return name if _YAML_TEXT.fullmatch(name) else json.dumps(name)
-
-
-def _quoted(text: str) -> str:
-    return text if _SHELL_TEXT.fullmatch(text) else shlex.quote(text)

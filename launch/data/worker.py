@@ -158,11 +158,13 @@ class Worker:
 
     def _ask(self, request: Request, timeout_s: float | None) -> bytes:
         variables = {
-            key: value
-            for key, value in environment.passed(os.environ).items()
-            if not key.startswith("ACCELERATE_")
+            **{
+                key: value
+                for key, value in environment.passed(os.environ).items()
+                if not key.startswith("ACCELERATE_")
+            },
+            **{"PYTHONPATH": str(CODE), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
         }
-        variables |= {"PYTHONPATH": str(CODE), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         hides_torch = isinstance(request, EncodeRows)
         # Torch cannot be imported any more in a process that hides it.
         if variables != self._variables or (self._hides_torch and not hides_torch):

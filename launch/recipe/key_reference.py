@@ -97,8 +97,12 @@ def all_keys() -> Iterator[Key]:
         if section == "training":
             for name, field in training_arguments.free().items():
                 if name not in model.model_fields:
-                    kind = training_arguments.takes(name, field.types)
-                    yield Key(f"training.{name}", kind, field.default, field.meaning)
+                    yield Key(
+                        f"training.{name}",
+                        training_arguments.takes(name, field.types),
+                        field.default,
+                        field.meaning,
+                    )
 
 
 def _key(name: str, field: FieldInfo) -> Key:

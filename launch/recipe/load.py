@@ -84,8 +84,10 @@ def load(
     _refuse(problems)
     recipe = _recipe(final)
     unread = [*unread_keys.of_recipe(recipe)]
-    without_use = [(section, key) for section, key, _ in unread]
-    without_use += OF_TRAINED_TOKENIZER if recipe.tokenizer.path else ()
+    without_use = [
+        *((section, key) for section, key, _ in unread),
+        *(OF_TRAINED_TOKENIZER if recipe.tokenizer.path else ()),
+    ]
     changes += [
         change
         for change in replaced

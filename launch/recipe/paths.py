@@ -74,11 +74,12 @@ def use_existing_model(recipe: Recipe) -> tuple[Recipe, list[Change]]:
     if not (Path(folder) / "config.json").is_file():
         reason = f"no model is in {folder} yet: training starts from random weights"
         return recipe, [Change("model.path_if_there", folder, "none", reason)]
-    change = Change(
-        "model.shape", str(section.shape), folder, "the model of model.path_if_there is there"
-    )
     chosen = section.model_copy(update={"path": folder, "shape": None})
-    return recipe.model_copy(update={"model": chosen}), [change]
+    return recipe.model_copy(update={"model": chosen}), [
+        Change(
+            "model.shape", str(section.shape), folder, "the model of model.path_if_there is there"
+        )
+    ]
 
 
 def use_existing_tokenizer(recipe: Recipe) -> tuple[Recipe, list[Change]]:
@@ -89,13 +90,14 @@ def use_existing_tokenizer(recipe: Recipe) -> tuple[Recipe, list[Change]]:
     if named or section.path_if_there is None or not Path(section.path_if_there).is_dir():
         return recipe, []
     chosen = section.model_copy(update={"path": section.path_if_there})
-    change = Change(
-        "tokenizer.path",
-        "none",
-        section.path_if_there,
-        "the folder of tokenizer.path_if_there is there",
-    )
-    return recipe.model_copy(update={"tokenizer": chosen}), [change]
+    return recipe.model_copy(update={"tokenizer": chosen}), [
+        Change(
+            "tokenizer.path",
+            "none",
+            section.path_if_there,
+            "the folder of tokenizer.path_if_there is there",
+        )
+    ]
 
 
 def unused_tokenizer_keys(recipe: Recipe) -> list[Change]:

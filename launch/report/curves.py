@@ -116,10 +116,11 @@ def thinned(line: Line) -> list[Point]:
     points = _finite_points(line)
     if len(points) <= 2 * BUCKETS:
         return points
-    extremes: list[Point] = []
-    for part in _buckets(points):
-        extremes += sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})
-    return extremes
+    return [
+        extreme
+        for part in _buckets(points)
+        for extreme in sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})
+    ]
 
 
 def mean(line: Line) -> Line | None:

@@ -63,12 +63,11 @@ def _by_use(parts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _row(row: Compared, uses: Mapping[str, int], y: float, scale: float) -> str:
-    is_chosen = row.verdict == "chosen"
     seconds = "" if row.seconds_per_step is None else f"{row.seconds_per_step:.3g} s a step, "
     verdict = row.verdict.partition(":")[0] if "does not fit" in row.verdict else row.verdict
     least = "at least " if "at least" in row.verdict else ""
     right = f"{least}{size(sum(uses.values()))}, {seconds}{verdict}"
-    weight = ' font-weight="600"' if is_chosen else ""
+    weight = ' font-weight="600"' if row.verdict == "chosen" else ""
     rects, x = "", float(LEFT)
     for use, part in uses.items():
         width = min(part * scale, WIDTH - LEFT - x)

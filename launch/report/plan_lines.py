@@ -448,9 +448,8 @@ def _pace(machine: Machine, plan: Plan, step_s: float) -> str:
             return f"{pace(step_s)} predicted"
         return f"{step_seconds(step_s)} (no evidence for this card)"
     least, most = margin.least * step_s, margin.most * step_s
-    least_text = f"{least:.3g}" if most < 100 else step_seconds(least)
-    most_text = f"{most:.3g}" if most < 100 else step_seconds(most)
-    return f"{step_seconds(step_s)} ({least_text} to {most_text}) predicted"
+    text = "{:.3g}".format if most < 100 else step_seconds
+    return f"{step_seconds(step_s)} ({text(least)} to {text(most)}) predicted"
 
 
 def _seconds_margin(

@@ -286,8 +286,11 @@ def _quantization(
         return None
     config = weight_files.read_json(base / "config.json")["quantization_config"]
     compute = config.get("bnb_4bit_compute_dtype")
-    compute = compute if compute in DTYPE_BYTES else dtype
-    return {"load_in_4bit": True, "bnb_4bit_compute_dtype": compute, **asdict(packing)}
+    return {
+        "load_in_4bit": True,
+        "bnb_4bit_compute_dtype": compute if compute in DTYPE_BYTES else dtype,
+        **asdict(packing),
+    }
 
 
 def weights_bytes(finished: FinishedModel) -> int:

@@ -141,15 +141,14 @@ def _refuse(machine: Machine) -> None:
 def _facts(machine: Machine) -> dict[str, str]:
     """The card, its driver and the packages; with others the results begin anew."""
     gpu = machine.gpus[0]
-    facts = {
+    return {
         "card": gpu.name,
         "cards": str(len(machine.gpus)),
         "memory": size(gpu.total_bytes),
         "architecture": gpu.architecture,
         "driver": gpu.driver,
+        **{package: packages.version(package) or "not installed" for package in PACKAGES},
     }
-    versions = {package: packages.version(package) or "not installed" for package in PACKAGES}
-    return facts | versions
 
 
 def _find(bench: Bench, check: Check, machine: Machine) -> Finding | None:
@@ -185,12 +184,14 @@ def lines(finding: Finding) -> list[str]:
         return [f"{finding.name}: failed: {finding.failed}"]
     if finding.not_available:
         return [f"{finding.name}: not available: {finding.not_available}"]
-    text = [f"{finding.name}: ok ({finding.seconds:.0f} s)"]
-    text += [
-        f"  {part:<11} {figure:<10}"
-        f" predicted {size(planned)}, measured {size(measured)} ({measured / planned - 1:+.1%})"
-        for part, figure, (planned, measured) in _memory(finding)
-        if planned and measured
+    text = [
+        f"{finding.name}: ok ({finding.seconds:.0f} s)",
+        *(
+            f"  {part:<11} {figure:<10}"
+            f" predicted {size(planned)}, measured {size(measured)} ({measured / planned - 1:+.1%})"
+            for part, figure, (planned, measured) in _memory(finding)
+            if planned and measured
+        ),
     ]
     if all(seconds := finding.figures.get("seconds_per_step") or [None]):
         text.append("  seconds a step: predicted {:.4f}, measured {:.4f}".format(*seconds))

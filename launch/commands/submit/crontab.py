@@ -56,9 +56,8 @@ def remove(workspace: Path, name: str) -> None:
 
 def is_there(workspace: Path, name: str) -> bool:
     """True if cron has a line of that job."""
-    if _program() is None:
-        return False
-    return any(line.endswith(_mark(workspace, name)) for line in _read())
+    lines = _read() if _program() else []
+    return any(line.endswith(_mark(workspace, name)) for line in lines)
 
 
 def _mark(workspace: Path, name: str) -> bytes:

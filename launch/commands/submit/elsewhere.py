@@ -86,10 +86,9 @@ class Request:
 
     def options(self) -> list[str]:
         """The options of sbatch that ask for it."""
-        memory = [] if self.host_bytes is None else [f"--mem={math.ceil(self.host_bytes / MIB)}M"]
         return [
             *(f"--nodes={self.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={self.cpus}"),
-            *memory,
+            *([] if self.host_bytes is None else [f"--mem={math.ceil(self.host_bytes / MIB)}M"]),
             *([f"--gpus-per-node={self.gpus}"] if self.gpus else []),
             *([] if self.seconds is None else [f"--time={_time(self.seconds)}"]),
         ]
@@ -115,9 +114,8 @@ def slurm_script(
         "--signal=B:USR1@120",
         "--requeue",
         "--export=NONE",
+        *([f"--array=0-{len(tasks) - 1}"] if tasks else []),
     ]
-    if tasks:
-        options.append(f"--array=0-{len(tasks) - 1}")
     theirs = {option.partition("=")[0] for option in more}
     ours = [option for option in options if option.partition("=")[0] not in theirs]
     if broken := next((each for each in (*ours, *more) if re.search(r"[\r\n]", each)), None):

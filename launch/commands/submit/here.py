@@ -77,10 +77,10 @@ def _start(workspace: Workspace, job_dir: JobDir, at_reboot: bool) -> int:
     if lease is None:
         say(f"it still plans; {job_dir.output} says when it starts")
         return 0
-    state = "runs" if lease.record.state == "granted" else "waits"
     say(
-        f"it {state} as run {lease.number}, process {lease.pid}: python -m launch watch shows it,"
-        f" python -m launch queue cancel {lease.number} stops it"
+        f"it {'runs' if lease.record.state == 'granted' else 'waits'} as run {lease.number},"
+        f" process {lease.pid}: python -m launch watch shows it, python -m launch queue cancel"
+        f" {lease.number} stops it"
     )
     return 0
 

@@ -127,8 +127,10 @@ class JobDir:
             files.write_json(self.status_file, status)
 
             def end(exit_code: int, error: str = "") -> None:
-                ended = replace(status, ended_s=time.time(), exit_code=exit_code, error=error)
-                files.write_json(self.status_file, ended)
+                files.write_json(
+                    self.status_file,
+                    replace(status, ended_s=time.time(), exit_code=exit_code, error=error),
+                )
 
             try:
                 yield end
@@ -144,9 +146,11 @@ def _folder(workspace: Workspace) -> Path:
 
 def all_jobs(workspace: Workspace) -> dict[JobDir, SubmittedJob]:
     """Every job of a workspace by its folder, the oldest first; damaged ones are left out."""
-    dirs = [JobDir(path.parent) for path in sorted(_folder(workspace).glob("*/job.json"))]
-    jobs = {each: files.read_or_none(each.root / "job.json", SubmittedJob) for each in dirs}
-    return {job_dir: job for job_dir, job in jobs.items() if job is not None}
+    return {
+        JobDir(path.parent): job
+        for path in sorted(_folder(workspace).glob("*/job.json"))
+        if (job := files.read_or_none(path, SubmittedJob)) is not None
+    }
 
 
 def freeze(
@@ -290,10 +294,9 @@ def _check_names(workspace: Workspace, recipe: Recipe, environ: Mapping[str, str
 
 def _variables(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that a job keeps."""
-    passed = environment.passed(environ, recipe.launch.pass_env)
     return {
         name: value
-        for name, value in passed.items()
+        for name, value in environment.passed(environ, recipe.launch.pass_env).items()
         if _VARIABLE.fullmatch(name) and not NOT_KEPT.match(name)
     }
 

@@ -128,11 +128,13 @@ def _unknown(typed: str, name: str, program: str, flags: Sequence[str]) -> Confi
     """The error for an unknown flag, with the nearest flag or recipe key. It does not repeat the
     flag's value, which may be a secret."""
     written = {
-        key: f"{section}.{key}"
-        for section, model in reversed([*SECTIONS.items()])
-        for key in model.model_fields
+        **{
+            key: f"{section}.{key}"
+            for section, model in reversed([*SECTIONS.items()])
+            for key in model.model_fields
+        },
+        **{flag: flag for flag in (*flags, *Recipe.model_fields)},
     }
-    written |= {flag: flag for flag in (*flags, *Recipe.model_fields)}
     listed = ", ".join(f"--{flag}" for flag in flags)
     meant = key_reference.ALIASES.get(name)
     near = [f"did you mean --{meant}?"] if meant and meant not in VALUES.values() else []

@@ -247,8 +247,10 @@ def _hint(section: str, key: str) -> str:
     if section in _TAKES_TRAINING and instead:
         return instead
     own = _names()[section]
-    section_of = {name: other for other, names in _names().items() for name in names}
-    section_of |= dict.fromkeys(own, section)
+    section_of = {
+        **{name: other for other, names in _names().items() for name in names},
+        **dict.fromkeys(own, section),
+    }
     for name in (key, *nearest(key, own), *nearest(key, section_of)):
         if name in section_of:
             return f"did you mean {section_of[name]}.{name}?"
