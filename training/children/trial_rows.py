@@ -13,7 +13,6 @@ import pyarrow as pa
 from launch.data import token_cache
 from training.data import stored_rows
 
-LISTS = ("input_ids", "labels")
 _SHORTER = 4  # each row at a multiple of this loses a token, so that batches are padded
 
 
@@ -30,26 +29,16 @@ def main(tokens: Path, folder: Path, count: int) -> None:
 def write_rows(sources: list[Path], target: Path, count: int) -> None:
     """Write `count` rows: by turns the row with the longest input and the row with the longest
     labels."""
-    rows: dict[str, dict[str, np.ndarray]] = {}  # the longest, by column
-    schema = None
-    for source in sources:
-        with pa.memory_map(str(source)) as file:
-            table = pa.ipc.open_stream(file).read_all()
-            schema = table.schema
-            # a decoder's labels are as long as its input
-            columns = LISTS if "labels" in schema.names else LISTS[:1]
-            indices = stored_rows.lengths(table).argmax(axis=0).tolist() if len(table) else ()
-            for column, index in zip(columns, indices, strict=False):
-                (row,) = stored_rows.read(table.slice(index, 1))
-                if column not in rows or len(row[column]) > len(rows[column][column]):
-                    rows[column] = row
-    repeated = islice(cycle(rows.values()), count)
+    table = stored_rows.mapped(sources)
+    # A decoder's labels are as long as its input: both are the same row
+    longest = stored_rows.lengths(table).argmax(axis=0).tolist()
+    rows = [row for index in longest for row in stored_rows.read(table.slice(index, 1))]
     written = [
         _without_a_token(row) if number % _SHORTER == 0 else row
-        for number, row in enumerate(repeated)
+        for number, row in enumerate(islice(cycle(rows), count))
     ]
-    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
-        writer.write_batch(stored_rows.batch(written, schema))
+    with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_batch(stored_rows.batch(written, table.schema))
 
 
 def _without_a_token(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

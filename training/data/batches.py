@@ -40,9 +40,8 @@ class TokenRows(Dataset):
 
     def __init__(self, *paths: Path) -> None:
         self.paths = paths
-        streams = [pa.ipc.open_stream(pa.memory_map(str(path))) for path in paths]
-        self.batches = [batch for stream in streams for batch in stream]
-        self.schema = streams[0].schema
+        self.table = stored_rows.mapped(paths)
+        self.batches = self.table.to_batches()
         self.starts = np.cumsum([0, *map(len, self.batches)])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,10 +58,10 @@ class TokenRows(Dataset):
         """The rows with these indices; NOTHING for None."""
         if indices is None:
             return NOTHING
-        table = pa.Table.from_batches([self._row(int(index)) for index in indices], self.schema)
+        rows = [self._row(int(index)) for index in indices]
         return [
             Row(row["input_ids"], row["labels"], row.get("lengths"))
-            for row in stored_rows.read(table)
+            for row in stored_rows.read(pa.Table.from_batches(rows, self.table.schema))
         ]
 
     def _row(self, index: int) -> pa.RecordBatch:
@@ -74,7 +73,7 @@ class TokenRows(Dataset):
     def lengths(self) -> np.ndarray:
         """The numbers of tokens of every row's input and labels, (rows, 2) int32. Only the file's
         offsets are read, not its tokens."""
-        return stored_rows.lengths(pa.Table.from_batches(self.batches, self.schema))
+        return stored_rows.lengths(self.table)
 
 
 class NumberedRows(TokenRows):
@@ -123,8 +122,8 @@ class Collator:
             return {}
         if not rows:
             pads = np.full(FILLER_LENGTH, self.pad_token_id), np.full(FILLER_LENGTH, IGNORED)
-            return self._batch([Row(*pads, lengths=np.array([FILLER_LENGTH]))])
-        batch: dict[str, Any] = self._batch(rows)
+            rows = [Row(*pads, lengths=np.array([FILLER_LENGTH]))]
+        batch = self._batch(rows)
         if rows[0].number is not None:
             batch["sample_ids"] = np.array([row.number for row in rows], dtype=np.int32)
             with_target = [row for row in rows if (row.labels != IGNORED).any()]
@@ -151,16 +150,16 @@ class Collator:
                 "labels": labels,
             }
         mask = self._padded([np.ones(len(row.input_ids)) for row in rows], 0)
-        is_padded = any(len(row.input_ids) < inputs.size(1) for row in rows)
-        batch: dict[str, Any] = {"input_ids": inputs, "attention_mask": mask, "labels": labels}
-        batch["is_padded"] = is_padded
+        batch: dict[str, Any] = {
+            "input_ids": inputs,
+            "attention_mask": mask,
+            "labels": labels,
+            "is_padded": any(len(row.input_ids) < inputs.size(1) for row in rows),
+        }
         if self.decoder_start_token_id is not None:
-            shifted = torch.full_like(labels, self.pad_token_id)
-            shifted[:, 1:] = labels[:, :-1].masked_fill(
-                labels[:, :-1] == IGNORED, self.pad_token_id
-            )
+            shifted = labels.roll(1, dims=1)
             shifted[:, 0] = self.decoder_start_token_id
-            batch["decoder_input_ids"] = shifted
+            batch["decoder_input_ids"] = shifted.masked_fill(shifted == IGNORED, self.pad_token_id)
         return batch
 
     def _flattened(self, rows: Sequence[Row]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from launch.schema.rows import Division, LargestMicroBatches, MicroBatchSize
 from training.data import stored_rows
@@ -25,10 +24,7 @@ class _RowSizes:
 
 def row_sizes(files: Sequence[Path]) -> _RowSizes:
     """The sizes of the rows in files of a token cache."""
-    streams = [pa.ipc.open_stream(pa.memory_map(str(file))) for file in files]
-    table = pa.Table.from_batches(
-        [batch for stream in streams for batch in stream], streams[0].schema
-    )
+    table = stored_rows.mapped(files)
     return _RowSizes(stored_rows.lengths(table), stored_rows.targets(table))
 
 
@@ -112,6 +108,4 @@ def _selected_of(sizes: np.ndarray) -> list[MicroBatchSize]:
 
 def _of_mixtures(sizes: Sequence[MicroBatchSize]) -> list[MicroBatchSize]:
     """The same of sizes that were selected already."""
-    if not sizes:
-        return []
     return _selected(np.array(sorted(map(astuple, set(sizes))), dtype=np.int64))

@@ -9,6 +9,7 @@ spans of a decoder's targets in place of its labels. No torch.
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,13 @@ def _array(values: np.ndarray, value_type: pa.DataType) -> pa.Array:
     return pa.Array.from_buffers(value_type, len(stored), [None, pa.py_buffer(stored)])
 
 
+def mapped(files: Sequence[Path]) -> pa.Table:
+    """The rows of files, memory-mapped."""
+    streams = [pa.ipc.open_stream(pa.memory_map(str(file))) for file in files]
+    batches = [batch for stream in streams for batch in stream]
+    return pa.Table.from_batches(batches, streams[0].schema)
+
+
 def lengths(table: pa.Table) -> np.ndarray:
     """The numbers of tokens of every row's input and labels, (rows, 2) int32. Only the file's
     offsets are read, not its tokens."""
@@ -81,8 +89,7 @@ def targets(table: pa.Table) -> np.ndarray:
     predicts a decoder's first token."""
     if "labels" in table.column_names:
         return lengths(table)[:, 1]
-    counted = [_targets(chunk) for chunk in table.column("targets").chunks]
-    return np.concatenate(counted) if counted else np.empty(0, np.int32)
+    return np.concatenate([np.empty(0, np.int32), *map(_targets, table.column("targets").chunks)])
 
 
 def _targets(spans: pa.ListArray) -> np.ndarray:
