@@ -2,7 +2,7 @@
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import islice
 from operator import neg
@@ -112,8 +112,12 @@ class Encoder:
     ) -> list[list[int]]:
         if not texts:
             return []
-        options = {"add_special_tokens": False, "split_special_tokens": splits_special_tokens}
-        call = partial(self.tokenizer, **{argument: texts}, **options)
+        call = partial(
+            self.tokenizer,
+            **{argument: texts},
+            add_special_tokens=False,
+            split_special_tokens=splits_special_tokens,
+        )
         is_fast = self.tokenizer.is_fast
         character_s = tokenizer.CHARACTER_S if is_fast else tokenizer.SLOW_CHARACTER_S
         return tokenizer.called(call, texts, self.settings.tokenizer_name, character_s)["input_ids"]
@@ -196,11 +200,9 @@ class Encoder:
         target, whose end would teach an answer to stop where it was cut."""
         before, behind, first, last = self._around
         most = self.settings.max_length - len(before) - len(behind)
-        is_cut = (
-            len(source) > most or len(first) + len(target) + len(last) > self.settings.max_length
-        )
-        source = source[-most:] if self.settings.truncation_side == "left" else source[:most]
         labels = [*first, *target, *last]
+        is_cut = len(source) > most or len(labels) > self.settings.max_length
+        source = source[-most:] if self.settings.truncation_side == "left" else source[:most]
         if len(labels) > self.settings.max_length:
             labels = [*first, *target][: self.settings.max_length]
         row = {"input_ids": [*before, *source, *behind], "labels": labels}
@@ -221,7 +223,7 @@ class Encoder:
             )
         row = self._truncated(row)
         no_content = {IGNORED, *self.renderer.end_ids}
-        return [row] if any(label not in no_content for label in row["labels"]) else []
+        return [row] if not no_content.issuperset(row["labels"]) else []
 
     def _truncated(self, row: Row) -> Row:
         """The row with at most max_length tokens. From the left, BOS stays."""
@@ -244,9 +246,11 @@ def source_and_target(sample: Sample) -> _Pair | None:
         return _Pair(sample[:middle], sample[middle:], is_text=True)
     messages = sample.messages
     other_keys = {
-        key for message in messages for key, value in message.items() if value is not None
+        key
+        for message in messages
+        for key, value in message.items()
+        if value is not None and key not in ("role", "content", "weight")
     }
-    other_keys -= {"role", "content", "weight"}
     if sample.tools or other_keys or any(message["role"] == "tool" for message in messages):
         other_keys |= {"tools"} if sample.tools else set()
         raise DataError(
@@ -272,8 +276,7 @@ def pieces(row: Row, max_length: int) -> Iterator[Row]:
     for start in range(0, len(ids), max_length):
         if len(ids) - start > 1:
             end = start + max_length
-            labels_of = [IGNORED, *labels[start + 1 : end]]
-            yield row | {"input_ids": ids[start:end], "labels": labels_of}
+            yield row | {"input_ids": ids[start:end], "labels": [IGNORED, *labels[start + 1 : end]]}
 
 
 # ---- the cache
@@ -338,18 +341,13 @@ class CacheCounts:
             self.tokens += length
             targets = len(row["labels"]) - _count(row["labels"], IGNORED)
             self.target_tokens += targets
-            self._add_targets(targets)
+            insort(self.most_targets, targets, key=neg)
+            del self.most_targets[NUM_MOST_TARGETS:]
             self.longest_input = max(self.longest_input, length)
             self.shortest_input = min(self.shortest_input or length, length)
             self.longest_target = max(self.longest_target, len(row["labels"]))
             self.longest = max(self.longest_input, self.longest_target)
             self.truncated += TRUNCATED in row
-
-    def _add_targets(self, targets: int) -> None:
-        most = self.most_targets
-        if len(most) < NUM_MOST_TARGETS or targets > most[-1]:
-            insort(most, targets, key=neg)
-            del most[NUM_MOST_TARGETS:]
 
     def join(self, others: "Iterable[CacheCounts]") -> "CacheCounts":
         """Add the counts of the rows that follow."""
@@ -427,7 +425,7 @@ def write_cache(
             write(packer.finish())
     if packer is None:
         return counts
-    before = {name: value for name, value in asdict(counts).items() if name in _COUNTED_BEFORE}
+    before = {name: getattr(counts, name) for name in _COUNTED_BEFORE}
     return replace(packed, **before, documents=packer.documents)
 
 

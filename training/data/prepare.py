@@ -64,13 +64,12 @@ def _clear_abandoned(folder: Path) -> None:
     """Remove folders that were left unfinished long ago, for example because the data has
     changed."""
     for staging in folder.glob(f".*{STAGING}"):
-        if time.time() - staging.stat().st_mtime < _ABANDONED_S:
-            continue
         name = staging.name.removeprefix(".").removesuffix(STAGING)
-        # another process may work on it
-        with (folder / f"{name}.lock").open("w") as lock, suppress(BlockingIOError):
-            locks.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, folder)
-            shutil.rmtree(staging)
+        if time.time() - staging.stat().st_mtime >= _ABANDONED_S:
+            # another process may work on it
+            with (folder / f"{name}.lock").open("w") as lock, suppress(BlockingIOError):
+                locks.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, folder)
+                shutil.rmtree(staging)
 
 
 def _write(

@@ -47,8 +47,8 @@ class _Placed:
     place: str
     sample: Sample
     rendered: RenderedSample
-    is_held_out: bool
     times: int  # repetitions in an epoch
+    is_held_out: bool
 
 
 class _BadOfFile(BadRows):
@@ -150,8 +150,7 @@ class RowSummary:
     def _placed(
         self, place: Place, sample: Sample, number: int, passes: list[tuple[int, sources.RowChoice]]
     ) -> _Placed:
-        times, is_held_out = _uses(number, passes)
-        return _Placed(str(place), sample, self._encoder.render(sample), is_held_out, times)
+        return _Placed(str(place), sample, self._encoder.render(sample), *_uses(number, passes))
 
     def _check_bad(self, bad_rows: BadRows, file: Path, line: int) -> None:
         """Raise the error of the row at the line."""
@@ -193,8 +192,8 @@ class RowSummary:
     def _reason(self, sample: Sample) -> str:
         """The reason why a sample is left out."""
         settings = self._encoder.settings
-        unlimited = replace(settings, max_length=UNLIMITED)
-        if rows := replace(self._encoder, settings=unlimited).encode([sample])[0]:
+        unlimited = replace(self._encoder, settings=replace(settings, max_length=UNLIMITED))
+        if rows := unlimited.encode([sample])[0]:
             prompt = takewhile(lambda label: label == IGNORED, rows[0]["labels"])
             self._longest_prompt = max(self._longest_prompt, len([*prompt]))
             return f"its prompt fills data.max_length {settings.max_length}"
@@ -244,12 +243,12 @@ class RowSummary:
     @cached_property
     def _special(self) -> dict[str, int]:
         """Name -> id of the tokens that a text of a row never becomes."""
-        added = self.tokenizer.added_tokens_decoder.items()
-        special = {token.content: number for number, token in added if token.special}
-        if self._is_pair:
-            return special
-        names = self._encoder.renderer.protected
-        return special | {token.content: i for i, token in added if token.content in names}
+        protected = () if self._is_pair else self._encoder.renderer.protected
+        return {
+            token.content: number
+            for number, token in self.tokenizer.added_tokens_decoder.items()
+            if token.special or token.content in protected
+        }
 
     def _num_tokens(self, row: Row) -> int:
         """Tokens of the input, and of a T5's target."""

@@ -282,8 +282,7 @@ def around(tokenizer: Any, argument: str = "text") -> tuple[list[int], list[int]
     """The tokens that the tokenizer's own call puts before and behind a text."""
     text = tokenizer(**{argument: "a"}, add_special_tokens=False)["input_ids"]
     ids = tokenizer(**{argument: "a"})["input_ids"]
-    starts = range(len(ids) - len(text) + 1)
-    start = next(i for i in starts if ids[i : i + len(text)] == text)
+    start = next(i for i in range(len(ids) - len(text) + 1) if ids[i : i + len(text)] == text)
     return ids[:start], ids[start + len(text) :]
 
 
@@ -344,9 +343,8 @@ def train(
         tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()
     special_tokens = [*_SPECIAL_TOKENS, *section.add_tokens]
-    read: Any = None
     if config is not None:
-        read = read_beside(_wrapped(tokenizer), config)
+        read: Any = read_beside(_wrapped(tokenizer), config)
         special_tokens += sorted(read.all_special_tokens)  # a class of its own adds some
         tokenizer.normalizer = read.backend_tokenizer.normalizer
         if section.split == "word":

@@ -72,9 +72,8 @@ def _pieces(
     """Yield (slice, its bytes) in order."""
     for file in files:
         file_bytes = file.stat().st_size
-        is_packed = file.suffix.lower() in folders.COMPRESSIONS
         is_whole = (
-            is_packed
+            file.suffix.lower() in folders.COMPRESSIONS
             or data_format.kind == "oasst"
             or data_format.file_type in ("json", *DELIMITERS, "webdataset", "whole_text")
         )

@@ -79,21 +79,20 @@ class ConversationRenderer:
             for token in tokenizer.added_tokens_decoder.values()
             if token.special or TAG.fullmatch(token.content)  # Gemma adds line ends too
         }
-        self.added = _any_of(added)
+        self.added = any_of(added)
         turns = self._probe()
         self.ends_turns, self.text_end = self._ending(turns) if turns else (True, "")
         # one answer ends with the first, the tokens of turns are never text of a row
-        ends = list(dict.fromkeys([*self._ends(turns), tokenizer.eos_token]))
-        self.ends = [end for end in ends if end]
+        self.ends = [*filter(None, dict.fromkeys([*self._ends(turns), tokenizer.eos_token]))]
         self.end_ids = [tokenizer.convert_tokens_to_ids(end) for end in self.ends]
         special = [content for content, token in added.items() if token.special]
-        self._calls = _any_of(set(special) - set(self.added.findall("".join(turns))))
+        self._calls = any_of(set(special) - set(self.added.findall("".join(turns))))
         self.protected = {*special, *self._structure(turns), *(set(self.ends) & added.keys())}
-        self._protected = _any_of(self.protected)
-        self.end = _any_of(self.ends)
+        self._protected = any_of(self.protected)
+        self.end = any_of(self.ends)
         end = self.end.pattern
         self.tail = re.compile(rf"({end})(?:\s*{end})*\s*\Z")
-        self.special_tail = re.compile(rf"{_any_of(special).pattern}\s*\Z")
+        self.special_tail = re.compile(rf"{any_of(special).pattern}\s*\Z")
 
     def _probe(self) -> list[str]:
         """Renders of one and two turns; none if the template takes no such conversation."""
@@ -408,14 +407,13 @@ class _Talk:
         done = 0
         for i in self.targets:
             prompt, answered = self.text(i, True), self.text(i + 1)
-            if prompt is None or answered is None or not done <= len(prompt) <= len(answered):
+            if prompt is None or answered is None or len(prompt) < done:
                 return None
-            if not (full.startswith(prompt) and full.startswith(answered)):
+            if not (full.startswith(answered) and answered.startswith(prompt)):
                 return None
-            done = len(answered)
-            if len(prompt) < done:
-                end = len(prompt) + self.renderer.end_of(answered[len(prompt) :])
-                spans.append((len(prompt), end))
+            start, done = len(prompt), len(answered)
+            if start < done:
+                spans.append((start, start + self.renderer.end_of(answered[start:])))
         return spans
 
     def by_characters(self, full: str) -> list[Span] | None:
@@ -447,8 +445,8 @@ class _Talk:
             content_end = last[i] + 1 if i in last else start
             end = self.renderer.end_behind(full, content_end, limit)
             if end is None:
-                rest = followed.kept_ends.get(i, "")
-                end = content_end + _common(rest, full[content_end:limit])
+                kept_end = followed.kept_ends.get(i, "")
+                end = content_end + _common(kept_end, full[content_end:limit])
             if i in last or end > start:
                 spans.append((start, end))
         return spans
@@ -516,10 +514,10 @@ def _has_words(full: str, text: str, most_words: int) -> bool:
     """True if the first words of a text are in another, in any case of letters."""
     matches = islice(WORD.finditer(text), most_words)
     missing = [match[0].lower() for match in matches if match[0] not in full]
-    return not missing or all(word in full.lower() for word in missing)
+    return all(word in full.lower() for word in missing)
 
 
-def _any_of(tokens: Any) -> re.Pattern[str]:
+def any_of(tokens: Any) -> re.Pattern[str]:
     """A pattern of any of the tokens that a template writes."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile(f"(?<!{_OPEN})(?:{'|'.join(map(re.escape, longest_first)) or '(?!)'})")
@@ -532,11 +530,13 @@ def _unshielded(sample: Rendered) -> Rendered:
     def moved(place: int) -> int:
         return place - bisect_left(marks, place)
 
-    text = sample.text.replace(_OPEN, "").replace(_CLOSE, "")
     pairs = zip(marks[::2], marks[1::2], strict=True)
-    plain = [(moved(start + 1), moved(end)) for start, end in pairs]
-    targets = [(moved(start), moved(end)) for start, end in sample.targets]
-    return replace(sample, text=text, targets=targets, plain=plain)
+    return replace(
+        sample,
+        text=sample.text.replace(_OPEN, "").replace(_CLOSE, ""),
+        targets=[(moved(start), moved(end)) for start, end in sample.targets],
+        plain=[(moved(start + 1), moved(end)) for start, end in pairs],
+    )
 
 
 def _weight(message: Mapping[str, Any], place: object) -> bool:
@@ -552,8 +552,8 @@ def _weight(message: Mapping[str, Any], place: object) -> bool:
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
     """True for an answer that says nothing: it has no loss."""
-    contents = (message.get(key) for key in ("content", "tool_calls", "reasoning_content"))
-    return not any(part.strip() if isinstance(part, str) else part for part in contents)
+    parts = map(message.get, ("content", "tool_calls", "reasoning_content"))
+    return not any(part.strip() if isinstance(part, str) else part for part in parts)
 
 
 def _plain_messages(messages: Messages) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from launch.base.errors import DataError
 from launch.data.rows import IGNORED
-from training.data.chat.loss_spans import Rendered
+from training.data.chat.loss_spans import Rendered, any_of
 from training.data.chat.rendering import Span
 from training.data.tokenizer import called
 
@@ -75,8 +75,7 @@ class SpanEncoder:
                 f"{sample.place}: a text of the row holds a special token, which this tokenizer"
                 " makes of plain text too; remove it from the row"
             )
-        tokens: list[int] = encoding.ids
-        mapped = [ids.get(token, token) for token in tokens]
+        mapped = [ids.get(token, token) for token in encoding.ids]
         return self._labelled(mapped, encoding.offsets, targets)
 
     def _labelled(
@@ -107,8 +106,7 @@ class SpanEncoder:
         copy = Tokenizer.from_str(json.dumps({**described, "post_processor": None}))
         id_of = copy.get_vocab()
         ids = {id_of[content]: number for content, number in added.items()}
-        longest_first = sorted(names, key=len, reverse=True)
-        return copy, ids, names, re.compile("|".join(map(re.escape, longest_first)))
+        return copy, ids, names, any_of(names)
 
 
 def _encodings(backend: Tokenizer, texts: list[str], name: str) -> list[Any]:
