@@ -354,8 +354,10 @@ def rebase(source: Path, checkpoints: Path, order: Any) -> Path:
         if relative not in {"trainer_state.json", "scheduler.pt"}:
             _link(source / relative, staged / relative)
     state = json.loads((source / "trainer_state.json").read_text(encoding="utf-8"))
-    state |= {"global_step": step, "epoch": epoch + offset / order.num_samples}
-    state |= {"best_metric": None, "best_global_step": None}  # the best checkpoint is another run's
+    state |= {
+        **{"global_step": step, "epoch": epoch + offset / order.num_samples},
+        **{"best_metric": None, "best_global_step": None},  # the best checkpoint is another run's
+    }
     base_files.write_json(staged / "trainer_state.json", state)
     schedule = torch.load(source / "scheduler.pt", weights_only=True)
     schedule.update(last_epoch=step, _step_count=step + 1)

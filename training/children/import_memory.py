@@ -9,7 +9,6 @@ import argparse
 import importlib
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ ROLES = {
 }
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=ROLES)
     parser.add_argument("--without", nargs="*", default=[], help="packages that the run leaves out")
@@ -48,7 +47,6 @@ def main() -> int:
         _first_step(arguments.device)
         context = _context(free_before)
     print(json.dumps(memory_bytes() | context))
-    return 0
 
 
 def _free_bytes() -> dict[str, tuple[str, int]]:
@@ -136,4 +134,4 @@ def memory_bytes() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -44,8 +44,8 @@ def _rows(attempt_folder: str, num_processes: str) -> int:
     return 0
 
 
-def _units(folder: str) -> int:
-    """Tokenise the units that the input names. Returns the exit code."""
+def _units(folder: str) -> None:
+    """Tokenise the units that the input names."""
     with modules.uncollected():
         from training.data import tokenise
     job = files.read(Path(folder) / tokenise.JOB, tokenise.TokeniseJob)
@@ -60,7 +60,6 @@ def _units(folder: str) -> int:
         if tokenised.error:
             files.write_json(job.counts_file(int(line)).with_suffix(".failed"), tokenised)
         report(unit=int(line))
-    return 0
 
 
 if __name__ == "__main__":

@@ -61,19 +61,16 @@ class StopCallback(TrainerCallback):
     def __init__(
         self, control: Control, heartbeat: Heartbeat, conditions: StopConditions | None
     ) -> None:
-        self._control, self._heartbeat, self._conditions = control, heartbeat, conditions
+        self._control, self.heartbeat, self._conditions = control, heartbeat, conditions
         if conditions is not None:
             control.conditions = conditions
         self._save_began_s = 0.0
         self._is_requested = False  # a checkpoint
 
-    def micro_batch(self) -> None:
-        self._heartbeat.beat()
-
     def between_batches(self) -> None:
         """Raises Halted on all ranks if one of them was told to stop. Called between the batches of
         an evaluation. Collective."""
-        self._heartbeat.beat("evaluation")
+        self.heartbeat.beat("evaluation")
         self._halt()
 
     def _halt(self) -> None:
@@ -87,7 +84,7 @@ class StopCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        self._heartbeat.beat("first step", state.global_step, state.max_steps)
+        self.heartbeat.beat("first step", state.global_step, state.max_steps)
         self._halt()  # nothing is trained yet that could be lost
 
     def on_step_end(
@@ -97,10 +94,10 @@ class StopCallback(TrainerCallback):
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        self._heartbeat.beat("step", state.global_step, state.max_steps)
+        self.heartbeat.beat("step", state.global_step, state.max_steps)
         self._apply_word(state, control)
         if control.should_evaluate:
-            self._heartbeat.beat("evaluation")
+            self.heartbeat.beat("evaluation")
 
     def on_evaluate(
         self,
@@ -131,7 +128,7 @@ class StopCallback(TrainerCallback):
         if self._conditions is not None:
             folder = Path(str(args.output_dir)) / manifest.name(state.global_step)
             self._conditions.saved(folder, time.monotonic() - self._save_began_s)
-        self._heartbeat.beat("step")
+        self.heartbeat.beat("step")
         # a stop that came during the save
         if not self._control.agreed and self._agree() > Word.SAVE:
             control.should_training_stop = True
@@ -158,4 +155,4 @@ class StopCallback(TrainerCallback):
     def begin_save(self) -> None:
         """Note that a checkpoint is written from now on."""
         self._save_began_s = time.monotonic()
-        self._heartbeat.beat("save")
+        self.heartbeat.beat("save")

@@ -8,7 +8,7 @@ from transformers import TrainerCallback, TrainingArguments
 from launch.data import token_cache
 from launch.run_folder.layout import AttemptDir, RankStart, RunDir
 from launch.schema.plan import MULTIPLE
-from training.data import streaming
+from training.data import streaming, tokenise
 from training.data.batches import NumberedRows, TokenRows
 from training.data.sample_order import SampleOrder, TokenBudget
 
@@ -36,11 +36,14 @@ def make_dataset(
     )
     begin = continues.samples_seen if continues else 0
     if recipe.data.streaming:
-        job, counts = streaming.job(start.tokens, attempt.root), tokens / streaming.COUNTS
+        # the job that turns units into files in the attempt's folder, which all ranks see
+        sources, window = start.tokens.of_part("train"), attempt.root / streaming.WINDOW
+        job = tokenise.job(start.tokens, sources, window, "train")
+        counts = tokens / streaming.COUNTS
         stream = streaming.StreamRows(job, counts, args.seed, number(start, tokens), goes_on)
         positions = streaming.StreamOrder(len(stream), *place, start=begin)
         is_first = args.process_index == 0
-        feeders = [streaming.Feeder(job, counts, positions, args.seed)] if is_first else []
+        feeders = [streaming.Feeder(job, counts, positions)] if is_first else []
         return stream, positions, feeders
     rows = NumberedRows(*token_cache.token_files(tokens, "train"))
     # the tokens of a micro-batch of the longest rows, for which the plan was made

@@ -23,25 +23,17 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from launch.base import files
 from launch.base.errors import DataError
-from launch.data import sources as data_sources
 from launch.data.files import shards
-from launch.data.token_cache import TokenCache
 from training.data import tokenise
 from training.data.batches import NOTHING, Row, TokenRows
 from training.data.sample_order import SampleOrder
 
 BLOCK_UNITS = 4  # DataSection.stream_unit_bytes knows it
 POLL_S = 0.02
-_WINDOW, FAILED = "stream", "failed.json"
+WINDOW, FAILED = "stream", "failed.json"
 # File beside the tokenizer: for each unit the number of its sequences plus 1, little-endian
 COUNTS, _COUNT_BYTES = "units.u32", 4
 Result = TypeVar("Result")
-
-
-def job(tokens: TokenCache, attempt: Path) -> tokenise.TokeniseJob:
-    """The job that turns units into files in the attempt's folder, which all ranks see."""
-    sources = data_sources.of_part(tokens.recipe.data, tokens.data_format, None, "train")
-    return tokenise.job(tokens, sources, attempt / _WINDOW, "train")
 
 
 class _Layout:
@@ -155,11 +147,9 @@ class Feeder(TrainerCallback):
 
     When a step has ended every rank has its sequences, so earlier sequences are not needed."""
 
-    def __init__(
-        self, job: tokenise.TokeniseJob, counts: Path, order: SampleOrder, seed: int
-    ) -> None:
+    def __init__(self, job: tokenise.TokeniseJob, counts: Path, order: SampleOrder) -> None:
         self._job, self._counts, self._order = job, counts, order
-        self._layout = _Layout(counts, len(job.units), seed)
+        self._layout = _Layout(counts, len(job.units), order.seed)
         self._position = 0
         self._is_over = threading.Event()
         # its children end with it
@@ -175,7 +165,7 @@ class Feeder(TrainerCallback):
     ) -> None:
         self._position = self._order.samples_seen(state.global_step)
         # Attempts that were killed have left their windows
-        for leftover in self._job.folder.parent.parent.glob(f"*/{_WINDOW}"):
+        for leftover in self._job.folder.parent.parent.glob(f"*/{WINDOW}"):
             shutil.rmtree(leftover)
         self._counts.touch()
         self._job.folder.mkdir()

@@ -195,7 +195,7 @@ class LowMemTrainer(OpenTrainer):
         self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         if self.stop_callback:
-            self.stop_callback.micro_batch()
+            self.stop_callback.heartbeat.beat()
         if not inputs:  # the step needs fewer micro-batches than Trainer counts
             return torch.zeros((), device=self.args.device)
         rows = inputs.pop("sample_ids", None)
