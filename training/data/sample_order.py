@@ -181,7 +181,9 @@ class SampleOrder:
         if self.lengths is not None:
             lengths = self.lengths()
             _group(order, lengths, self.group_size, random)
-            _sort_steps(order[self.first_step(epoch)[1] :], lengths, self.effective_batch_size)
+            # the longest first, so that the rows of a micro-batch have similar lengths
+            longest_first = -lengths.sum(axis=1)
+            _sort_each(order[self.first_step(epoch)[1] :], self.effective_batch_size, longest_first)
         return order
 
     def __len__(self) -> int:
@@ -229,12 +231,9 @@ def _group(order: np.ndarray, lengths: np.ndarray, size: int, random: np.random.
     # There are as many strips as groups in a strip, or twice as many
     strip = size * max(math.isqrt(together // 2), 1)
     grouped = order[: count * size]
+    _sort_each(grouped, together * size, lengths[:, 1])
     for start in range(0, len(grouped), together * size):
-        part = grouped[start : start + together * size]
-        part[:] = part[np.argsort(lengths[part, 1], kind="stable")]
-        for begin in range(0, len(part), strip):
-            rows = part[begin : begin + strip]
-            rows[:] = rows[np.argsort(lengths[rows, 0], kind="stable")]
+        _sort_each(grouped[start : start + together * size], strip, lengths[:, 0])
     groups = grouped.reshape(count, size)
     groups[:] = groups[random.permutation(count)]
     second = min(1, count - 1)
@@ -242,9 +241,8 @@ def _group(order: np.ndarray, lengths: np.ndarray, size: int, random: np.random.
     groups[[second, longest_group]] = groups[[longest_group, second]]
 
 
-def _sort_steps(order: np.ndarray, lengths: np.ndarray, size: int) -> None:
-    """Sort each `size` rows in place, the longest first, so that the rows of a micro-batch have
-    similar lengths."""
+def _sort_each(order: np.ndarray, size: int, sort_keys: np.ndarray) -> None:
+    """Sort each `size` rows in place by the keys of their numbers."""
     for start in range(0, len(order), size):
-        step = order[start : start + size]
-        step[:] = step[np.argsort(-lengths[step].sum(axis=1), kind="stable")]
+        rows = order[start : start + size]
+        rows[:] = rows[np.argsort(sort_keys[rows], kind="stable")]

@@ -118,11 +118,12 @@ class StreamRows(Dataset):
 
     def _places(self, block: int) -> np.ndarray:
         """(unit, row) of each sequence of a block, shuffled."""
-        of_units = [(unit, self._layout.rows_of(unit) or 0) for unit in self._layout.units(block)]
         places = [
-            np.stack([np.full(rows, unit), np.arange(rows)], axis=1) for unit, rows in of_units
+            (unit, row)
+            for unit in self._layout.units(block)
+            for row in range(self._layout.rows_of(unit) or 0)
         ]
-        return np.random.default_rng([self._seed, block, 1]).permutation(np.concatenate(places))
+        return np.random.default_rng([self._seed, block, 1]).permutation(np.array(places))
 
     def _waited(self, ready: Callable[[], Result | None]) -> Result:
         while (result := ready()) is None:
