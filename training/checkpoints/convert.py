@@ -218,9 +218,6 @@ def load(trainer: OpenTrainer, strategy: Strategy, folder: Path) -> list[str]:
 
     Collective."""
     parameters = dict(trained(trainer))
-    into = _into_torch
-    if strategy.launch_mode.engine == "deepspeed":
-        into = _into_zero3 if strategy.launch_mode.zero_stage == 3 else _into_zero
     with safe_open(folder / FILE, framework="pt") as file, torch.no_grad():
         state_names: dict[str, list[str]] = defaultdict(list)
         for key in file.keys():  # noqa: SIM118  not a dict
@@ -230,7 +227,9 @@ def load(trainer: OpenTrainer, strategy: Strategy, folder: Path) -> list[str]:
         def read(name: str) -> States:
             return {state: file.get_tensor(f"{state}/{name}") for state in state_names[name]}
 
+        into = _into_torch
         if strategy.launch_mode.engine == "deepspeed":
+            into = _into_zero3 if strategy.launch_mode.zero_stage == 3 else _into_zero
             _begin_zero(trainer, read(next(iter(parameters))))
         for name, parameter in parameters.items():
             into(trainer, parameter, read(name))

@@ -58,13 +58,12 @@ def _free_bytes() -> dict[str, tuple[str, int]]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
         return {}
-    cards = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
     return {
         str(pynvml.nvmlDeviceGetUUID(card)): (
             str(pynvml.nvmlDeviceGetName(card)),
             int(pynvml.nvmlDeviceGetMemoryInfo(card).free),
         )
-        for card in cards
+        for card in map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
     }
 
 

@@ -39,8 +39,7 @@ def main(batch: int) -> None:
             report_to=[],
             disable_tqdm=True,
         )
-        trainer = Trainer(model=network, args=args, train_dataset=rows, callbacks=[clock])  # pyright: ignore
-        trainer.train()
+        Trainer(model=network, args=args, train_dataset=rows, callbacks=[clock]).train()  # pyright: ignore
     times = [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]
     seconds = statistics.median(times[WARM_UP_STEPS:])
     print(json.dumps({"seconds_per_step": seconds, "tokens_per_second": batch * LENGTH / seconds}))

@@ -31,8 +31,8 @@ def write_rows(sources: list[Path], target: Path, count: int) -> None:
     labels."""
     table = stored_rows.mapped(sources)
     # A decoder's labels are as long as its input: both are the same row
-    longest = stored_rows.lengths(table).argmax(axis=0).tolist()
-    rows = [row for index in longest for row in stored_rows.read(table.slice(index, 1))]
+    indices = stored_rows.lengths(table).argmax(axis=0).tolist()
+    rows = [row for index in indices for row in stored_rows.read(table.slice(index, 1))]
     written = [
         _without_a_token(row) if number % _SHORTER == 0 else row
         for number, row in enumerate(islice(cycle(rows), count))

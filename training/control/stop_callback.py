@@ -132,8 +132,10 @@ class StopCallback(TrainerCallback):
         # a stop that came during the save
         if not self._control.agreed and self._agree() > Word.SAVE:
             control.should_training_stop = True
-            cause, step = self._control.agreed.cause, state.global_step
-            logger.info("%s: stopping after step %d, which is saved", cause, step)
+            logger.info(
+                "%s: stopping after step %d, which is saved",
+                *(self._control.agreed.cause, state.global_step),
+            )
         self._is_requested = False
 
     def _agree(self) -> Word:

@@ -144,9 +144,8 @@ class Control:
         # not at the top: signals are listened to before torch is loaded
         from torch import distributed
 
-        if not distributed.is_initialized():
-            return
-        self._ranks = distributed.get_world_size()
+        if distributed.is_initialized():
+            self._ranks = distributed.get_world_size()
         if self._ranks > 1 and distributed.get_backend() != "gloo":
             self._group = distributed.new_group(
                 backend="gloo", timeout=timedelta(seconds=timeout_s)

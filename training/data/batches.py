@@ -149,10 +149,9 @@ class Collator:
                 "position_ids": _positions(rows, inputs.size(1)),
                 "labels": labels,
             }
-        mask = self._padded([np.ones(len(row.input_ids)) for row in rows], 0)
         batch: dict[str, Any] = {
             "input_ids": inputs,
-            "attention_mask": mask,
+            "attention_mask": self._padded([np.ones(len(row.input_ids)) for row in rows], 0),
             "labels": labels,
             "is_padded": any(len(row.input_ids) < inputs.size(1) for row in rows),
         }

@@ -42,8 +42,7 @@ def make_dataset(
         counts = tokens / streaming.COUNTS
         stream = streaming.StreamRows(job, counts, args.seed, number(start, tokens), goes_on)
         positions = streaming.StreamOrder(len(stream), *place, start=begin)
-        is_first = args.process_index == 0
-        feeders = [streaming.Feeder(job, counts, positions)] if is_first else []
+        feeders = [streaming.Feeder(job, counts, positions)] if args.process_index == 0 else []
         return stream, positions, feeders
     rows = NumberedRows(*token_cache.token_files(tokens, "train"))
     # the tokens of a micro-batch of the longest rows, for which the plan was made

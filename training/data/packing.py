@@ -89,8 +89,7 @@ class Packer:
                 )
                 ids, labels, free = ids[num_taken:], labels[num_taken:], free - num_taken
         if not is_last:
-            waiting = packs.pop()
-            self._rows = [pieces[piece] for piece in waiting]
+            self._rows = [pieces[piece] for piece in packs.pop()]
             self._tokens = sum(len(ids) for ids, _ in self._rows)
         return pieces, [pack for pack in packs if pack]
 

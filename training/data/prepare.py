@@ -119,8 +119,10 @@ def tokenizer_of(tokens: token_cache.TokenCache, say: Callable[[str], None]) -> 
             sources.name(tokens.of_part("train")),
         )
         say(f"training a tokenizer of at most {size:,} tokens on {name}")
-        texts = _texts_for_tokenizer(tokens, say)
-        made = tokenizer.train(texts, section, size, config if _is_beside(tokens) else None)
+        made = tokenizer.train(
+            _texts_for_tokenizer(tokens, say),
+            *(section, size, config if _is_beside(tokens) else None),
+        )
         if section.chat_template:
             tokenizer.set_template(made, section.chat_template)
     tokenizer.set_languages(made, section, is_pair)
@@ -192,8 +194,7 @@ def _part(
     """Tokenise the missing units of a part and return its counts (encode.CacheCounts).
 
     `rows` is the number of rows of the part, or None if they are not counted."""
-    name = job.name
-    counter = _RowCounter(name, rows, say, goes_on)
+    counter = _RowCounter(job.name, rows, say, goes_on)
     total, bad = tokenise.tokenise_part(job, limit, num_processes, counter, say)
     if not total.rows:
         paths = dict.fromkeys(str(source.path) for source in job.sources)
@@ -203,10 +204,10 @@ def _part(
             " check the columns and data.max_length"
         )
     counts = asdict(total)
-    say(summary(name, counts, job.settings.max_length))
+    say(summary(job.name, counts, job.settings.max_length))
     if bad.count:
         say(
-            f"{name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first"
+            f"{job.name}: {bad.count:,} bad rows left out (data.max_bad_rows {bad.limit}); first"
             f" {bad.errors[0]}"
         )
     return counts

@@ -337,8 +337,9 @@ def train(
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=section.split == "word")
     if section.split == "character":
-        isolate = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([isolate, byte_level])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), byte_level]
+        )
     else:
         tokenizer.pre_tokenizer = byte_level
     tokenizer.decoder = decoders.ByteLevel()

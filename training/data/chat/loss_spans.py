@@ -290,9 +290,7 @@ class ConversationRenderer:
         if spans is None:
             method, spans = "characters", talk.by_characters(full)
         self._check_contents(full, talk.messages, talk.place)
-        if spans is not None:
-            return [talk.rendered(full, spans, method)]
-        return talk.by_turns()
+        return talk.by_turns() if spans is None else [talk.rendered(full, spans, method)]
 
     def _check_keys(self, template: str, messages: Messages, tools: Any, place: object) -> None:
         """Raise DataError for content under a key that the template never reads, and for calls that

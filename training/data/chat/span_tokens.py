@@ -75,7 +75,8 @@ class SpanEncoder:
                 f"{sample.place}: a text of the row holds a special token, which this tokenizer"
                 " makes of plain text too; remove it from the row"
             )
-        mapped = [ids.get(token, token) for token in encoding.ids]
+        tokens: list[int] = encoding.ids
+        mapped = [ids.get(token, token) for token in tokens]
         return self._labelled(mapped, encoding.offsets, targets)
 
     def _labelled(
