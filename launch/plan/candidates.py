@@ -450,15 +450,10 @@ def _streaming(facts: Facts, candidate: Candidate, missing_bytes: int) -> Iterat
         candidate.with_levers(streamed_layers=count)
         for count in _more_saving_values(facts, candidate, levers.ROWS["streamed_layers"])
     ]
-    wanted_bytes = _saved_bytes(facts, candidate) + missing_bytes
-    enough = (each for each in more if _saved_bytes(facts, each) >= wanted_bytes)
+    wanted_bytes = facts.streamed(candidate).saved_bytes + missing_bytes
+    enough = (each for each in more if facts.streamed(each).saved_bytes >= wanted_bytes)
     if more:
         yield next(enough, more[-1])
-
-
-def _saved_bytes(facts: Facts, candidate: Candidate) -> int:
-    streamed = facts.streamed(candidate)
-    return streamed.saved_bytes if streamed else 0
 
 
 def most_frugal(facts: Facts, candidate: Candidate) -> Candidate:

@@ -93,8 +93,7 @@ def at_least(facts: Facts, candidate: Strategy) -> Judged:
             parts = {name: int(_SEAMS * part) for name, part in highest.parts.items()}
             highest = replace(highest, parts=parts)
         if candidate.launch_mode.is_whole:  # of a price all weights are on the device
-            streamed = facts.streamed(candidate)
-            on_device = state_bytes + (streamed.saved_bytes if streamed else 0)
+            on_device = state_bytes + facts.streamed(candidate).saved_bytes
             more_bytes = max(highest.allocated_bytes - on_device, 0)
             highest = replace(highest, parts={"activations": more_bytes})
         peak = max(peak, highest, key=lambda each: each.allocated_bytes)
@@ -178,11 +177,9 @@ def share_of_longest(facts: Facts, candidate: Strategy) -> float:
 
 
 def _time(facts: Facts, candidate: Strategy, trace: Trace, split: StepSplit | None) -> TimeEstimate:
-    streamed = facts.streamed(candidate)
-    copied = tuple(layer.bytes for layer in streamed.layers) if streamed else ()
-    work = StepWork(trace.passes, trace.least_share, copied)
+    copied = tuple(layer.bytes for layer in facts.streamed(candidate).layers)
     time = timing.estimate(
-        work,
+        StepWork(trace.passes, trace.least_share, copied),
         candidate,
         facts.model.size,
         facts.model.full_copy,
@@ -270,7 +267,7 @@ def _states(facts: Facts, candidate: Strategy) -> MemoryEstimate:
         candidate,
         model.size.family,
     )
-    if streamed is None:
+    if not streamed.layers:
         return states
     return replace(
         states,

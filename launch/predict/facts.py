@@ -163,8 +163,8 @@ class Facts:
         """The frozen weights of each layer, where they may be streamed."""
         return frozen_layers(self.recipe, self.model.parameters, self.model.size.family)
 
-    def streamed(self, candidate: Strategy) -> Streamed | None:
-        """The layers that a candidate streams; None: none."""
+    def streamed(self, candidate: Strategy) -> Streamed:
+        """The layers that a candidate streams."""
         return streamed(self.frozen_layers, candidate.levers)
 
     def allocator_settings(self, candidate: Strategy) -> str:
@@ -178,9 +178,9 @@ class Facts:
 
     def question(self, candidate: Strategy) -> Question:
         multiple = MULTIPLE[candidate.device]
-        max_length = self.recipe.data.max_length
         source, target = (
-            -(-(length or max_length) // multiple) * multiple for length in self.rows.lengths
+            -(-(length or self.recipe.data.max_length) // multiple) * multiple
+            for length in self.rows.lengths
         )
         # The length is rounded up to the multiple, or nothing is known of the rows
         rounds_up = self.rows.lengths[0] != source
@@ -332,10 +332,9 @@ class Facts:
                 sizes[count] = self._counted(candidate, largest.sizes)
         return sizes
 
-    def fetch(self, candidates: Iterable[Strategy]) -> None:
+    def fetch(self, candidates: Sequence[Strategy]) -> None:
         """Have the steps of these candidates traced, of the longest rows, unless their traces are
         stored, and their largest micro-batches found."""
-        candidates = list(candidates)
         self.order(candidates)
         self.fetch_steps(self.question(candidate) for candidate in candidates)
 
@@ -368,8 +367,7 @@ class Facts:
     def most_targets(self, candidate: Strategy) -> MostTargets:
         """The largest training micro-batches."""
         largest = self.largest(candidate)
-        rows = candidate.per_device_train_batch_size
-        sizes = {rows: largest.sizes} if largest.sizes else {}
+        sizes = {candidate.per_device_train_batch_size: largest.sizes} if largest.sizes else {}
         return self.targets(self.question(candidate), self.rows.counts, sizes, largest.first_step)
 
     def evaluated_targets(self, candidate: Strategy, question: Question) -> MostTargets:

@@ -45,7 +45,7 @@ def with_host(
         strategy=candidate,
         model=model.size,
         # streamed weights have a cause of their own
-        states=replace(memory, offloaded_bytes=0) if streamed else memory,
+        states=replace(memory, offloaded_bytes=0) if streamed.layers else memory,
         embedding_bytes=math.prod(next(iter(model.parameters.values())))
         * DTYPE_BYTES[recipe.model.dtype],
         copied_by_gloo_bytes=by_gloo,
@@ -53,7 +53,7 @@ def with_host(
             math.ceil(size[0] + counts[0] * size[1])
             for size in (trace.passes.offloaded if trace else ())
         ],
-        streamed=[layer.bytes for layer in streamed.layers] if streamed else (),
+        streamed=[layer.bytes for layer in streamed.layers],
         tensor_bytes=live,
         holes_bytes=holes,
         trained_elements=list(map(math.prod, trained.values())),

@@ -203,7 +203,7 @@ def choose_order(
     weights_bytes: int,
     budget_bytes: int,
     stored: StoredWeights | None,
-    streamed: Streamed | None = None,
+    streamed: Streamed,
 ) -> Load:
     """The order in which a candidate's engine brings the weights to the device.
 
@@ -212,7 +212,7 @@ def choose_order(
     engine, is_stored = strategy.launch_mode.engine, stored is not None
     if engine == "ddp":
         sent = host_memory.BROADCAST_BYTES
-        if streamed or (is_stored and strategy.keeps_frozen_apart):
+        if streamed.layers or (is_stored and strategy.keeps_frozen_apart):
             trained = trainable_shapes(tensor_shapes, recipe.model.freeze, recipe.lora, family)
             weights_bytes = total_elements(trained) * DTYPE_BYTES[recipe.model.dtype]
         remaining_bytes = min(sent, weights_bytes - sent)
@@ -231,7 +231,7 @@ def choose_order(
 
 
 def _of_four_bits(
-    recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily, streamed: Streamed | None
+    recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily, streamed: Streamed
 ) -> Load:
     """Weights of a folder, which are quantised on the card one by one. Tied weights, buffers and
     scales are not in what transformers reserves; it reserves nothing where layers are streamed."""
@@ -241,10 +241,10 @@ def _of_four_bits(
     reserved_bytes = num_unquantised * element_bytes + total_elements(quantised) // 2
     return partial(
         four_bits,
-        warmup_bytes=0 if streamed else reserved_bytes,
+        warmup_bytes=0 if streamed.layers else reserved_bytes,
         sources=_sources(recipe, tensor_shapes, family),
-        leaving=[pair for layer in streamed.layers for pair in layer.packed] if streamed else (),
-        num_last=SLOTS if streamed else 0,
+        leaving=[pair for layer in streamed.layers for pair in layer.packed],
+        num_last=SLOTS if streamed.layers else 0,
     )
 
 

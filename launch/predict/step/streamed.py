@@ -34,7 +34,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class Streamed:
-    """The layers that a step streams."""
+    """The layers that a step streams; (): none."""
 
     layers: tuple[LayerWeights, ...]
 
@@ -45,7 +45,7 @@ class Streamed:
     @property
     def saved_bytes(self) -> int:
         """Bytes that a device holds less."""
-        slots_bytes = SLOTS * max(layer.bytes for layer in self.layers)
+        slots_bytes = SLOTS * max((layer.bytes for layer in self.layers), default=0)
         return sum(sum(layer.sizes) for layer in self.layers) - slots_bytes
 
 
@@ -78,10 +78,8 @@ def frozen_layers(recipe: Recipe, tensor_shapes: Shapes, family: ModelFamily) ->
     return [decoder[index] for index in sorted(decoder)]
 
 
-def streamed(layers: list[LayerWeights], levers: Levers) -> Streamed | None:
-    """The layers that are streamed, of all; None: none is."""
-    if not levers.streamed_layers or not layers:
-        return None
+def streamed(layers: list[LayerWeights], levers: Levers) -> Streamed:
+    """The layers that are streamed, of all."""
     return Streamed(tuple(layers[place] for place in levers.streamed_of(len(layers))))
 
 

@@ -208,7 +208,6 @@ def test_frozen_layers_are_streamed_where_nothing_else_fits_and_no_more_than_mus
     facts.fetch([fewer])
     assert estimate.judge(facts, fewer).misses
     streamed = facts.streamed(runs)
-    assert streamed is not None
     assert plan.estimate.host["streamed weights"] == streamed.host_bytes
     assert plan.estimate.pinned_bytes > streamed.host_bytes == count * streamed.layers[0].bytes
     assert [change.effective for change in plan.changes if "streamed" in change.key] == [str(count)]

@@ -13,6 +13,7 @@ from launch.predict.memory import allocator, loading
 from launch.predict.memory.allocator import EMPTY_CACHE, TORCH_DEFAULTS, Replay
 from launch.predict.memory.loading import Births
 from launch.predict.memory.stored_weights import StoredWeights
+from launch.predict.step.streamed import Streamed
 from launch.predict.traces import Trace
 from tests.builders import machine, plan, recipe_of
 
@@ -187,7 +188,9 @@ def test_the_block_that_transformers_reserves_counts_half_a_byte_of_a_quantised_
     )
     family, tensor_shapes = parameters.family(LLAMA), parameters.parameters_by_name(LLAMA)
     strategy = replace(plan(on=machine(1)).strategy, mode="single_gpu")
-    load = loading.choose_order(recipe, strategy, tensor_shapes, family, 0, 20 << 30, STORED)
+    load = loading.choose_order(
+        recipe, strategy, tensor_shapes, family, 0, 20 << 30, STORED, Streamed(())
+    )
     first, *_ = [size for _, size in load(Births([], [])) if size > 0]
     # the CUDA build's allocator was asked for 167.9 MiB
     assert first == pytest.approx(167.9 * MIB, rel=0.001)
@@ -196,7 +199,9 @@ def test_the_block_that_transformers_reserves_counts_half_a_byte_of_a_quantised_
     passing = [size for _, size in load(Births([(0, packed)], [])) if size > 0]
     assert passing == [first, 4 * packed, packed]
     on_host = replace(strategy, device="cpu", mode="cpu")
-    load = loading.choose_order(recipe, on_host, tensor_shapes, family, 0, 20 << 30, STORED)
+    load = loading.choose_order(
+        recipe, on_host, tensor_shapes, family, 0, 20 << 30, STORED, Streamed(())
+    )
     assert load(Births([(0, packed)], [])) == [(0, packed)]
 
 
@@ -206,7 +211,9 @@ def test_on_a_cpu_zero_flattens_copies_of_weights_that_are_not_mapped(dtype, cop
     family, tensor_shapes = parameters.family(LLAMA), parameters.parameters_by_name(LLAMA)
     several = {"device": "cpu", "mode": "deepspeed_zero2", "num_processes": 2, "backend": "gloo"}
     strategy = replace(plan(on=machine(1)).strategy, mixed_precision="no", **several)
-    load = loading.choose_order(recipe, strategy, tensor_shapes, family, 0, 20 << 30, STORED)
+    load = loading.choose_order(
+        recipe, strategy, tensor_shapes, family, 0, 20 << 30, STORED, Streamed(())
+    )
     births = [size for _, size in load(Births([], [])) if size > 0]
     assert sum(births) == copies * 4 * parameters.total_elements(tensor_shapes)
 
