@@ -64,8 +64,7 @@ def _logits(facts: Facts, candidate: Strategy) -> Switch:
     if not candidate.levers.logits_at_targets:
         reason = target_counts.no_logits_at_targets(facts.recipe, facts.model.size.family)
         is_open = facts.recipe.training.logits_at_targets is None
-        why = reason if is_open and reason else "asked for"
-        return Switch("logits", "at all positions", why)
+        return Switch("logits", "at all positions", reason if is_open and reason else "asked for")
     most, rows = facts.most_targets(candidate), candidate.per_device_train_batch_size
     positions = rows * most.length
     planned = (

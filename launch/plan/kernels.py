@@ -93,10 +93,14 @@ def no_flash(
 ) -> str | None:
     """The reason why attention is not flash_attn's; None if it is, or would be."""
     is_asked = recipe.model.attn_implementation == FLASH
-    is_open = not is_asked and no_package == ""
     return (
         _no_kernels("flash_attn", recipe, model, gpus, precision, is_asked)
-        or first_met((is_open, "whether flash_attn is installed there is not known"))
+        or first_met(
+            (
+                not is_asked and no_package == "",
+                "whether flash_attn is installed there is not known",
+            )
+        )
         or no_package
         or None
     )
@@ -435,10 +439,9 @@ def switches(
         ):
             by += f"; {installed.no_every_n_layers}"
         yield Switch(row.switch, row.says(chosen.levers), by)
-    is_on = chosen.levers.torch_compile
     reason = no_compile(recipe, model.family, mode, gpus, installed.no_compiler)
     why = reason or as_begun or "not faster"
-    if is_on:
+    if chosen.levers.torch_compile:
         planned = f"faster; compiling takes about {COMPILE_S:g} s at the start"
         why = (
             f"{'asked for' if training.compiles else as_begun or planned}: training steps, not"
@@ -480,13 +483,12 @@ def _why_precision(recipe: Recipe, chosen: Strategy) -> str:
 
 
 def _why_tf32(recipe: Recipe, chosen: Strategy, gpus: Sequence[Gpu]) -> str:
-    requested = recipe.training.extras.get("tf32")
     if chosen.tf32:
         is_wide = chosen.mixed_precision == "no" and recipe.model.dtype == "float32"
         return "asked for: float32 products have 10 bits of mantissa" + (
             "" if is_wide else f"; under {chosen.mixed_precision} few are left"
         )
-    if requested is not None:
+    if recipe.training.extras.get("tf32") is not None:
         return "asked for"
     if lacking := _lacking(gpus, "tf32"):
         return f"{lacking} has no TF32"

@@ -246,9 +246,8 @@ def _counted_rows(facts: Facts) -> dict[str, Any]:
     data, tokens = facts.recipe.data, facts.rows.tokens
     if tokens is None or tokens.row_counts is None:
         return {}
-    named = sources.trained_rows(data, tokens.row_counts) if data.is_mixed else ()
     return {
-        "sources": named,
+        "sources": sources.trained_rows(data, tokens.row_counts) if data.is_mixed else (),
         "rows_held_out": sources.held_out_rows(data, tokens.row_counts).chosen,
     }
 

@@ -109,8 +109,9 @@ def read(
     model, stored = _model(recipe, is_here, workspace)
     recipe = model.recipe
     if is_here and trace:
-        cores = core_figures.kept_or_measured(workspace.traces, machine.cpu_count)
-        machine = replace(machine, cores=cores)
+        machine = replace(
+            machine, cores=core_figures.kept_or_measured(workspace.traces, machine.cpu_count)
+        )
     _write_sample_data(recipe, workspace, say)
     data_format, count = _rows(model, workspace)
     installed = _installed(recipe, machine, workspace, device, is_here)
@@ -128,8 +129,11 @@ def read(
     if tokens.row_counts is not None:
         count = sum(part.rows for part in sources.trained_rows(recipe.data, tokens.row_counts))
     rows = replace(facts.rows, tokens=replace(tokens, rows=count))
-    adapted = Path(recipe.model.path) if recipe.lora is not None and recipe.model.path else None
-    fingerprint = weight_files.weights_fingerprint(adapted) if adapted else None
+    fingerprint = (
+        weight_files.weights_fingerprint(Path(recipe.model.path))
+        if recipe.lora and recipe.model.path
+        else None
+    )
     if tokens.folder.exists() and token_cache.counts(tokens.folder) is None:
         say(f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again")
     facts = replace(

@@ -50,8 +50,9 @@ def search(
     for count in dict.fromkeys(candidate.num_processes for candidate in possible):
         if chosen is not None and not _may_be_faster(facts.machine, count, chosen):
             continue
-        group = [candidate for candidate in possible if candidate.num_processes == count]
-        other, looked_at = fastest(facts, group)
+        other, looked_at = fastest(
+            facts, [candidate for candidate in possible if candidate.num_processes == count]
+        )
         judged += looked_at
         if other is not None and (chosen is None or other.seconds * AS_FAST < chosen.seconds):
             chosen = other
@@ -101,8 +102,9 @@ def fastest(facts: Facts, possible: Sequence[Candidate]) -> tuple[Judged | None,
 def streaming(facts: Facts, lost: Judged) -> Judged | None:
     """A candidate whose states do not fit, judged by them with as many streamed layers as make up
     for it; None: it can stream none."""
-    missing = estimate.missing_bytes(facts, lost)
-    candidate = candidates.with_states_that_fit(facts, lost.candidate, missing)
+    candidate = candidates.with_states_that_fit(
+        facts, lost.candidate, estimate.missing_bytes(facts, lost)
+    )
     return candidate and estimate.by_states(facts, candidate)
 
 
@@ -113,9 +115,8 @@ def judge_most_frugal(facts: Facts, candidate: Candidate) -> Judged:
     least = estimate.at_least(facts, frugal)
     if least.misses and budgets.misses_host(facts, frugal, least.memory):
         fewest = frugal.with_levers(streamed_layers=candidate.levers.streamed_layers)
-        on_host = estimate.at_least(facts, fewest).memory
         if least.memory.device_bytes <= least.budget_bytes and not budgets.misses_host(
-            facts, fewest, on_host
+            facts, fewest, estimate.at_least(facts, fewest).memory
         ):
             return replace(least, misses=None)
     return least
@@ -151,13 +152,12 @@ class _Front:
             if by_states.misses:
                 self._lost[candidate] = by_states
                 by_states = streaming(self.facts, by_states) or by_states
-                candidate = by_states.candidate
             if by_states.misses:
-                self._lost[candidate] = by_states
+                self._lost[by_states.candidate] = by_states
                 continue
-            in_order = list(candidates.sorted_splits(self.facts, candidate))
+            in_order = list(candidates.sorted_splits(self.facts, by_states.candidate))
             self._own |= set(in_order)
-            for split in (*candidates.splits(self.facts, candidate), *in_order):
+            for split in (*candidates.splits(self.facts, by_states.candidate), *in_order):
                 self._add(split, by_states)
 
     def _add(self, candidate: Candidate, of_less: Judged) -> None:
@@ -172,12 +172,11 @@ class _Front:
         levers."""
         chosen_mode = candidate.mode, candidate.num_processes
         modes = [(each.mode, each.num_processes) for each in self.possible]
-        saved = (row.saved(row.read(candidate.levers)) for row in TRIED)
         return (
             modes.index(chosen_mode),
             candidate.levers.use_liger_kernel,
             -candidate.per_device_train_batch_size,
-            *saved,
+            *(row.saved(row.read(candidate.levers)) for row in TRIED),
         )
 
     def judged(self) -> list[Judged]:
@@ -191,10 +190,7 @@ class _Front:
     def fitting(self) -> Iterator[Judged]:
         """Yield those that fit, exactly predicted, the fastest first."""
         done: set[Candidate] = set()
-        while True:
-            front = self._first(done)
-            if front is None:
-                return
+        while (front := self._first(done)) is not None:
             if self._is_blind:
                 front.judged = estimate.judge(self.facts, _evaluated(self.facts, front.candidate))
             if front.judged.by == "replay" or (self._is_blind and not front.judged.misses):
@@ -302,10 +298,9 @@ def _with_fewer_workers(facts: Facts, candidate: Candidate) -> Candidate:
     if facts.recipe.training.dataloader_num_workers is not None:
         return candidate
     fewer = candidate
-    while fewer.dataloader_num_workers:
-        judged = estimate.judge(facts, fewer, exact=False)
-        if budgets.misses_host(facts, fewer, judged.memory) is None:
-            break
+    while fewer.dataloader_num_workers and budgets.misses_host(
+        facts, fewer, estimate.judge(facts, fewer, exact=False).memory
+    ):
         fewer = replace(fewer, dataloader_num_workers=fewer.dataloader_num_workers - 1)
     return fewer
 

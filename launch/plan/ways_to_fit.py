@@ -150,9 +150,8 @@ def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]
     if on_gpu and (names := _smaller_states(recipe, launch.mode)):
         training = recipe.training.model_copy(update={"optim": names[0]})
         optims.append((f"--training.optim={names[0]} ", training))
-    ways = itertools.product(adapters, models, optims)
     for (adapter_flags, adapter, quantization), (model_flag, section), (optim_flag, training) in (
-        way for way in ways if not (way[0][1] and way[2][0])
+        way for way in itertools.product(adapters, models, optims) if not (way[0][1] and way[2][0])
     ):
         for place_flag, place in places:
             flags = adapter_flags + model_flag + optim_flag + place_flag

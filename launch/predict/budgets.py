@@ -72,8 +72,7 @@ def misses_host(facts: Facts, candidate: Strategy, memory: MemoryEstimate) -> st
     phase = f" in {memory.host_phase}" if memory.host_phase else ""
     why = facts.machine.host_available_reason
     if not why.startswith(LIMIT):
-        available = size(facts.machine.host_available_bytes)
-        why = f"{available} available less launch.host_reserve_gib"
+        why = f"{size(facts.machine.host_available_bytes)} available less launch.host_reserve_gib"
     return f"{size(needed)} in host RAM{phase}, budget {size(budget)} ({why})"
 
 

@@ -177,10 +177,8 @@ def model_state(
             + "".join(f"; nearest: {near}" for near in nearest(optim, OPTIMIZERS))
         )
     trainable = trainable_shapes(tensor_shapes, freeze, lora, family)
-    element_bytes = DTYPE_BYTES[dtype]
-    state_bytes = OPTIMIZERS[optim]
     optimizer_bytes = sum(
-        state_bytes(name, shape, _element_bytes(name, lora, dtype, quantization, family))
+        OPTIMIZERS[optim](name, shape, _element_bytes(name, lora, dtype, quantization, family))
         for name, shape in trainable.items()
     )
     if optim in _8BIT and any(
@@ -191,7 +189,7 @@ def model_state(
     if quantization is not None and (reason := unquantizable(trainable, family)):
         raise ConfigError(f"quantization: {reason}")
     base_bytes = scales_bytes(tensor_shapes, quantization, family) + sum(
-        held_bytes(name, shape, quantization, family, element_bytes)
+        held_bytes(name, shape, quantization, family, DTYPE_BYTES[dtype])
         for name, shape in tensor_shapes.items()
     )
     gradients_bytes = trained_bytes(trainable, lora, dtype, quantization, family)

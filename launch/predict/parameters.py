@@ -115,7 +115,6 @@ _ALIASES: dict[str, dict[str, str]] = {
         "num_hidden_layers": "n_layer",
     },
 }
-_TEXT_KEYS = {"feed_forward_proj"}
 
 
 # ---- names and shapes
@@ -149,7 +148,7 @@ def _values(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
         value = values_by_key.get(key, default)
         if isinstance(default, bool):
             right, expected = isinstance(value, bool), "true or false"
-        elif key in _TEXT_KEYS:
+        elif isinstance(default, str):
             right, expected = isinstance(value, str), "a text"
         else:
             may_be_none = default is None or (

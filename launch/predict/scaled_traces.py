@@ -86,18 +86,17 @@ class _ScaledTrace(Trace):
 
 def _scaled(trace: Trace, factor: int) -> Trace:
     """The trace of rows `factor` times as long."""
-    moments = [
-        {
-            **moment,
-            "parts": {
-                name: (fixed, factor * sample, *rest)
-                for name, (fixed, sample, *rest) in moment["parts"].items()
-            },
-        }
-        for moment in trace.moments
-    ]
     return _ScaledTrace(
-        tuple(moments),
+        tuple(
+            {
+                **moment,
+                "parts": {
+                    name: (fixed, factor * sample, *rest)
+                    for name, (fixed, sample, *rest) in moment["parts"].items()
+                },
+            }
+            for moment in trace.moments
+        ),
         trace.passes.with_operators(lambda operator: _of_longer(operator, factor)),
         trace.file,
         log=partial(_longer_log, trace, factor),

@@ -104,12 +104,11 @@ class Trace:
             in_evaluation = moment["section"] == "evaluation"
             count = eval_samples if in_evaluation else num_samples
             most = self.eval_targets if in_evaluation else self.targets
-            parts = moment["parts"].items()
             return [
                 Peak(
                     moment["section"],
                     moment["op"],
-                    {name: _grown(sizes, batch) for name, sizes in parts},
+                    {name: _grown(sizes, batch) for name, sizes in moment["parts"].items()},
                 )
                 for batch in (most.batches(count) if count is not None else ())
             ]
@@ -159,8 +158,7 @@ class Trace:
         loading.
         """
         log = self.log()
-        special = log.get("turns", {})
-        first, again = self.first_log(), special.get("after evaluation", log)
+        first, again = self.first_log(), log.get("turns", {}).get("after evaluation", log)
         of_first: Trace = self
         if self.first is not None and len(self.first.first_log()["blocks"]) == len(first["blocks"]):
             of_first, first = self.first, self.first.first_log()  # blocks have the same numbers
@@ -445,9 +443,10 @@ class Traces:
         name = self._base_name(base)
         if name not in self._bases:
             try:
-                text = files.regular_bytes(self._folder / f"{name}{STEP}").decode()
-                self._bases[name] = loaded(text)
-            except (OSError, ValueError):
+                self._bases[name] = loaded(
+                    files.regular_bytes(self._folder / f"{name}{STEP}").decode()
+                )
+            except DAMAGE:
                 return None
             self.recorded.add(base, self._bases[name])
         return self._bases[name]
@@ -469,9 +468,8 @@ class Traces:
             return str(difference)
         if question.documents > 1:
             log = log.of_documents(question.documents)
-        of_rank = self._shared(question, log)
         content = {
-            "peaks": reduced.peaks(of_rank),
+            "peaks": reduced.peaks(self._shared(question, log)),
             "passes": reduced.stored_passes(reduced.passes_of_log(log)),
             "why_whole": composed_of.why_whole,
         }

@@ -190,11 +190,10 @@ def tokenising_processes(
 
 
 def _tokenising_bytes(data: DataSection, import_memory: Imports) -> int:
-    window = _PACKING_BYTES if data.packing else 0
     return (
         import_memory.prepare_bytes
         + _PREPARE_SAMPLES * data.max_length * _PREPARE_TOKEN_BYTES
-        + window
+        + (_PACKING_BYTES if data.packing else 0)
     )
 
 
@@ -345,8 +344,7 @@ def _pinned_states(job: HostJob) -> tuple[list[int], list[int]]:
         if max_kept is not None:  # larger ones are given back
             built = [size for size in built if size <= max_kept]
         return [float32, element_bytes * piece, element_bytes * piece], built
-    widest = max(job.trained_elements, default=0) * element_bytes
-    buffers = [element_bytes * piece, widest]
+    buffers = [element_bytes * piece, element_bytes * max(job.trained_elements, default=0)]
     if strategy.gradient_accumulation_steps > 1:
         buffers += [math.ceil(count / ranks) * element_bytes for count in job.trained_elements]
     return [float32, float32], buffers

@@ -29,10 +29,8 @@ KERNEL_BYTES = 1200 << 10
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables to add to a rank's; those of the user stay."""
-    added = {name: str(KERNELS) for name in (ONEDNN, IDEEP) if name not in environ}
-    if ITS_OLD_NAME in environ:
-        added.pop(ONEDNN, None)
-    return added
+    names = {ONEDNN: {ONEDNN, ITS_OLD_NAME}, IDEEP: {IDEEP}}  # variable -> those that set it
+    return {name: str(KERNELS) for name, alike in names.items() if alike.isdisjoint(environ)}
 
 
 def kernels(tensor_shapes: Shapes, trained: Shapes, lengths: float, evaluates: bool) -> int:
@@ -43,8 +41,7 @@ def kernels(tensor_shapes: Shapes, trained: Shapes, lengths: float, evaluates: b
         {sides for sides in parts.values() if len(sides) == 2}
         for parts in ({**tensor_shapes, **trained}, trained)
     )
-    of_step = lengths * (2 * len(matrices) + len(of_trained))
-    return math.ceil(of_step) + evaluates * len(matrices)
+    return math.ceil(lengths * (2 * len(matrices) + len(of_trained))) + evaluates * len(matrices)
 
 
 def padded_lengths(row_lengths: Sequence[int], micro_batch: int, micro_batches: float) -> float:

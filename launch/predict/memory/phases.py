@@ -60,10 +60,9 @@ class RunEvents:
 
     def resident_bytes(self, written: Mapping[int, int], by_threads: bool) -> dict[str, int]:
         """malloc.resident_bytes()."""
-        options = {"written": sorted(written.items()), "by_threads": by_threads}
         return self._stored(
             "malloc",
-            options,
+            {"written": sorted(written.items()), "by_threads": by_threads},
             _Sizes,
             lambda: malloc.resident_bytes(self._parts, written, by_threads),
         )

@@ -52,12 +52,11 @@ def with_tokens(
     folder = Path(section.path or recipe.model.path or "")
     is_foreign = section.path not in (None, recipe.model.path)  # the model's own fits it
     is_own = not is_foreign or not (folder / "tokenizer.json").is_file()
-    if folder.parts and is_own and not section.add_tokens:
+    if not folder.parts:
+        _check_trained_size(recipe, parameters[embedding(parameters)][0])
+    if not folder.parts or (is_own and not section.add_tokens):
         return ModelFacts(recipe, config, parameters, family)
     rows = parameters[embedding(parameters)][0]
-    if not folder.parts:
-        _check_trained_size(recipe, rows)
-        return ModelFacts(recipe, config, parameters, family)
     new = _of_folder(folder, section, cache)
     if new.size_before > rows:
         raise ConfigError(

@@ -291,8 +291,9 @@ class Composer:
     def _births_before(source: Recorded, block: int) -> int:
         """The births of the layer that frees a block, before it does."""
         phase, owner = source.freed[block]
-        runs = (run for run in source.events[phase] if run.layer == owner)
-        events = [event for run in runs for event in run.items]
+        events = [
+            event for run in source.events[phase] if run.layer == owner for event in run.items
+        ]
         is_end = [event.block == block and not event.birth for event in events]
         return sum(event.birth for event in events[: is_end.index(True)])
 
@@ -432,8 +433,7 @@ class Composer:
         if key not in self._aligned:
             theirs = [source.size(block) for block in source.areas.get((phase, area), [])]
             ours = [self.outer.size(block) for block in self.outer.areas.get((phase, area), [])]
-            alike = _common(theirs, ours)
-            at_end = _common(theirs[::-1], ours[::-1])
+            alike, at_end = _common(theirs, ours), _common(theirs[::-1], ours[::-1])
             self._aligned[key] = alike, at_end, len(theirs), len(ours)
         return self._aligned[key]
 

@@ -79,8 +79,7 @@ def peaks(log: Log) -> list[dict[str, Any]]:
         section: [moments[index] for index in _highest([totals for _, totals in moments])]
         for section, moments in _moments(log).items()
     }
-    wanted = {moment for moments in highest.values() for moment, _ in moments}
-    parts = dict(_parts(log, wanted))
+    parts = dict(_parts(log, {moment for moments in highest.values() for moment, _ in moments}))
     return [
         {
             "section": section,

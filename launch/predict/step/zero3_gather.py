@@ -190,8 +190,7 @@ def rewrite(
         if strategy.launch_mode.offloads:
             rewriting.drop(weight.block)
     if ranks > 1 or strategy.launch_mode.offloads:
-        before = rewriting.born(small, "weights", "small weights", 0)
-        rewriting.dies(before, marks.optimizer.start)
+        rewriting.dies(rewriting.born(small, "weights", "small weights", 0), marks.optimizer.start)
         rewriting.born(small, "weights", "small weights", marks.optimizer.stop)
 
     def gathered() -> _Gathered:

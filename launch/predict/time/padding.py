@@ -130,8 +130,7 @@ def _mean_split(
 def _drawn(lengths: Lengths, strategy: Strategy, least: int = _DRAWN) -> list[Lengths]:
     """Optimizer steps of rows that come at random."""
     size = strategy.effective_batch_size
-    rows = random.Random(0).choices(lengths, k=math.ceil(least / size) * size)
-    return _chunks(rows, size)
+    return _chunks(random.Random(0).choices(lengths, k=math.ceil(least / size) * size), size)
 
 
 def _chunks(rows: Lengths, size: int) -> list[Lengths]:

@@ -207,7 +207,10 @@ def look_up(machine: Machine, strategy: Strategy) -> Rates:
     it trains there."""
     if strategy.device == "cpu":
         return cpu(machine.cpu_count, strategy.processes_per_machine, machine.cores)
-    slowest = min((card(gpu) for gpu in machine.gpus[: strategy.processes_per_machine]), key=_speed)
+    slowest = min(
+        (card(gpu) for gpu in machine.gpus[: strategy.processes_per_machine]),
+        key=lambda rates: max(rates.flops_per_s.values()),
+    )
     if not machine.cores:
         return slowest
     return replace(slowest, host_bytes_per_s=machine.cores[-1].bytes_per_s["large"])
@@ -251,10 +254,6 @@ def _unaligned(row: cards.Card) -> dict[str, float]:
         for divisor, share in _UNALIGNED_SHARE.get(row.architecture, {}).items()
         for dtype in ("bfloat16", "float16")
     }
-
-
-def _speed(rates: Rates) -> float:
-    return max(rates.flops_per_s.values())
 
 
 def cpu(num_cores: int, num_ranks: int = 1, measured: tuple[CoreFigures, ...] = ()) -> Rates:

@@ -149,10 +149,9 @@ def estimate(
         for fixed, sample, target, _ in work.passes.offloaded
     )
     moved = _offloaded_bytes(strategy, model, full_copy, steps)
-    copy_s = activations / speed.host_device_bytes_per_s
     offload_s = (
         moved / speed.host_device_bytes_per_s
-        + steps * _exposed_copies_s(copy_s, busy_s, strategy)
+        + steps * _exposed_copies_s(activations / speed.host_device_bytes_per_s, busy_s, strategy)
         + steps * _exposed_layers_s(work.streamed, busy_s, strategy, speed)
     )
     optimizer_s = seconds.update_s + _host_update_s(strategy, model, full_copy, speed)
