@@ -41,21 +41,27 @@ def why(
 def switches(facts: Facts, candidate: Strategy) -> tuple[Switch, ...]:
     """The switches that decide which kernels run."""
     gpus = facts.machine.gpus[: candidate.num_processes] if candidate.device == "cuda" else ()
-    rows = [
+    of_allocators = (
+        Switch(
+            "allocator",
+            facts.allocator_settings(candidate),
+            "rows differ in length or targets; another PYTORCH_ALLOC_CONF is taken instead",
+        ),
+        Switch(
+            "pinned",
+            pinned_memory.setting(candidate),
+            "larger blocks are not rounded up to a power of two; beside settings of your own",
+        ),
+    )
+    return (
         *kernels.switches(
             *(facts.recipe, facts.model.size, candidate, gpus),
             *(facts.installed, facts.history.began_with),
         ),
         _logits(facts, candidate),
         *_rows(facts, candidate),
-    ]
-    if settings := facts.allocator_settings(candidate):
-        why = "rows differ in length or targets; another PYTORCH_ALLOC_CONF is taken instead"
-        rows.append(Switch("allocator", settings, why))
-    if setting := pinned_memory.setting(candidate):
-        why = "larger blocks are not rounded up to a power of two; beside settings of your own"
-        rows.append(Switch("pinned", setting, why))
-    return tuple(rows)
+        *(row for row in of_allocators if row.runs),
+    )
 
 
 def _logits(facts: Facts, candidate: Strategy) -> Switch:
@@ -132,9 +138,11 @@ def _where(facts: Facts, candidate: Strategy) -> Iterator[str]:
             yield f"GPU {numbers}: the most free memory of {len(machine.gpus)} GPUs"
         if fullest := candidates.without_fullest(cards):
             yield fullest
-        for gpu in cards:
-            if gpu.slowdown:
-                yield f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}"
+        yield from (
+            f"GPU {gpu.index} ({gpu.name}) is slower now: {gpu.slowdown}"
+            for gpu in cards
+            if gpu.slowdown
+        )
         yield from architectures.attention_notes(
             machine.gpus[: candidate.num_processes], facts.few_shapes
         )
@@ -374,9 +382,11 @@ def _batch_changes(
             f"evaluating {asked_eval} samples at once does not fit; the result is the same",
         ),
     )
-    for differs, key, requested, effective, reason in rows:
-        if differs:
-            yield Change(f"training.{key}", str(requested), str(effective), reason)
+    yield from (
+        Change(f"training.{key}", str(requested), str(effective), reason)
+        for differs, key, requested, effective, reason in rows
+        if differs
+    )
     yield from _lever_changes(recipe, candidate.levers, missed)
 
 

@@ -40,9 +40,7 @@ def savings(facts: Facts, chosen: Judged, judged: Sequence[Judged]) -> Iterator[
         ]
         more = min((pair for pair in others if pair[0] > 0), key=itemgetter(0), default=None)
         less = max((pair for pair in others if pair[0] < 0), key=itemgetter(0), default=None)
-        for pair in (more, less):
-            if pair is not None:
-                yield _line(chosen, *pair, way)
+        yield from (_line(chosen, *pair, way) for pair in (more, less) if pair is not None)
         if more is None and way in without:
             yield from _of_one(facts, chosen, without[way], way)
 

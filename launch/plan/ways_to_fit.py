@@ -127,13 +127,16 @@ def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]
             yield f"without {dotted} {_costs(chosen)}"
     starts_here = facts.wishes.num_processes is None
     several = starts_here and launch.nodes == 1 and (launch.num_processes or 1) > 1
-    on_one = "--launch.mode=auto --launch.num_processes=1 "
     places = [
         (flags, launch.model_copy(update=update))
         for flags, update, helps in (
             ("", {}, True),
             ("--launch.mode=auto ", {"mode": "auto"}, launch.mode != "auto" and starts_here),
-            (on_one, {"mode": "auto", "num_processes": 1}, several),
+            (
+                "--launch.mode=auto --launch.num_processes=1 ",
+                {"mode": "auto", "num_processes": 1},
+                several,
+            ),
             ("--launch.exact_batch=false ", {"exact_batch": False}, launch.exact_batch),
         )
         if helps

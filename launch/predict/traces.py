@@ -11,10 +11,8 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from launch.predict.step.price import RecordedSteps
 from launch.predict.step.recorded import NotComposed
 from launch.predict.step.sources import Sources
 from launch.predict.target_counts import NO_TARGETS, BatchCounts, MostTargets
+from launch.probe import packages
 from launch.schema.machine import cudnn_is_last
 from launch.schema.phases import Phase
 from launch.schema.plan import Born, ModelSize, Peak
@@ -598,9 +597,5 @@ def _of_each_sample(operator: Operator) -> Operator:
 
 
 @cache
-def _versions() -> dict[str, str | None]:
-    installed: dict[str, str | None] = dict.fromkeys(PACKAGES)
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            installed[package] = version(package)
-    return installed
+def _versions() -> dict[str, str]:
+    return {package: packages.version(package) for package in PACKAGES}
