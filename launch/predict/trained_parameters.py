@@ -109,8 +109,7 @@ def _lora_shapes(tensor_shapes: Shapes, lora: LoraSection, family: ModelFamily) 
         adapters[f"{module}.lora_B.weight"] = (shape[0], lora.r)
         if lora.use_dora:
             is_transposed = family.has_conv1d or EMBEDDING.search(name)
-            num_outputs = shape[1 if is_transposed else 0]
-            adapters[f"{module}.lora_magnitude_vector.weight"] = (num_outputs,)
+            adapters[f"{module}.lora_magnitude_vector.weight"] = (shape[1 if is_transposed else 0],)
     if lora.target_modules not in (None, ALL_LINEAR) and unmatched:
         entry = sorted(unmatched)[0]
         if entry in replaced:

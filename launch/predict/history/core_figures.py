@@ -61,9 +61,8 @@ def _best(measured: CoreFigures, stored: CoreFigures) -> CoreFigures:
     """The higher of each rate, and the fewer of all seconds."""
 
     def each(name: str, choose: Callable[[float, float], float]) -> Mapping[str, float]:
-        before = getattr(stored, name)
         return {
-            key: choose(figure, before.get(key, figure))
+            key: choose(figure, getattr(stored, name).get(key, figure))
             for key, figure in getattr(measured, name).items()
         }
 

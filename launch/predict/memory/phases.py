@@ -1,7 +1,6 @@
 """The memory of each part of a run, from the events of its allocator. Replays are kept beside the
 trace by all that they are of: a plan that asks again replays nothing."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ from launch.predict.memory.allocator import FREED, AllocatorConfig, Event, Repla
 from launch.predict.memory.loading import Load
 from launch.predict.traces import DAMAGE, Trace
 from launch.schema.phases import DeviceMemory, DevicePhases, HostMemory, HostPhases, Phase
-from launch.schema.recorded_step import content_of, with_digest
+from launch.schema.recorded_step import content_of, grouped, with_digest
 
 # The code that a replay runs
 _CODE = ("launch/predict/memory", "launch/predict/traces.py")
@@ -113,13 +112,10 @@ class RunEvents:
 
 def on_device(replays: Sequence[tuple[Phase, Replay]], outside_bytes: int) -> DevicePhases:
     """The memory of a rank on its device."""
-    by_phase: dict[Phase, list[Replay]] = defaultdict(list)
-    for phase, replay in replays:
-        by_phase[phase].append(replay)
     return DevicePhases(
         **{
             phase: DeviceMemory(allocated, reserved, reserved + outside_bytes)
-            for phase, of_phase in by_phase.items()
+            for phase, of_phase in grouped(replays).items()
             for allocated in [max(replay.peak_allocated_bytes for replay in of_phase)]
             for reserved in [max(replay.peak_reserved_bytes for replay in of_phase)]
         }

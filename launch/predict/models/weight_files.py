@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import struct
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from launch.base.errors import ResourceError
 from launch.predict.memory.stored_weights import TYPES, StoredWeights
+from launch.schema.recorded_step import grouped
 
 INDEX_NAME = "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 10 << 20  # a config.json has kilobytes; the index of a 400B model about 200 KiB
@@ -178,10 +178,11 @@ def stored_weights(folder: Path) -> StoredWeights | None:
     if stored is None:
         return None
     model = _unpacked(stored)
-    counts: dict[str, list[int]] = defaultdict(list)  # elements of each tensor, by type
-    for tensor in model.values():
-        if tensor.packing is None and tensor.dtype in TYPES:
-            counts[TYPES[tensor.dtype]].append(math.prod(tensor.shape))
+    counts = grouped(  # elements of each tensor, by type
+        (TYPES[tensor.dtype], math.prod(tensor.shape))
+        for tensor in model.values()
+        if tensor.packing is None and tensor.dtype in TYPES
+    )
     if not counts:
         return None
     elements, largest = (

@@ -218,8 +218,7 @@ def _shards(rewriting: Rewriting, marks: Landmarks, recipe: Recipe, strategy: St
     ranks = strategy.num_processes
     for number, block in enumerate(rewriting.log.blocks):
         if block.born in ("start:optimizer", "optimizer") and block.fixed_bytes > SCALAR_BYTES:
-            share_bytes = -(-block.fixed_bytes * _wider(strategy) // ranks)
-            rewriting.change(number, fixed_bytes=share_bytes)
+            rewriting.change(number, fixed_bytes=-(-block.fixed_bytes * _wider(strategy) // ranks))
     for weight in marks.weights:
         held_bytes = _held_bytes(weight, recipe, strategy)
         rewriting.change(weight.block, fixed_bytes=-(-held_bytes // ranks))

@@ -288,8 +288,7 @@ class Recorded:
         that are as long as possible."""
         last = self.recorded_layers[LOSS] - 1
         for (phase, part), numbers in of_parts.items():
-            other_part = LOSS, 1 if part[1] == last else last
-            twins = of_parts.get((phase, other_part), [])
+            twins = of_parts.get((phase, (LOSS, 1 if part[1] == last else last)), [])
             names, twin_names = [*map(name_of, numbers)], [*map(name_of, twins)]
             for run in SequenceMatcher(None, names, twin_names, False).get_matching_blocks():
                 for index in range(run.size):

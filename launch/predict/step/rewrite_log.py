@@ -85,8 +85,9 @@ class Rewriting:
         stream: int = 0,
     ) -> int:
         """Add a block of `size` bytes, for any batch, from this position on."""
-        phase = self._phase(position)
-        self.blocks.append(Block(math.ceil(size), 0, kind, op, phase, layer, stream))
+        self.blocks.append(
+            Block(math.ceil(size), 0, kind, op, self._phase(position), layer, stream)
+        )
         self._insert(len(self.blocks) - 1, True, position)
         return len(self.blocks) - 1
 

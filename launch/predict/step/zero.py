@@ -107,9 +107,8 @@ def _states(rewriting: Rewriting, marks: Landmarks, share: Share) -> None:
             states += block.fixed_bytes if block.born == "start:optimizer" else 0
             rewriting.drop(number)
     if share.strategy.launch_mode.zero_stage < 3:
-        for weight in marks.weights:
-            if weight.trained:
-                rewriting.drop(weight.block)
+        for weight in (weight for weight in marks.weights if weight.trained):
+            rewriting.drop(weight.block)
         rewriting.born(share.trained * share.element_bytes, "weights", FLAT, 0)
     if not share.strategy.launch_mode.offloads:
         rewriting.born(share.slice * MASTER_BYTES, "optimizer", SLICE, 0)

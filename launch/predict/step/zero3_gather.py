@@ -259,5 +259,7 @@ def _evenly(marks: Landmarks, spans: dict[Layer, range], backward: bool = False)
             for index, weight in enumerate(marks.weights)
             if weight.layer == layer and weight.used
         ]
-        for place, index in enumerate(reversed(inside) if backward else inside):
-            yield Use(span.start + len(span) * place // len(inside), index)
+        yield from (
+            Use(span.start + len(span) * place // len(inside), index)
+            for place, index in enumerate(reversed(inside) if backward else inside)
+        )
