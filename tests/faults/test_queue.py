@@ -19,18 +19,11 @@ from launch.queue import leases
 from launch.run_folder.layout import RunDir
 from launch.schema.machine import GIB
 from tests import builders
-from tests.process.queue.holders import holders, said
+from tests.process.queue.holders import TAKE_MEMORY, holders, said
 
 FOR_ONE = 0.9
 FOR_TWO = 1.45  # GiB; a run needs 0.63
 LIMIT_S = 300.0
-TAKE_MEMORY = """
-import sys, time
-taken = bytearray(int(sys.argv[1]))
-taken[::4096] = b"1" * len(taken[::4096])
-print("taken", flush=True)
-time.sleep(600)  # the test kills it; one whose test died ends by itself
-"""
 
 
 def until(condition: Callable[[], object]) -> float:

@@ -1,8 +1,8 @@
 """Many command lines in one process, each as `python -m launch` takes it: argv from a JSON file,
 what came of them out.
 
-A line that starts with "prepare" goes to the tokenising child's main() instead. As real processes
-they would take a second each; tests start a few of them so."""
+A line that starts with "prepare" is the tokenising child's instead. As real processes they would
+take a second each; tests start a few of them so."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import io
 import json
+import runpy
 import sys
 import time
 import traceback
@@ -23,10 +24,9 @@ HEAVY = {"torch", "transformers", "accelerate", "deepspeed", "datasets"}
 
 
 def prepare(argv: list[str]) -> int:
-    from training.data import prepare as data_prepare
-
-    sys.argv = ["prepare", *argv]
-    return data_prepare.main()
+    sys.argv = ["tokenise", "rows", *argv]
+    runpy.run_module("training.children.tokenise", run_name="__main__")
+    return 0
 
 
 def one(start: Callable[[list[str]], int], argv: list[str]) -> dict[str, Any]:

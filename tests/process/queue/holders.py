@@ -19,6 +19,14 @@ from tests import builders
 
 Hold = Callable[..., subprocess.Popen[str]]
 PROGRAM = Path(__file__).with_name("hold_lease.py")
+# A program without a lease: it takes as many bytes as its argument says
+TAKE_MEMORY = """
+import sys, time
+taken = bytearray(int(sys.argv[1]))
+taken[::4096] = b"1" * len(taken[::4096])
+print("taken", flush=True)
+time.sleep(600)  # the test kills it; one whose test died ends by itself
+"""
 
 
 @contextmanager

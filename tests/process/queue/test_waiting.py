@@ -23,7 +23,7 @@ from launch.schema.machine import GIB
 from launch.schema.run_sections import LaunchSection
 from launch.supervise.run_lease import Blocked
 from tests import builders
-from tests.process.queue.holders import said
+from tests.process.queue.holders import TAKE_MEMORY, said
 
 RUN = (sys.executable, "-m", "launch", "run")
 ROOT = Path(__file__).resolve().parents[3]
@@ -177,13 +177,21 @@ def test_a_signal_ends_a_run_that_waits_at_once_without_a_ticket(
 
 def test_a_wait_beside_other_programs_ends_with_its_hours_too(tmp_path, workspace):
     """Its plan is tried again and again meanwhile."""
-    reserve_gib = probe_machine.host_available()[0] / GIB - 0.1
-    recipe = builders.recipe(workspace)
-    done = builders.launch(
-        workspace,
-        *("run", str(recipe), "--launch.wait=0.01", f"--launch.host_reserve_gib={reserve_gib}"),
-        LOWMEM_LEASES=str(tmp_path),
+    recipe, limit_bytes = builders.recipe(workspace), probe_machine.machine().host_limit_bytes
+    reserve_gib = (limit_bytes - 3 * GIB) / GIB
+    program = subprocess.Popen(
+        [sys.executable, "-c", TAKE_MEMORY, str(4 * GIB)], stdout=subprocess.PIPE, text=True
     )
+    try:
+        assert program.stdout is not None and program.stdout.readline() == "taken\n"
+        done = builders.launch(
+            workspace,
+            *("run", str(recipe), "--launch.wait=0.01", f"--launch.host_reserve_gib={reserve_gib}"),
+            LOWMEM_LEASES=str(tmp_path),
+        )
+    finally:
+        program.kill()
+        program.wait()
     assert done.returncode == 3, done.stderr
     assert "launch.wait: 0.01 h are over" in done.stderr
     assert list(tmp_path.glob("*.lease")) == []
