@@ -226,9 +226,20 @@ def _ways_to_start(
     if mode == "auto":
         yield from _automatic(asked, machine, launch.nodes, on_gpu, wishes, link)
         return
-    # ranks; two show on a CPU what sharing out means
+    count = _num_ranks(recipe, mode, asked, per_node, batch, on_gpu)
+    if LAUNCH_MODES[mode].backend == "nccl" and wishes.force_gloo:
+        mode = "dual_gpu_gloo"
+    yield mode, count, count
+
+
+def _num_ranks(
+    recipe: Recipe, mode: Mode, asked: int | None, per_node: int, batch: int, on_gpu: bool
+) -> int:
+    """The number of ranks of a mode that is asked for. Raises ConfigError, or ResourceError, where
+    the mode cannot have it."""
+    launch, row = recipe.launch, LAUNCH_MODES[mode]
+    # On a CPU two ranks are the default: they show what sharding does
     least = launch.nodes if launch.nodes > 1 or on_gpu else 2
-    row = LAUNCH_MODES[mode]
     count = asked or (1 if row.processes == "one" else max(per_node * launch.nodes, least))
     for key, number in (("nodes", launch.nodes), ("num_processes", count)):
         if row.processes == "one" and number > 1:
@@ -245,9 +256,7 @@ def _ways_to_start(
         raise ResourceError(
             f"launch.mode {mode} needs two GPUs or more, there is {per_node}; use single_gpu"
         )
-    if row.backend == "nccl" and wishes.force_gloo:
-        mode = "dual_gpu_gloo"
-    yield mode, count, count
+    return count
 
 
 def _automatic(
@@ -265,24 +274,30 @@ def _automatic(
     if not on_gpu:
         yield ("multi_cpu" if count > 1 else "cpu"), count, count
         return
-    together: Mode = "dual_gpu_gloo" if wishes.force_gloo else "dual_gpu_nccl"
+    offloaded: list[Mode] = [mode for mode, row in LAUNCH_MODES.items() if row.offloads]
+    several = _modes_of_several(wishes, link)
     if wishes.num_processes is not None:
-        yield ("single_gpu" if count == 1 else together), count, count
+        yield ("single_gpu" if count == 1 else several[0]), count, count
         return
-    nccl_fails = link is not None and link.backend != "nccl"
-    zero: list[Mode] = [mode for mode, row in LAUNCH_MODES.items() if row.engine == "deepspeed"]
-    offloaded: list[Mode] = [mode for mode in zero if LAUNCH_MODES[mode].offloads]
-    resident: list[Mode] = [mode for mode in zero if mode not in offloaded]
-    several: list[Mode] = [together, *resident, "fsdp2", *offloaded]
-    if wishes.force_gloo:
-        several = [together]
-    elif nccl_fails:
-        several = [together, "dual_gpu_gloo"]
     is_open = num_requested is None and nodes == 1
     for number in range(count, 0 if is_open else count - 1, -1):
         if count <= _MOST_OF_ANY_NUMBER or count % number == 0:
             for mode in several if number > 1 else ("single_gpu", *offloaded):
                 yield mode, number, count
+
+
+def _modes_of_several(wishes: Wishes, link: Link | None) -> list[Mode]:
+    """Modes of several cards, those that offload last; the first is plain DDP."""
+    if wishes.force_gloo:
+        return ["dual_gpu_gloo"]
+    if link is not None and link.backend != "nccl":
+        return ["dual_gpu_nccl", "dual_gpu_gloo"]
+    zero: dict[Mode, bool] = {
+        mode: row.offloads for mode, row in LAUNCH_MODES.items() if row.engine == "deepspeed"
+    }
+    resident: list[Mode] = [mode for mode, offloads in zero.items() if not offloads]
+    several: list[Mode] = ["dual_gpu_nccl", *resident, "fsdp2"]
+    return [*several, *(mode for mode, offloads in zero.items() if offloads)]
 
 
 def uneven(gpus: Sequence[Gpu]) -> bool:

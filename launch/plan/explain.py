@@ -118,7 +118,7 @@ def changes(
     ]
 
 
-def _where(facts: Facts, candidate: Strategy) -> Iterator[str]:
+def _device_notes(facts: Facts, candidate: Strategy) -> Iterator[str]:
     recipe, machine = facts.recipe, facts.machine
     if candidate.device == "cpu":
         is_asked = facts.wishes.force_cpu or recipe.launch.device == "cpu"
@@ -146,7 +146,11 @@ def _where(facts: Facts, candidate: Strategy) -> Iterator[str]:
         yield from architectures.attention_notes(
             machine.gpus[: candidate.num_processes], facts.few_shapes
         )
-    launch = recipe.launch
+
+
+def _where(facts: Facts, candidate: Strategy) -> Iterator[str]:
+    recipe, launch = facts.recipe, facts.recipe.launch
+    yield from _device_notes(facts, candidate)
     notes = (
         (
             candidate.num_machines > 1 and launch.nodes > 1,
@@ -177,6 +181,11 @@ def _where(facts: Facts, candidate: Strategy) -> Iterator[str]:
             f" computed in {quantized.bnb_4bit_compute_dtype}; the rest keeps model.dtype"
             f" {recipe.model.dtype}"
         )
+    yield from _worker_notes(facts, candidate)
+
+
+def _worker_notes(facts: Facts, candidate: Strategy) -> Iterator[str]:
+    machine = facts.machine
     num_workers = candidates.workers(
         facts, candidate.processes_per_machine, candidate.device == "cuda"
     )
@@ -185,7 +194,7 @@ def _where(facts: Facts, candidate: Strategy) -> Iterator[str]:
             f"data workers {candidate.dataloader_num_workers} instead of {num_workers}: host RAM"
             " has no room for more"
         )
-    elif recipe.training.dataloader_num_workers is None:
+    elif facts.recipe.training.dataloader_num_workers is None:
         cores = machine.cpu_count // candidate.processes_per_machine
         num_others = min(candidates.MOST_WORKERS, cores - 1)
         yield f"data workers {candidate.dataloader_num_workers}: " + (

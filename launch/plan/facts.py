@@ -254,8 +254,7 @@ def copied_modules(
 
 
 def own_head(family: ModelFamily, parameters: predict_parameters.Shapes) -> tuple[str, ...]:
-    """A line of the plan on a head that the weights have apart from the embeddings, which the
-    config ties."""
+    """A line of the plan on a head whose weights are not the embeddings, which the config ties."""
     heads = [name for name in family.tied if name in parameters and not family.is_encoder_decoder]
     return tuple(
         f"{head} of the weights differs from the embeddings, to which config.json ties it: it is"

@@ -31,6 +31,7 @@ _WIDE_HEADS = range(193, 225)
 _LITTLE_SHARED_MEMORY = ("8.6", "8.7", "8.8", "8.9", "12.")
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")  # keys of a config
 EAGER, _ONLY_GPUS = "training.kernels: eager", "its kernels are for GPUs"
+_SLOW_4_BITS = "4-bit layers of an H200 were not compiled after 130 s"
 # The first step with compiled layers, two graphs of gpt2-small, took the slow host of an H200 40 s
 # (benchmarks/results/gpu_speed.json, c4-ours-compiled).
 COMPILE_S = 60
@@ -282,7 +283,7 @@ def no_compile(
         (has_others or asked.flattens, "other kernels are asked for"),
         (training.extras.get("full_determinism"), "training.full_determinism: true"),
         # benchmarks/results/gpu_speed.md, c3-ours-compiled
-        (recipe.quantization, "4-bit layers of an H200 were not compiled after 130 s"),
+        (recipe.quantization, _SLOW_4_BITS),
         (family.is_encoder_decoder, "its two kinds of layers want more graphs than torch makes"),
         (not family.forward.has_sdpa, "not tested without sdpa"),
         (not mode.is_whole, f"not tested with {mode.engine}"),
@@ -371,8 +372,7 @@ def switches(
 ) -> Iterator[Switch]:
     """A row for each switch of the chosen strategy; its effect is measured in
     tests/modes/trace/test_switches.py. `began`: the levers of the run that goes on."""
-    training, mode = recipe.training, chosen.launch_mode
-    as_begun = "as the run began" if began else ""
+    mode, as_begun = chosen.launch_mode, "as the run began" if began else ""
     yield Switch("precision", precision(recipe, chosen), _why_precision(recipe, chosen))
     if gpus and (
         chosen.tf32 or (chosen.mixed_precision == "no" and recipe.model.dtype == "float32")
@@ -386,17 +386,29 @@ def switches(
             recipe, model, chosen, gpus, installed.no_flash_attn, installed.no_varlen_attn
         ),
     )
-    has_liger = chosen.levers.use_liger_kernel
     if gpus:
         reason = no_liger(recipe, model.family, mode, gpus, installed.no_liger)
-        why = (
-            "asked for"
-            if training.use_liger_kernel is not None
-            else reason or as_begun or ("faster" if has_liger else "not faster")
-        )
-        if has_liger:
-            why += "; the loss stays ours"
-        yield Switch("liger", _on(has_liger), why)
+        yield _liger_switch(recipe, chosen, reason or as_begun)
+    yield from _fused_switches(recipe, model, chosen, gpus, as_begun)
+    optimizer = ROWS["optim"]
+    yield Switch(optimizer.switch, chosen.levers.optim, optimizer.text(chosen.levers.optim))
+    yield from _tried_switches(recipe, chosen, gpus, installed)
+    reason = no_compile(recipe, model.family, mode, gpus, installed.no_compiler)
+    yield _compile_switch(recipe, chosen, reason, as_begun)
+
+
+def _liger_switch(recipe: Recipe, chosen: Strategy, reason: str) -> Switch:
+    is_on = chosen.levers.use_liger_kernel
+    why = reason or ("faster" if is_on else "not faster")
+    if recipe.training.use_liger_kernel is not None:
+        why = "asked for"
+    return Switch("liger", _on(is_on), f"{why}; the loss stays ours" if is_on else why)
+
+
+def _fused_switches(
+    recipe: Recipe, model: ModelSize, chosen: Strategy, gpus: Sequence[Gpu], as_begun: str
+) -> Iterator[Switch]:
+    mode, has_liger = chosen.launch_mode, chosen.levers.use_liger_kernel
     for is_shown, name, reason, why in (
         (
             recipe.lora,
@@ -417,12 +429,15 @@ def switches(
             yield Switch(
                 row.switch, row.says(chosen.levers), why if row.read(chosen.levers) else off
             )
-    optimizer = ROWS["optim"]
-    yield Switch(optimizer.switch, chosen.levers.optim, optimizer.text(chosen.levers.optim))
+
+
+def _tried_switches(
+    recipe: Recipe, chosen: Strategy, gpus: Sequence[Gpu], installed: Installed
+) -> Iterator[Switch]:
+    """The levers that save memory, but for those that are said beside the batch, and elsewhere."""
     for row in TRIED:
         requested, value = row.requested(recipe), row.read(chosen.levers)
         if (
-            # said beside the batch, above, and below
             row.name in ("batch_by_tokens", "use_liger_kernel", "torch_compile")
             # a CPU has no other place for activations
             or (row.name == "activation_offloading" and not gpus)
@@ -439,15 +454,19 @@ def switches(
         ):
             by += f"; {installed.no_every_n_layers}"
         yield Switch(row.switch, row.says(chosen.levers), by)
-    reason = no_compile(recipe, model.family, mode, gpus, installed.no_compiler)
-    why = reason or as_begun or "not faster"
-    if chosen.levers.torch_compile:
+
+
+def _compile_switch(recipe: Recipe, chosen: Strategy, reason: str | None, as_begun: str) -> Switch:
+    is_on, why = chosen.levers.torch_compile, reason or as_begun or "not faster"
+    if is_on:
         planned = f"faster; compiling takes about {COMPILE_S:g} s at the start"
         why = (
-            f"{'asked for' if training.compiles else as_begun or planned}: training steps, not"
-            " evaluations; memory is predicted of steps that are not compiled"
+            f"{'asked for' if recipe.training.compiles else as_begun or planned}: training steps,"
+            " not evaluations; memory is predicted of steps that are not compiled"
         )
-    yield Switch("compile", _on(chosen.levers.torch_compile), why)
+    if is_on and recipe.quantization:
+        why += f"; {_SLOW_4_BITS}"
+    return Switch("compile", _on(is_on), why)
 
 
 def precision(recipe: Recipe, chosen: Strategy) -> str:

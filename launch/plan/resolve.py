@@ -19,7 +19,7 @@ from launch.hub.names import HubName
 from launch.plan import candidates, planner
 from launch.plan import facts as plan_facts
 from launch.predict import budgets
-from launch.predict.facts import Facts, History, Installed, Limits, Wishes
+from launch.predict.facts import Facts, History, Installed, Limits, Rows, Wishes
 from launch.predict.history import cache_keys, calibration, core_figures
 from launch.predict.history.ledger import Ledger
 from launch.predict.memory import stored_weights
@@ -125,21 +125,15 @@ def read(
         recipe, machine, model.config, model.parameters, model.family, data_format
     )
     counted = facts.model
-    tokens = token_cache.token_cache(workspace.cache, recipe, counted.size, data_format)
-    if tokens.row_counts is not None:
-        count = sum(part.rows for part in sources.trained_rows(recipe.data, tokens.row_counts))
-    rows = replace(facts.rows, tokens=replace(tokens, rows=count))
     fingerprint = (
         weight_files.weights_fingerprint(Path(recipe.model.path))
         if recipe.lora and recipe.model.path
         else None
     )
-    if tokens.folder.exists() and token_cache.counts(tokens.folder) is None:
-        say(f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again")
     facts = replace(
         facts,
         model=replace(counted, stored=stored, base_fingerprint=fingerprint),
-        rows=plan_facts.with_counts(rows),
+        rows=_tokenised(facts, count, workspace, say),
         installed=installed,
         wishes=wishes,
         history=_history(workspace, machine, counted.size, device, is_here, trace, say),
@@ -153,6 +147,19 @@ def read(
     )
     is_written = load.is_written(recipe_name, overrides, "training.dataloader_num_workers")
     return facts if is_written else _with_useful_workers(facts)
+
+
+def _tokenised(facts: Facts, count: int | None, workspace: Workspace, say: Say) -> Rows:
+    """The rows with their cache of tokens, as far as it is there. `count`: of the rows as read."""
+    tokens = token_cache.token_cache(
+        workspace.cache, facts.recipe, facts.model.size, facts.rows.format
+    )
+    if tokens.row_counts is not None:
+        trained = sources.trained_rows(facts.recipe.data, tokens.row_counts)
+        count = sum(part.rows for part in trained)
+    if tokens.folder.exists() and token_cache.counts(tokens.folder) is None:
+        say(f"the tokenised rows in {tokens.folder} are damaged: a start tokenises again")
+    return plan_facts.with_counts(replace(facts.rows, tokens=replace(tokens, rows=count)))
 
 
 def _with_useful_workers(facts: Facts) -> Facts:
@@ -196,8 +203,7 @@ def _recipe(
 def _available(
     recipe: Recipe, machine: Machine, wishes: Wishes, leased: Leased
 ) -> tuple[Machine, Limits]:
-    """The machine with the memory that the recipe may take beside other runs, and what limits
-    it."""
+    """The machine with the memory that a recipe may take beside other runs, and its limits."""
     machine, notes = budgets.limited(budgets.beside(machine, leased), recipe, leased)
     if wishes.num_processes is None:
         machine = budgets.by_free_memory(machine)

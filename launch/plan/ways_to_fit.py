@@ -21,6 +21,7 @@ from launch.schema.model_sections import LoraSection, QuantizationSection
 from launch.schema.modes import LAUNCH_MODES, Mode
 from launch.schema.plan import Change, ModelFamily
 from launch.schema.recipe import Recipe
+from launch.schema.run_sections import LaunchSection
 
 MAX_WAYS = 3  # each may have to be traced
 _TENTH = GIB // 10
@@ -125,22 +126,6 @@ def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]
         if (chosen := _most_frugal_fit(facts, opened)) is not None:
             dotted = " ".join(f"training.{name}" for name in typed)
             yield f"without {dotted} {_costs(chosen)}"
-    starts_here = facts.wishes.num_processes is None
-    several = starts_here and launch.nodes == 1 and (launch.num_processes or 1) > 1
-    places = [
-        (flags, launch.model_copy(update=update))
-        for flags, update, helps in (
-            ("", {}, True),
-            ("--launch.mode=auto ", {"mode": "auto"}, launch.mode != "auto" and starts_here),
-            (
-                "--launch.mode=auto --launch.num_processes=1 ",
-                {"mode": "auto", "num_processes": 1},
-                several,
-            ),
-            ("--launch.exact_batch=false ", {"exact_batch": False}, launch.exact_batch),
-        )
-        if helps
-    ]
     models = [("", model)]
     if model.dtype == "float32":
         models.append(("--model.dtype=bfloat16 ", model.model_copy(update={"dtype": "bfloat16"})))
@@ -156,7 +141,7 @@ def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]
     for (adapter_flags, adapter, quantization), (model_flag, section), (optim_flag, training) in (
         way for way in itertools.product(adapters, models, optims) if not (way[0][1] and way[2][0])
     ):
-        for place_flag, place in places:
+        for place_flag, place in _places(facts):
             flags = adapter_flags + model_flag + optim_flag + place_flag
             update = {
                 **{"model": section, "lora": adapter, "quantization": quantization},
@@ -166,6 +151,26 @@ def ways_to_fit(facts: Facts, with_other_adapters: bool = True) -> Iterator[str]
             if chosen is not None:
                 yield f"{flags.strip()} {_costs(chosen)}"
                 break  # these states fit; another place adds nothing
+
+
+def _places(facts: Facts) -> list[tuple[str, LaunchSection]]:
+    """Flags with which a plan may be made elsewhere, and the section `launch` with them."""
+    launch, starts_here = facts.recipe.launch, facts.wishes.num_processes is None
+    several = starts_here and launch.nodes == 1 and (launch.num_processes or 1) > 1
+    return [
+        (flags, launch.model_copy(update=update))
+        for flags, update, helps in (
+            ("", {}, True),
+            ("--launch.mode=auto ", {"mode": "auto"}, launch.mode != "auto" and starts_here),
+            (
+                "--launch.mode=auto --launch.num_processes=1 ",
+                {"mode": "auto", "num_processes": 1},
+                several,
+            ),
+            ("--launch.exact_batch=false ", {"exact_batch": False}, launch.exact_batch),
+        )
+        if helps
+    ]
 
 
 def _typed_levers(recipe: Recipe) -> list[str]:

@@ -444,6 +444,14 @@ def test_a_plan_may_compile_where_nothing_is_against_it(mode, cards, sections, n
     assert kernels.no_compile(recipe, two_stacks, *machine_facts) is not None
 
 
+def test_a_plan_says_that_4_bit_layers_compile_for_long_where_that_is_asked_for():
+    compiled = {"training": {**HALF, "torch_compile": True}}
+    for sections, is_said in (({**QLORA, **compiled}, True), (compiled, False)):
+        why = row(plan(recipe_of(**sections), machine(1), **THERE), "compile")[1]
+        assert why.startswith("asked for: training steps")
+        assert why.endswith("4-bit layers of an H200 were not compiled after 130 s") == is_said
+
+
 def test_a_run_that_goes_on_keeps_its_kernels_unless_a_key_names_others():
     flash = {"training": HALF, "lora": {"r": 4}}, {**THERE, "no_varlen_attn": None}
     new, with_liger = levers_of(flash[0], **flash[1])
