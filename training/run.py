@@ -142,8 +142,7 @@ def _check_shared(attempt: AttemptDir) -> None:
 
 
 def _tokens(start: RankStart) -> Path:
-    """The folder of the tokenised rows, verified or made here where no launcher has done so
-    before."""
+    """The folder of the tokenised rows, verified, or made here where no launcher has done so."""
     used = start.run.read_tokens() if start.run else None
     folder = used.folder if used else None
     if folder and folder.exists() and (start.supervised or not token_cache.fault(folder)):

@@ -130,8 +130,7 @@ def regular_bytes(path: Path) -> bytes:
 
 
 def check_regular(path: Path) -> None:
-    """Raise ResourceError for a name to write to that leads to no regular file, or to another
-    user's."""
+    """Raise ResourceError for a name that leads to no regular file, or to another user's."""
     refuse_strangers(path)
     status = path.stat() if path.exists() else None
     if status and not (stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()):

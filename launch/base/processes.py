@@ -83,8 +83,7 @@ def is_tagged(pid: int, tag: str) -> bool:
 
 
 def end_tree(tag: str) -> list[psutil.Process]:
-    """Send SIGKILL to every process of the run; return the processes that are still there after
-    _UNKILLABLE_S."""
+    """Send SIGKILL to all processes of the run; return those there after _UNKILLABLE_S."""
     until = time.monotonic() + _UNKILLABLE_S
     while (remaining := tagged(tag)) and time.monotonic() <= until:
         for process in remaining:

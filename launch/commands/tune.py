@@ -260,8 +260,7 @@ def _confirm(candidates: Sequence[tuple[Strategy, MemoryEstimate]], trials: _Tri
 def _different(
     candidates: Sequence[tuple[Strategy, MemoryEstimate]],
 ) -> Iterator[tuple[Strategy, MemoryEstimate]]:
-    """The fastest; then the fastest with at most half its micro-batch; then the others in
-    order."""
+    """The fastest; the fastest with at most half its micro-batch; the others in order."""
     best, *others = candidates
     half = best[0].per_device_train_batch_size / 2
     smaller = [row for row in others if row[0].per_device_train_batch_size <= half][:1]

@@ -208,8 +208,7 @@ def fault(folder: Path, goes_on: Callable[[], None] = lambda: None) -> str | Non
 
 
 def counts(folder: Path) -> dict[str, Any] | None:
-    """Counts of the rows of a token cache, for planning; None where there is no cache, or this part
-    of it is damaged."""
+    """Counts of the rows of a token cache; None: there is none, or this part is damaged."""
     _, expected = (_read_hashes(folder) or {}).get(TOKENS_READY, (0, ""))
     try:
         content = files.regular_bytes(folder / TOKENS_READY)

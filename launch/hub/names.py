@@ -53,8 +53,7 @@ class HubName:
 
 
 def parse(text: str, is_data: bool, split: str = "train") -> HubName:
-    """The name that a text is; `split` is that of a data set's name without one. Raises
-    ConfigError."""
+    """The name that a text is; `split`: of a data set's name without one. Raises ConfigError."""
     match = _NAME.fullmatch(text)
     if match is None or (match["split"] and not is_data):
         raise ConfigError(f"{text!r}: is no name on a hub; expected {_FORMS[is_data]}")

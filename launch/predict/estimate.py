@@ -166,8 +166,7 @@ def judge(facts: Facts, candidate: Strategy, exact: bool = True) -> Judged:
 
 
 def share_of_longest(facts: Facts, candidate: Strategy) -> float:
-    """Predicted seconds of a step over those of one whose rows are all as long as the longest; 1
-    where not known."""
+    """Predicted seconds of a step over those of rows that are all the longest; 1: not known."""
     trace, split = facts.trace(candidate), facts.mean_split(candidate)
     if trace is None or split is None:
         return 1.0

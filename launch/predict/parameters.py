@@ -349,8 +349,7 @@ def matrix_modules(tensor_shapes: Shapes) -> list[str]:
 
 
 def modules_of(tensor_shapes: Shapes) -> list[str]:
-    """Full names of the modules that hold parameters, also in modules of theirs; outermost
-    first."""
+    """Full names of the modules that hold parameters, also inside others; outermost first."""
     prefixes = dict.fromkeys(
         ".".join(parts[:num_parts])
         for parts in (name.split(".") for name in tensor_shapes)

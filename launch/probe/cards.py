@@ -143,8 +143,7 @@ def _reported_names(name: str) -> list[tuple[str, ...]]:
 
 
 def _is(row: Sequence[str], name: Sequence[str]) -> bool:
-    """True if the row's name stands in the other in one piece, and nothing there says another
-    card."""
+    """True if the row's name stands in the other whole, and nothing there says another card."""
     spans = [
         start for start in range(len(name)) if tuple(name[start : start + len(row)]) == tuple(row)
     ]

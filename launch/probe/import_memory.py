@@ -133,8 +133,7 @@ def _python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 
 
 def _reason(stderr: str) -> str:
-    """The line that names the exception. Errors of CUDA and HIP end with advice that does not name
-    the cause."""
+    """The line that names the exception: errors of CUDA and HIP end with advice without it."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     named = [
         line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Warning)?: ", line)

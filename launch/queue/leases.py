@@ -379,8 +379,7 @@ def _new_file(place: Path, last: int) -> tuple[int, int]:
 
 
 def _lock(file: int, path: Path) -> None:
-    """Raises BlockingIOError where another process has locked it, NoLeases where there are no
-    locks."""
+    """Raises BlockingIOError where another process has locked it, NoLeases without locks."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:

@@ -55,8 +55,7 @@ def lines(run: layout.RunDir) -> list[str]:
 
 
 def _of_a_stream(run: layout.RunDir) -> list[str]:
-    """A stream's sequences are counted from the start of the run: each step takes those that
-    follow."""
+    """A stream's sequences are counted from the run's start: each step takes the next."""
     order = sorted(row for rows in taken(run).values() for row in rows)
     if order != list(range(len(order))):
         raise CheckpointError(

@@ -183,8 +183,7 @@ def _start(
 
 
 def last_vram(events: Path) -> dict[str, int]:
-    """The GPU memory of the last step that was logged; the rank may have died while it wrote
-    another."""
+    """The GPU memory of the last step that was logged whole."""
     names = ("vram_reserved_bytes", "vram_total_bytes")
     for line in reversed(log_tail(events).splitlines()):
         with suppress(ValueError, KeyError, TypeError):

@@ -418,8 +418,7 @@ def _unknown(record: AttemptRecord) -> Failure:
 
 
 def _preempted(record: AttemptRecord) -> Failure:
-    """The end of ranks that agreed to stop, because of a signal of their own or of what rank 0
-    saw."""
+    """The end of ranks that agreed to stop, by a signal of their own or by what rank 0 saw."""
     stops = [error for error in record.rank_errors if error.type == _STOPPED]
     code = stops[0].exit_code or 75 if stops else 75
     cause = f"{stops[0].message if stops else 'the ranks agreed to stop'}{_saved(record)}"

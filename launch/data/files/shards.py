@@ -331,8 +331,7 @@ def _stamp(path: Path) -> list[int]:
 
 
 def fingerprint(path: Path, facts: FileFacts) -> str:
-    """sha256 of a data file's bytes; of several shards, of their hashes in order: their names do
-    not count."""
+    """sha256 of a data file's bytes; of several shards, of their hashes in order, not names."""
     paths = list_shards(path)
     if len(paths) == 1 and paths[0].stat().st_size < _MEMO_BYTES:
         return files.sha256(paths[0])

@@ -168,8 +168,7 @@ def landmarks(log: Log, tied: bool) -> Landmarks:
 
 
 def _spans(log: Log, positions: Sequence[int]) -> dict[Layer, range]:
-    """The range from a layer's first event to its last, in the order in which layers are
-    entered."""
+    """The range from a layer's first event to its last, of layers in the order of entering."""
     inside = grouped((log.events[position].layer, position) for position in positions)
     return {
         layer: range(of_layer[0], of_layer[-1] + 1)
