@@ -52,8 +52,8 @@ beat = Path(sys.argv[1]).parent / "attempts/01/ranks/0/heartbeat.json"
 beat.parent.mkdir(parents=True, exist_ok=True)
 Heartbeat(beat).beat("step")
 time.sleep(0.7)
-bytearray(b"x") * (64 << 20)
 """
+PEAKS = 'bytearray(b"x") * (64 << 20)\n'
 SLEEPS = "time.sleep(1.5)"  # longer than the launcher waits between two reads
 
 
@@ -86,6 +86,8 @@ def test_pages_of_a_mapped_file_stop_no_run_and_are_in_no_figure_of_it(tmp_path)
 
 def test_weights_of_a_file_that_a_step_reads_are_taken_and_its_peaks_are_seen(tmp_path):
     loading, *_ = watched(tmp_path, MAPS, 32 * MIB)
-    most, peak, _ = watched(tmp_path / "in step", MAPS + IN_STEP, 32 * MIB)
+    most, *_ = watched(tmp_path / "in step", MAPS + IN_STEP, 32 * MIB)
     assert abs(most - loading - 32 * MIB) < 16 * MIB
+    # another run: on a busy machine a sample meets the peak, too
+    _, peak, _ = watched(tmp_path / "peak", MAPS + IN_STEP + PEAKS, 32 * MIB)
     assert abs(peak - most - 64 * MIB) < 16 * MIB
