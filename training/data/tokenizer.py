@@ -141,7 +141,7 @@ def called(
     if result.done():
         try:
             return result.result()
-        except Exception:
+        except Exception:  # an error of the tokenizer, which its caller names; only panics are ours
             raise
         except BaseException as error:  # noqa: BLE001  pyo3's PanicException is one
             reason = f"panicked: {error}"

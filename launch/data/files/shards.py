@@ -223,7 +223,8 @@ def tar_samples(path: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:
 def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
     """The files of an archive, each with the key of its sample, and what of it this is."""
     for member in archive:
-        archive.members = []  # type: ignore[attr-defined]  # its list, in no stub, keeps each one read: a shard has a million
+        # its list, which no stub has, keeps each member that was read: a shard has a million
+        archive.members = []  # type: ignore[attr-defined]
         matched = _MEMBER.match(member.name)
         if matched and member.isfile():
             yield matched[1], matched[2], member
